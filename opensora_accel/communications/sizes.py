@@ -1,0 +1,110 @@
+"""Who holds how much of a dimension."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_accel.communications.checks import debug_enabled
+
+
+def share_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
+    """Every rank's share of `total`, by the rule of `torch.tensor_split`."""
+    base, extra = divmod(total, num_ranks)
+    return tuple(base + (rank < extra) for rank in range(num_ranks))
+
+
+_size_cache: ContextVar[dict[tuple[dist.ProcessGroup, int], tuple[int, ...]] | None] = ContextVar(
+    "size_cache", default=None
+)
+
+
+@contextlib.contextmanager
+def cached_sizes() -> Iterator[None]:
+    """Within it, the sizes behind one local size are exchanged once, then remembered.
+
+    It is a promise by the caller: one local size always stands for one layout. Without the promise a cache is
+    wrong, because rank 0 of 2 holds 3 tokens of 6 and also 3 of 5; so outside of this context sizes are exchanged
+    at every call that is not given `splits`. With OPENSORA_ACCEL_DEBUG=1 a broken promise raises ValueError.
+    """
+    token = _size_cache.set({})
+    try:
+        yield
+    finally:
+        _size_cache.reset(token)
+
+
+def _exchange_sizes(local_size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
+    """Every rank's size, from each rank's own: one all-gather of a single integer."""
+    cache = _size_cache.get()
+    known = None if cache is None else cache.get((group, local_size))
+    if debug_enabled() and cache is not None:
+        _check_promise(known, local_size, group)
+    if known is not None:
+        return known
+    # A host tensor where the group can carry one: reading a device tensor would wait for the device.
+    if torch.device("cpu") in group._device_types:
+        device = torch.device("cpu")
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([local_size], device=device), group=group)
+    found = tuple(sizes.tolist())
+    if cache is not None:
+        cache[group, local_size] = found
+    return found
+
+
+def _check_promise(known: tuple[int, ...] | None, local_size: int, group: dist.ProcessGroup) -> None:
+    """Raises on every rank when any of them remembers sizes that are no longer the sizes."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (local_size, known), group=group)
+    found = tuple(size for size, _ in everyone)
+    for rank, (size, remembered) in enumerate(everyone):
+        if remembered is not None and remembered != found:
+            raise ValueError(
+                f"cached_sizes() was promised one layout per local size, but on rank {rank} local size {size} "
+                f"stood for {remembered} and now for {found}; pass splits={found}, or leave the context between "
+                f"layouts"
+            )
+
+
+def _check_splits(splits: Sequence[int], group: dist.ProcessGroup, dim: int) -> tuple[int, ...]:
+    splits = tuple(int(size) for size in splits)
+    if len(splits) != group.size():
+        raise ValueError(f"splits={splits} has {len(splits)} entries, but the group has {group.size()} ranks")
+    if min(splits) < 0:
+        raise ValueError(f"splits={splits} for dim {dim} has a negative size")
+    return splits
+
+
+def splits_of_total(
+    total: int, splits: Sequence[int] | None, group: dist.ProcessGroup, dim: int
+) -> tuple[int, ...]:
+    """Shares of a dimension whose full size is at hand."""
+    if splits is None:
+        return share_sizes(total, group.size())
+    checked = _check_splits(splits, group, dim)
+    if sum(checked) != total:
+        raise ValueError(f"splits={checked} add up to {sum(checked)}, but dim {dim} has size {total}")
+    return checked
+
+
+def splits_of_local(
+    input_: Tensor, splits: Sequence[int] | None, group: dist.ProcessGroup, dim: int
+) -> tuple[int, ...]:
+    """Shares of a dimension of which only this rank's part is at hand."""
+    local_size = input_.size(dim)
+    if splits is None:
+        return _exchange_sizes(local_size, group, input_.device)
+    checked = _check_splits(splits, group, dim)
+    if checked[group.rank()] != local_size:
+        raise ValueError(
+            f"splits={checked} give rank {group.rank()} a size of {checked[group.rank()]} in dim {dim}, "
+            f"but its tensor has {local_size}"
+        )
+    return checked

@@ -1,0 +1,174 @@
+"""Named process groups over one DeviceMesh, behind Open-Sora's getters and setters.
+
+The registry is the only global state of the toolkit. It is filled by `init_parallel(plan)`, or group by group
+through the setters when another library (ColossalAI, Megatron) has made the groups.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
+
+__all__ = [
+    "get_data_parallel_group",
+    "get_mesh",
+    "get_parallel_group",
+    "get_sequence_parallel_group",
+    "get_tensor_parallel_group",
+    "init_parallel",
+    "reset",
+    "set_data_parallel_group",
+    "set_mixed_parallel_group",
+    "set_sequence_parallel_group",
+    "set_tensor_parallel_group",
+]
+
+_COMPOSED_AXES = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES}
+_GROUP_NAMES = (*_COMPOSED_AXES, "tensor", *MESH_AXES)
+
+_groups: dict[str, dist.ProcessGroup] = {}
+_meshes: dict[str, DeviceMesh] = {}
+
+
+def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float | None = None) -> DeviceMesh:
+    """The job's DeviceMesh, with every named group registered.
+
+    Starts torch.distributed when nobody has: from the launcher's environment (torchrun, accelerate,
+    colossalai), or as a single rank when there is none. A process group that already exists is used as it is.
+
+    Args:
+        plan: its degrees, outermost first, are the mesh's shape.
+        device_type: "cuda" or "cpu"; by default cuda where there is a GPU.
+        timeout_s: how long a collective may wait, where this call starts torch.distributed.
+
+    Raises:
+        ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit).
+    """
+    if _meshes:
+        raise ValueError(
+            "init_parallel was already called in this process; call parallel_states.reset() first"
+        )
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dist.is_initialized():
+        plan.check_world_size(dist.get_world_size())
+    else:
+        # Known before any rank waits for another, so that all of them fail at once.
+        plan.check_world_size(int(os.environ["WORLD_SIZE"]) if _launched() else 1)
+        _start_distributed(device_type, timeout_s)
+    mesh = init_device_mesh(device_type, plan.degrees, mesh_dim_names=MESH_AXES)
+    _meshes["all"] = mesh
+    for axis in MESH_AXES:
+        _meshes[axis] = mesh[axis]
+        _groups[axis] = mesh.get_group(axis)
+    for name, axes in _COMPOSED_AXES.items():
+        _meshes[name] = mesh[axes]._flatten(name)
+        _groups[name] = _meshes[name].get_group()
+    _groups["tensor"] = _groups["tp"]
+    return mesh
+
+
+def _start_distributed(device_type: str, timeout_s: float | None) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else None
+    if device_type == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank)
+        # gloo beside NCCL: sizes and other host integers are exchanged without a device synchronisation.
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    if _launched():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _launched() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def get_mesh(name: str = "all") -> DeviceMesh:
+    """The mesh of `init_parallel`: all five axes, one axis, or a composed one (data, sequence, mixed)."""
+    if name not in _meshes:
+        known = ", ".join(_meshes) or "none yet"
+        raise ValueError(f"no mesh {name!r} is registered ({known}); call init_parallel(plan) first")
+    return _meshes[name]
+
+
+def get_parallel_group(name: str) -> dist.ProcessGroup:
+    """The group called `name`: data, sequence, mixed, tensor, or a single mesh axis."""
+    if name not in _GROUP_NAMES:
+        raise ValueError(f"no group is called {name!r}; the groups are {', '.join(_GROUP_NAMES)}")
+    if name not in _groups:
+        raise ValueError(f"group {name!r} is not registered; call init_parallel(plan) or its setter first")
+    return _groups[name]
+
+
+def set_data_parallel_group(group: dist.ProcessGroup) -> None:
+    """Registers the ranks that see different samples."""
+    _groups["data"] = group
+
+
+def set_sequence_parallel_group(group: dist.ProcessGroup) -> None:
+    """Registers the ranks that share one sample."""
+    _groups["sequence"] = group
+
+
+def set_tensor_parallel_group(group: dist.ProcessGroup) -> None:
+    """Registers the ranks that share one layer."""
+    _groups["tensor"] = group
+
+
+def set_mixed_parallel_group(group: dist.ProcessGroup) -> None:
+    """Registers the ranks over which gradients are averaged (data × sequence)."""
+    _groups["mixed"] = group
+
+
+def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup | None:
+    """The data group (the world where none was set), or the mixed group when `get_mixed_dp_pg`.
+
+    A mixed group that nobody registered is derived where it is certain: it is the data group without sequence
+    parallelism, and the world where data × sequence fills it. Otherwise ValueError, because the wrong answer
+    would load another rank's optimizer shards.
+    """
+    if not get_mixed_dp_pg:
+        return _groups.get("data", dist.group.WORLD)
+    if "mixed" in _groups:
+        return _groups["mixed"]
+    return _derive_mixed_group()
+
+
+def get_sequence_parallel_group() -> dist.ProcessGroup | None:
+    """The sequence group, or None where there is no sequence parallelism (as in Open-Sora)."""
+    return _groups.get("sequence")
+
+
+def get_tensor_parallel_group() -> dist.ProcessGroup | None:
+    """The tensor group, or None where there is no tensor parallelism (as in Open-Sora)."""
+    return _groups.get("tensor")
+
+
+def reset(destroy_process_group: bool = False) -> None:
+    """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
+    _groups.clear()
+    _meshes.clear()
+    if destroy_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _derive_mixed_group() -> dist.ProcessGroup | None:
+    data = _groups.get("data", dist.group.WORLD)
+    sequence = _groups.get("sequence")
+    if sequence is None or sequence.size() == 1 or data is None:
+        return data
+    if "data" in _groups and data.size() * sequence.size() == dist.get_world_size():
+        return dist.group.WORLD
+    raise ValueError(
+        f"the mixed group (data {data.size()} × sequence {sequence.size()}) is not registered and is not the "
+        f"world of {dist.get_world_size()} ranks; call set_mixed_parallel_group(group)"
+    )

@@ -1,0 +1,172 @@
+"""The Plan: how one training job is spread over its ranks, as plain data.
+
+Every other part of the toolkit takes or returns it: the planner proposes one, the registry builds its mesh,
+shardformer and fsdp apply it, verify proves it, the trainer stores it in every checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Checkpoint = Literal["none", "full", "selective"]
+Sharding = Literal["none", "zero2", "zero3"]
+Precision = Literal["fp32", "bf16", "fp64"]
+
+MESH_AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
+SEQUENCE_AXES = ("ring", "ulysses")
+MIXED_AXES = DATA_AXES + SEQUENCE_AXES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees of every mesh axis, and what is done to activations, parameters and precision.
+
+    The product of the five degrees is the number of ranks. Raises ValueError for a value that cannot work.
+    """
+
+    dp_replicate: int = 1
+    """Data parallel ranks that hold a full copy of the (sharded) parameters."""
+    dp_shard: int = 1
+    """Data parallel ranks over which parameters are sharded; needs sharding zero2 or zero3."""
+    ring: int = 1
+    """Sequence parallel ranks that pass keys and values round (ring attention)."""
+    ulysses: int = 1
+    """Sequence parallel ranks that exchange tokens for heads by all-to-all (Ulysses)."""
+    tp: int = 1
+    """Tensor parallel ranks."""
+    checkpoint: Checkpoint = "none"
+    """Activation checkpointing: none; full (recompute every block); selective (keep attention outputs)."""
+    offload: float | Literal["auto"] = 0.0
+    """Share of the checkpointed blocks whose input waits in host memory (0 to 1), or auto."""
+    sharding: Sharding = "none"
+    """Parameters: none (replicated), zero2 (gradients and optimizer sharded), zero3 (parameters too)."""
+    precision: Precision = "fp32"
+    """Compute precision. bf16 keeps fp32 master weights; fp64 is for proofs."""
+
+    def __post_init__(self) -> None:
+        for axis in MESH_AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(f"{axis} must be a whole number of ranks, at least 1; got {degree!r}")
+        _check_choice("checkpoint", self.checkpoint, get_args(Checkpoint))
+        _check_choice("sharding", self.sharding, get_args(Sharding))
+        _check_choice("precision", self.precision, get_args(Precision))
+        self._check_offload()
+        if self.dp_shard > 1 and self.sharding == "none":
+            raise ValueError(
+                f'dp_shard={self.dp_shard} shards parameters, but sharding="none" keeps them whole; '
+                f'set sharding="zero3" (or "zero2"), or use dp_replicate={self.dp_shard * self.dp_replicate}'
+            )
+
+    def _check_offload(self) -> None:
+        if self.offload == "auto":
+            return
+        valid = isinstance(self.offload, (int, float)) and not isinstance(self.offload, bool)
+        if not valid or not 0.0 <= float(self.offload) <= 1.0:
+            raise ValueError(
+                f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {self.offload!r}'
+            )
+        if self.offload > 0 and self.checkpoint == "none":
+            raise ValueError(
+                f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "
+                'set checkpoint="full" (or "selective"), or offload=0'
+            )
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples: dp_replicate × dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one sample: ring × ulysses."""
+        return self.ring * self.ulysses
+
+    @property
+    def mixed(self) -> int:
+        """Ranks over which gradients are averaged: data × sequence."""
+        return self.data * self.sequence
+
+    @property
+    def world_size(self) -> int:
+        return self.mixed * self.tp
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees in the order of `MESH_AXES`, outermost first."""
+        return tuple(getattr(self, axis) for axis in MESH_AXES)
+
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with some fields changed; an unknown field is a ValueError with the nearest name."""
+        return Plan.from_dict({**self.to_dict(), **changes})
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises ValueError, listing the degrees that would fit, unless the plan uses `world_size` ranks."""
+        if self.world_size == world_size:
+            return
+        degrees = " × ".join(f"{axis}={degree}" for axis, degree in zip(MESH_AXES, self.degrees, strict=True))
+        raise ValueError(
+            f"the plan needs {self.world_size} ranks ({degrees}), but {world_size} are running; "
+            f"{_remedy_for_world_size(self, world_size)}, or start {self.world_size} ranks "
+            f"(torchrun --nproc-per-node {self.world_size} ...)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """The Plan with these fields; the others keep their defaults."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+                hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+                raise ValueError(f"a Plan has no field {key!r}; {hint}its fields are {', '.join(names)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a Plan is read from a JSON object; this text is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"a Plan is read from a JSON object; got {type(values).__name__}")
+        return cls.from_dict(values)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _remedy_for_world_size(plan: Plan, world_size: int) -> str:
+    """The single-axis changes that fit, or else the divisors that any degrees must be made of."""
+    fits = []
+    for axis, degree in zip(MESH_AXES, plan.degrees, strict=True):
+        others = math.prod(plan.degrees) // degree
+        needs_sharding = axis == "dp_shard" and plan.sharding == "none"
+        if world_size % others == 0 and not needs_sharding:
+            fits.append(f"{axis}={world_size // others}")
+    if fits:
+        return f"set {' or '.join(fits)} (the others unchanged)"
+    divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
+    return f"choose degrees that multiply to {world_size}: each one of {', '.join(divisors)}"

@@ -1,0 +1,41 @@
+"""Packaging. The core needs torch only; everything else is an extra.
+
+ColossalAI cannot be an extra: 0.5.0 pins torch<=2.5.1 and diffusers==0.29.0. Install it with
+``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/launchers.md).
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TRAIN = [
+    "diffusers>=0.42.1",
+    "transformers>=5.0",
+    "accelerate>=1.15",
+    "safetensors",
+    "tokenizers",
+    "av>=14",
+    "pillow",
+    "psutil",
+    "rich",
+    "tyro>=1.0",
+    "tensorboard",
+    "torchdata>=0.11",
+]
+PLOT = ["matplotlib"]
+DEV = ["pytest", "hypothesis", "ruff", "mypy"]
+
+setup(
+    name="opensora-accel",
+    version="0.1.0",
+    description="Exact sequence parallelism, offload and sharding for training video diffusion transformers",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["opensora_accel*", "shardformer*"]),
+    package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
+    install_requires=["torch>=2.11"],
+    extras_require={"train": TRAIN, "plot": PLOT, "dev": DEV},
+    entry_points={"console_scripts": ["opensora-accel=opensora_accel.cli:main"]},
+)

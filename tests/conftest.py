@@ -1,0 +1,35 @@
+"""One thread per rank, one rank pool per session, and the tolerances that every comparison takes."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, also by the pool's processes, which inherit it: oversubscribed, a 3 ms model takes 200.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import pytest
+import torch
+
+from tests.rank_pool import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n, function, *args)` runs a module-level function on n gloo ranks, started once per session."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def parallel_registry():
+    """Leaves no group behind, in this process."""
+    from opensora_accel import parallel_states
+
+    parallel_states.reset(destroy_process_group=True)
+    yield parallel_states
+    parallel_states.reset(destroy_process_group=True)

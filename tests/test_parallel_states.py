@@ -1,0 +1,106 @@
+"""Named groups: who is in them, what the setters of other libraries lead to, and what is refused."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from opensora_accel import Plan, init_parallel, parallel_states
+
+
+def members(group):
+    return dist.get_process_group_ranks(group)
+
+
+def groups_of(plan):
+    mesh = init_parallel(plan)
+    names = ("data", "sequence", "mixed", "tensor", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+    found = {name: members(parallel_states.get_parallel_group(name)) for name in names}
+    assert mesh.shape == plan.degrees
+    assert members(parallel_states.get_data_parallel_group()) == found["data"]
+    assert members(parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)) == found["mixed"]
+    assert members(parallel_states.get_sequence_parallel_group()) == found["sequence"]
+    assert members(parallel_states.get_tensor_parallel_group()) == found["tensor"]
+    assert members(parallel_states.get_mesh("sequence").get_group()) == found["sequence"]
+    return found
+
+
+def test_groups_follow_the_mesh_outermost_first(ranks):
+    found = ranks(4, groups_of, Plan(dp_replicate=2, ulysses=2))
+    assert [f["data"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [f["sequence"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [f["mixed"] for f in found] == [[0, 1, 2, 3]] * 4
+    found = ranks(4, groups_of, Plan(ring=2, ulysses=2))
+    assert [f["ring"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [f["ulysses"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    found = ranks(4, groups_of, Plan(dp_shard=2, tp=2, sharding="zero3"))
+    assert [f["tensor"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [f["mixed"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def misfit():
+    with pytest.raises(ValueError) as caught:
+        init_parallel(Plan(ulysses=2))
+    return str(caught.value)
+
+
+def test_a_plan_that_does_not_fit_fails_on_every_rank(ranks):
+    messages = ranks(3, misfit)
+    assert len(set(messages)) == 1 and "ulysses=3" in messages[0]
+
+
+def groups_made_elsewhere():
+    rank = dist.get_rank()
+    data = [dist.new_group(members_) for members_ in ([0, 2], [1, 3])][rank % 2]
+    sequence = [dist.new_group(members_) for members_ in ([0, 1], [2, 3])][rank // 2]
+    parallel_states.set_data_parallel_group(data)
+    assert parallel_states.get_sequence_parallel_group() is None
+    assert parallel_states.get_data_parallel_group(get_mixed_dp_pg=True) is data
+    parallel_states.set_sequence_parallel_group(sequence)
+    assert parallel_states.get_sequence_parallel_group() is sequence
+    # data 2 × sequence 2 fills the world of 4, so the mixed group is certain.
+    assert members(parallel_states.get_data_parallel_group(True)) == [0, 1, 2, 3]
+
+    parallel_states.reset()
+    half = [dist.new_group(members_) for members_ in ([0, 1], [2, 3])][rank // 2]
+    parallel_states.set_data_parallel_group(dist.new_group([rank], use_local_synchronization=True))
+    parallel_states.set_sequence_parallel_group(half)
+    parallel_states.set_tensor_parallel_group(data)
+    with pytest.raises(ValueError, match="set_mixed_parallel_group"):
+        parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)
+    parallel_states.set_mixed_parallel_group(half)
+    assert parallel_states.get_data_parallel_group(get_mixed_dp_pg=True) is half
+    assert parallel_states.get_tensor_parallel_group() is data
+
+
+def test_groups_made_elsewhere(ranks):
+    ranks(4, groups_made_elsewhere)
+
+
+def test_a_plain_process_is_a_world_of_one(parallel_registry, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    environment = dict(os.environ)
+    init_parallel(Plan())
+    assert dist.get_world_size() == 1
+    assert parallel_states.get_sequence_parallel_group().size() == 1
+    assert dict(os.environ) == environment
+    with pytest.raises(ValueError, match="reset"):
+        init_parallel(Plan())
+
+
+def test_before_init_the_remedy_is_named(parallel_registry):
+    with pytest.raises(ValueError, match=r"init_parallel\(plan\)"):
+        parallel_states.get_parallel_group("ring")
+    with pytest.raises(ValueError, match="the groups are data, sequence, mixed"):
+        parallel_states.get_parallel_group("rings")
+    with pytest.raises(ValueError, match=r"init_parallel\(plan\)"):
+        parallel_states.get_mesh()
+    assert parallel_states.get_sequence_parallel_group() is None
+
+
+def test_a_plan_for_two_ranks_in_a_plain_process(parallel_registry, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 2"):
+        init_parallel(Plan(ulysses=2))
+    assert not dist.is_initialized()
