@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications.checks import check_agreement, check_dim, check_group
-from opensora_accel.communications.sizes import splits_of_local, splits_of_total
+from opensora_accel.communications.sizes import splits_of_locals, splits_of_total
 from opensora_accel.communications.transfer import Handle
 
 
@@ -202,9 +202,7 @@ def all_to_all_async(
     splits: Sequence[int] | None = None,
 ) -> Handle:
     """`all_to_all` in flight; `.wait()` gives its output. The backward is asynchronous likewise."""
-    group = check_group(process_group)
-    route = _route(input_, group, scatter_dim, gather_dim, splits)
-    return Handle(None if group.size() == 1 else _AllToAll(group, [route]), [input_])
+    return _launch([input_], process_group, scatter_dim, gather_dim, [splits], [None])
 
 
 def all_to_all_packed(
@@ -221,36 +219,47 @@ def all_to_all_packed(
     Args:
         tensors: they may differ in every size.
         splits: for each tensor, every rank's size of `gather_dim`, or None.
-        scatter_splits: for each tensor, every rank's share of `scatter_dim`, or None for `torch.tensor_split`'s.
+        scatter_splits: for each tensor, every rank's share of `scatter_dim`, or None for the default rule.
     """
-    group = check_group(process_group)
     if len({tensor.dtype for tensor in tensors}) != 1:
         raise ValueError(
             f"tensors packed into one all-to-all must share one dtype; got {[str(t.dtype) for t in tensors]}"
         )
-    splits = [None] * len(tensors) if splits is None else splits
-    scatter_splits = [None] * len(tensors) if scatter_splits is None else scatter_splits
-    routes = [
-        _route(tensor, group, scatter_dim, gather_dim, gathered, scattered)
-        for tensor, gathered, scattered in zip(tensors, splits, scatter_splits, strict=True)
-    ]
-    return Handle(None if group.size() == 1 else _AllToAll(group, routes), tensors).wait_all()
+    nothing = [None] * len(tensors)
+    handle = _launch(
+        tensors, process_group, scatter_dim, gather_dim, splits or nothing, scatter_splits or nothing
+    )
+    return handle.wait_all()
 
 
-def _route(
-    input_: Tensor,
-    group: dist.ProcessGroup,
+def _launch(
+    tensors: Sequence[Tensor],
+    process_group: dist.ProcessGroup | None,
     scatter_dim: int,
     gather_dim: int,
-    splits: Sequence[int] | None,
-    scatter_splits: Sequence[int] | None = None,
-) -> _Route:
-    scatter_dim = check_dim("scatter_dim", scatter_dim, input_)
-    gather_dim = check_dim("gather_dim", gather_dim, input_)
-    if scatter_dim == gather_dim:
-        raise ValueError(f"scatter_dim and gather_dim must differ; both are dim {scatter_dim}")
-    scattered = splits_of_total(input_.size(scatter_dim), scatter_splits, group, scatter_dim)
-    check_agreement(
-        "all_to_all", input_, group, gather_dim, f"scatter_dim={scatter_dim}", f"gather_dim={gather_dim}"
-    )
-    return _Route(scatter_dim, gather_dim, scattered, splits_of_local(input_, splits, group, gather_dim))
+    splits: Sequence[Sequence[int] | None],
+    scatter_splits: Sequence[Sequence[int] | None],
+) -> Handle:
+    group = check_group(process_group)
+    scatter_dim, gather_dim = _check_dims(tensors, scatter_dim, gather_dim)
+    scattered = [
+        splits_of_total(tensor.size(scatter_dim), given, group, scatter_dim)
+        for tensor, given in zip(tensors, scatter_splits, strict=True)
+    ]
+    for tensor in tensors:
+        check_agreement(
+            "all_to_all", tensor, group, gather_dim, f"scatter_dim={scatter_dim}", f"gather_dim={gather_dim}"
+        )
+    gathered = splits_of_locals(tensors, splits, group, gather_dim)
+    if group.size() == 1:
+        return Handle(None, tensors)
+    routes = [_Route(scatter_dim, gather_dim, s, g) for s, g in zip(scattered, gathered, strict=True)]
+    return Handle(_AllToAll(group, routes), tensors)
+
+
+def _check_dims(tensors: Sequence[Tensor], scatter_dim: int, gather_dim: int) -> tuple[int, int]:
+    for tensor in tensors:
+        dims = check_dim("scatter_dim", scatter_dim, tensor), check_dim("gather_dim", gather_dim, tensor)
+        if dims[0] == dims[1]:
+            raise ValueError(f"scatter_dim and gather_dim must differ; both are dim {dims[0]}")
+    return dims

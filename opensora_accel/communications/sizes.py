@@ -20,7 +20,9 @@ def share_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(base + (rank < extra) for rank in range(num_ranks))
 
 
-_size_cache: ContextVar[dict[tuple[dist.ProcessGroup, int], tuple[int, ...]] | None] = ContextVar(
+Sizes = tuple[int, ...]
+
+_size_cache: ContextVar[dict[tuple[dist.ProcessGroup, Sizes], tuple[Sizes, ...]] | None] = ContextVar(
     "size_cache", default=None
 )
 
@@ -40,40 +42,39 @@ def cached_sizes() -> Iterator[None]:
         _size_cache.reset(token)
 
 
-def _exchange_sizes(local_size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
-    """Every rank's size, from each rank's own: one all-gather of a single integer."""
+def exchange_sizes(local_sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> tuple[Sizes, ...]:
+    """For each local size, every rank's: one all-gather of as many integers."""
     cache = _size_cache.get()
-    known = None if cache is None else cache.get((group, local_size))
+    known = None if cache is None else cache.get((group, local_sizes))
     if debug_enabled() and cache is not None:
-        _check_promise(known, local_size, group)
+        _check_promise(known, local_sizes, group)
     if known is not None:
         return known
     # A host tensor where the group can carry one: reading a device tensor would wait for the device.
     if torch.device("cpu") in group._device_types:
         device = torch.device("cpu")
-    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([local_size], device=device), group=group)
-    found = tuple(sizes.tolist())
+    sizes = torch.empty(group.size() * len(local_sizes), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor(local_sizes, device=device), group=group)
+    found = tuple(tuple(column) for column in sizes.view(group.size(), -1).t().tolist())
     if cache is not None:
-        cache[group, local_size] = found
+        cache[group, local_sizes] = found
     return found
 
 
-def _check_promise(known: tuple[int, ...] | None, local_size: int, group: dist.ProcessGroup) -> None:
+def _check_promise(known: tuple[Sizes, ...] | None, local_sizes: Sizes, group: dist.ProcessGroup) -> None:
     """Raises on every rank when any of them remembers sizes that are no longer the sizes."""
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (local_size, known), group=group)
-    found = tuple(size for size, _ in everyone)
-    for rank, (size, remembered) in enumerate(everyone):
+    dist.all_gather_object(everyone, (local_sizes, known), group=group)
+    found = tuple(zip(*(sizes for sizes, _ in everyone), strict=True))
+    for rank, (sizes, remembered) in enumerate(everyone):
         if remembered is not None and remembered != found:
             raise ValueError(
-                f"cached_sizes() was promised one layout per local size, but on rank {rank} local size {size} "
-                f"stood for {remembered} and now for {found}; pass splits={found}, or leave the context between "
-                f"layouts"
+                f"cached_sizes() was promised one layout per local size, but on rank {rank} the local size {sizes} "
+                f"stood for {remembered} and now for {found}; pass splits=, or leave the context between layouts"
             )
 
 
-def _check_splits(splits: Sequence[int], group: dist.ProcessGroup, dim: int) -> tuple[int, ...]:
+def _check_splits(splits: Sequence[int], group: dist.ProcessGroup, dim: int) -> Sizes:
     splits = tuple(int(size) for size in splits)
     if len(splits) != group.size():
         raise ValueError(f"splits={splits} has {len(splits)} entries, but the group has {group.size()} ranks")
@@ -82,9 +83,7 @@ def _check_splits(splits: Sequence[int], group: dist.ProcessGroup, dim: int) -> 
     return splits
 
 
-def splits_of_total(
-    total: int, splits: Sequence[int] | None, group: dist.ProcessGroup, dim: int
-) -> tuple[int, ...]:
+def splits_of_total(total: int, splits: Sequence[int] | None, group: dist.ProcessGroup, dim: int) -> Sizes:
     """Shares of a dimension whose full size is at hand."""
     if splits is None:
         return share_sizes(total, group.size())
@@ -96,15 +95,30 @@ def splits_of_total(
 
 def splits_of_local(
     input_: Tensor, splits: Sequence[int] | None, group: dist.ProcessGroup, dim: int
-) -> tuple[int, ...]:
+) -> Sizes:
     """Shares of a dimension of which only this rank's part is at hand."""
-    local_size = input_.size(dim)
-    if splits is None:
-        return _exchange_sizes(local_size, group, input_.device)
-    checked = _check_splits(splits, group, dim)
-    if checked[group.rank()] != local_size:
+    return splits_of_locals([input_], [splits], group, dim)[0]
+
+
+def splits_of_locals(
+    tensors: Sequence[Tensor], splits: Sequence[Sequence[int] | None], group: dist.ProcessGroup, dim: int
+) -> list[Sizes]:
+    """`splits_of_local` of several tensors, with one exchange for all those whose splits are not given."""
+    unknown = [index for index, given in enumerate(splits) if given is None]
+    found: dict[int, Sizes] = {}
+    if unknown:
+        sizes = tuple(tensors[index].size(dim) for index in unknown)
+        found = dict(zip(unknown, exchange_sizes(sizes, group, tensors[0].device), strict=True))
+    for index, (tensor, given) in enumerate(zip(tensors, splits, strict=True)):
+        if given is not None:
+            found[index] = _check_local(tensor.size(dim), _check_splits(given, group, dim), group, dim)
+    return [found[index] for index in range(len(tensors))]
+
+
+def _check_local(local_size: int, splits: Sizes, group: dist.ProcessGroup, dim: int) -> Sizes:
+    if splits[group.rank()] != local_size:
         raise ValueError(
-            f"splits={checked} give rank {group.rank()} a size of {checked[group.rank()]} in dim {dim}, "
+            f"splits={splits} give rank {group.rank()} a size of {splits[group.rank()]} in dim {dim}, "
             f"but its tensor has {local_size}"
         )
-    return checked
+    return splits

@@ -156,7 +156,7 @@ def test_cached_sizes_are_exchanged_once(ranks):
 
 def test_debug_mode_finds_a_broken_promise_of_cached_sizes(ranks):
     messages = ranks(2, sizes_with_cache, (6, 5), env={"OPENSORA_ACCEL_DEBUG": "1"})
-    assert "local size 3 stood for (3, 3) and now for (3, 2)" in messages[0]
+    assert "the local size (3,) stood for ((3, 3),) and now for ((3, 2),)" in messages[0]
 
 
 def messages_of(calls):
