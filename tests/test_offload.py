@@ -1,0 +1,130 @@
+"""The arena and its tickets: exact size, any order, nothing lost, nothing leaked."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opensora_accel.offload import ActivationManager, Arena
+
+
+def manager(size_bytes=1 << 16):
+    made = ActivationManager()
+    made.setup_arena(size_bytes)
+    return made
+
+
+def test_an_arena_has_exactly_the_bytes_asked_for():
+    arena = Arena(1000)
+    assert arena.size_bytes == 1000
+    memory, release = arena.allocate(1000)
+    assert memory.numel() == 1000 and arena.allocate(1) is None
+    release()
+    assert arena.allocate(1000) is not None
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 9)), max_size=60))
+def test_entries_never_overlap_and_all_bytes_come_back(steps):
+    arena = Arena(4096)
+    live = []
+    for number, (size, choice) in enumerate(steps):
+        if live and choice < 4:
+            memory, release, value = live.pop(choice % len(live))
+            assert bool((memory == value).all()), "another entry wrote here"
+            release()
+        found = arena.allocate(size)
+        if found is not None:
+            found[0].fill_(number % 256)
+            live.append((*found, number % 256))
+    for memory, release, value in live:
+        assert bool((memory == value).all())
+        release()
+    assert arena.allocate(4096) is not None
+
+
+def test_a_growing_arena_stops_at_its_limit():
+    arena = Arena(limit_bytes=256)
+    first = arena.allocate(128)
+    assert arena.size_bytes == 128
+    assert arena.allocate(128) is not None and arena.allocate(64) is None
+    first[1]()
+    assert arena.allocate(100) is not None and arena.size_bytes == 256
+
+
+VIEWS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1),
+    "offset": lambda x: x[1:],
+    "with gaps": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(5, -1),
+    "scalar": lambda x: x[1, 2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_what_comes_back_is_what_went(view, dtype):
+    x = VIEWS[view](torch.randn(4, 6).to(dtype))
+    mine = manager()
+    ticket = mine.offload(x)
+    before = x.clone()
+    if not x.dtype.is_floating_point or view != "expanded":
+        x.data = x.data.clone().zero_()
+    for _ in range(2):
+        back = mine.onload(ticket)
+        assert torch.equal(back, before) and back.dtype == dtype
+    if view in ("transposed", "expanded"):
+        assert back.stride() == VIEWS[view](torch.randn(4, 6)).stride()
+    if view == "expanded":
+        assert ticket.size_bytes == 6 * x.element_size()
+
+
+def test_one_copy_serves_a_shared_tensor_until_it_changes():
+    mine, x = manager(), torch.randn(8)
+    first, second = mine.offload(x), mine.offload(x)
+    assert first is second and mine.counters.moved == 1 and mine.counters.shared == 1
+    x.neg_()
+    third = mine.offload(x)
+    assert third is not first
+    assert torch.equal(mine.onload(third), x) and torch.equal(mine.onload(first), -x)
+
+
+def test_bytes_come_back_with_the_last_reference():
+    mine, x = manager(256), torch.randn(64)
+    ticket = mine.offload(x)
+    assert mine.counters.in_use_bytes == 256 and mine.offload(torch.randn(1)) is None
+    assert mine.counters.kept == 1 and mine.counters.kept_bytes == 4
+    reference = weakref.ref(ticket)
+    del ticket
+    gc.collect()
+    assert reference() is None and mine.counters.in_use_bytes == 0
+    assert mine.offload(torch.randn(64)) is not None
+
+
+def test_a_full_arena_says_so_once(caplog):
+    mine = manager(64)
+    for _ in range(3):
+        assert mine.offload(torch.randn(100)) is None
+    assert [r.message for r in caplog.records if "full" in r.message] == [
+        "the offload arena (64 bytes) is full: 400 bytes stay on the device; nothing fails, "
+        "but setup_arena() with more would free them"
+    ]
+
+
+def test_open_sora_buffer_and_ignored_tensors():
+    mine, x = ActivationManager(), torch.randn(10)
+    assert mine.offload(x) is None
+    mine.setup_buffer(10, torch.bfloat16)
+    assert mine.enable and mine.arena.size_bytes == 20
+    y = x.bfloat16()
+    mine.add_ignore_tensor(y)
+    assert mine.offload(y) is None
+    assert mine.offload(x[:5]) is not None
+    mine.close()
+    assert mine.offload(x[:1]) is None
+    with pytest.raises(ValueError, match="must not be negative"):
+        mine.setup_arena(-1)
