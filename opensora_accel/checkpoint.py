@@ -6,10 +6,10 @@ tensors it keeps for the recomputation pass through autograd's hooks, where `off
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, ActivationManager
+from opensora_accel.wrapping import Forward, wrap_forward
 
 __all__ = [
     "GLOBAL_ACTIVATION_MANAGER",
@@ -119,7 +120,7 @@ def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **
     hidden, *others = args
     for index in range(num_segments):
         start, end = (len(blocks) * i // num_segments for i in (index, index + 1))
-        hidden = checkpoint(functools.partial(_run_segment, blocks[start:end]), hidden, *others, **kwargs)
+        hidden = checkpoint(partial(_run_segment, blocks[start:end]), hidden, *others, **kwargs)
     return hidden
 
 
@@ -152,34 +153,28 @@ def checkpoint_blocks(
     """
     num_offloaded = len(blocks) - 1 if offload == "auto" else round(float(offload) * len(blocks))
     context_fn = _keep_attention if mode == "selective" else noop_context_fn
+    undo_each = []
     for index, block in enumerate(blocks):
-        original = block.forward
-        block.forward = _checkpointed(  # type: ignore[method-assign]
-            original,
-            context_fn,
-            boundary if index < num_offloaded else None,
-            capture_scope or (lambda: nullcontext),
-        )
+        moved = boundary if index < num_offloaded else None
+        scope = capture_scope or (lambda: nullcontext)
+        undo_each.append(wrap_forward(block, partial(_checkpointed, context_fn, moved, scope)))
 
     def undo() -> None:
-        for block in blocks:
-            block.forward = block.forward.__wrapped__  # type: ignore[attr-defined]
-            if block.forward == type(block).forward.__get__(block):
-                del block.forward  # the class's own again: leave no trace on the instance
+        for step in reversed(undo_each):
+            step()
 
     return undo
 
 
 def _checkpointed(
-    original: Callable[..., Any],
     context_fn: Callable[[], tuple[Any, Any]],
     boundary: Sequence[str] | None,
     capture_scope: Callable[[], Scope],
-) -> Callable[..., Any]:
+    original: Forward,
+) -> Forward:
     signature = inspect.signature(original)
     positions = [] if boundary is None else _positions(signature, boundary)
 
-    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)

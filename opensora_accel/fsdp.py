@@ -1,0 +1,50 @@
+"""Parameters sharded by torch FSDP2 over the ranks that a Plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from opensora_accel.parallel_states import get_mesh
+from opensora_accel.plan import Plan
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> ModelT:
+    """The same model with its parameters as DTensors, gathered block by block while they are used.
+
+    Parameters are sharded over dp_shard × ring × ulysses, and replicated over dp_replicate (HSDP). Gradients are
+    averaged over *mixed*, which is what the gradient convention of `communications` asks for: the divisor stays
+    at FSDP's own default.
+
+    Args:
+        plan: sharding "zero2" keeps parameters gathered between forward and backward, "zero3" does not.
+        blocks: the repeated blocks, each gathered on its own.
+
+    Raises:
+        ValueError: plan.sharding is "none", or tensor parallelism is asked for as well.
+    """
+    if plan.sharding == "none":
+        raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
+    if plan.tp > 1:
+        raise ValueError(f"tp={plan.tp} beside sharded parameters is not supported yet; use tp=1")
+    mesh = _parameter_mesh(plan)
+    reshard = plan.sharding == "zero3"
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def _parameter_mesh(plan: Plan) -> DeviceMesh:
+    """1-D over the shard ranks, or 2-D with dp_replicate in front."""
+    if plan.dp_replicate == 1:
+        return get_mesh("mixed")
+    # The ranks in the order of the job's mesh, dp_replicate outermost and tp (1) innermost.
+    ranks = get_mesh().mesh.reshape(plan.dp_replicate, plan.mixed // plan.dp_replicate)
+    return DeviceMesh(get_mesh().device_type, torch.as_tensor(ranks), mesh_dim_names=("replicate", "shard"))

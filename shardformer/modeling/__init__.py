@@ -1,0 +1,9 @@
+"""What a policy puts into a model: norms, and attention over a split sequence."""
+
+from shardformer.modeling.attention import redirect_attention
+from shardformer.modeling.t5 import T5LayerNorm
+
+__all__ = ["NORMS", "T5LayerNorm", "redirect_attention"]
+
+NORMS = {"T5LayerNorm": T5LayerNorm}
+"""By the names that a policy's `NormSwap.target` may have."""

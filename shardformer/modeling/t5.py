@@ -1,0 +1,49 @@
+"""T5's layer norm in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class T5LayerNorm(nn.Module):
+    """x / rms(x) · weight, in T5's order: the statistics in fp32, the product in the weight's dtype.
+
+    Source: T5 (arXiv:1910.10683) as published with Mesh TensorFlow. `F.rms_norm` multiplies the weight in fp32
+    instead, which changes a quarter of bf16 outputs in the last bit.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., hidden_size] in and out; a bf16 or fp16 weight decides the output's dtype."""
+        wide = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
+        variance = wide.square().mean(-1, keepdim=True)
+        normalized = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            normalized = normalized.to(self.weight.dtype)
+        return self.weight * normalized
+
+    @staticmethod
+    def from_native_module(module: nn.Module, *args: object, **kwargs: object) -> T5LayerNorm:
+        """The same norm on the same parameter object, from apex's FusedRMSNorm, torch's RMSNorm or another T5's.
+
+        Further arguments (a process group, say) are what ColossalAI passes to every replacement; none is needed.
+        Raises ValueError for a module that is not an RMSNorm over its last dimension with a weight.
+        """
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or getattr(module, "bias", None) is not None:
+            raise ValueError(
+                f"T5LayerNorm replaces an RMSNorm with one weight vector and no bias; {type(module).__name__} "
+                "is none: leave it out of the policy"
+            )
+        if eps is None:
+            eps = torch.finfo(weight.dtype).eps  # torch.nn.RMSNorm(eps=None)
+        norm = T5LayerNorm(0, eps=float(eps))
+        norm.weight = weight  # type: ignore[assignment]
+        norm.train(module.training)
+        return norm

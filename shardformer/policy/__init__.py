@@ -1,0 +1,43 @@
+"""One small table per model family, found by the model's class name."""
+
+from __future__ import annotations
+
+import difflib
+
+from torch import nn
+
+from shardformer.policy.base import Blocks, GatherOutput, NormSwap, Policy, SplitInput, SplitOutput
+from shardformer.policy.t5_encoder import T5_ENCODER
+from shardformer.policy.wan import WAN
+
+__all__ = [
+    "Blocks",
+    "GatherOutput",
+    "NormSwap",
+    "Policy",
+    "SplitInput",
+    "SplitOutput",
+    "find_policy",
+    "model_names",
+]
+
+_POLICIES = (WAN, T5_ENCODER)
+
+
+def model_names() -> tuple[str, ...]:
+    """Class names of the models that have a policy."""
+    return tuple(name for policy in _POLICIES for name in policy.models)
+
+
+def find_policy(model: nn.Module) -> Policy:
+    """The policy for the model's class or one of its bases; ValueError with the closest name where none fits."""
+    classes = [cls.__name__ for cls in type(model).__mro__]
+    for policy in _POLICIES:
+        if any(name in classes for name in policy.models):
+            return policy
+    closest = difflib.get_close_matches(classes[0], model_names(), n=1, cutoff=0.0)
+    raise ValueError(
+        f"no policy for {classes[0]}; the closest is {closest[0]}'s. There are policies for "
+        f"{', '.join(model_names())}; for your own model pass policy=shardformer.Policy(...), a table of what is "
+        "split and gathered where (shardformer/policy/wan.py is one of twenty lines)"
+    )

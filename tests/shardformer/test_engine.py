@@ -1,0 +1,197 @@
+"""What the engine refuses, what it leaves behind (nothing), and what users may do to a sharded model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardformer
+from opensora_accel import Plan, init_parallel, parallel_states
+from shardformer.policy import GatherOutput, SplitInput
+from tests.models import wan, wan_inputs
+
+
+def traces(model):
+    """Everything on the instances that shard() might have left."""
+    return [
+        (
+            name,
+            sorted(k for k in vars(m) if not k.startswith("_")),
+            len(m._forward_hooks),
+            len(m._forward_pre_hooks),
+        )
+        for name, m in model.named_modules()
+    ]
+
+
+def undone(plan):
+    init_parallel(plan)
+    model, inputs = wan(), wan_inputs()
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    clean, expected = traces(model), model(**inputs, return_dict=False)[0]
+    shardformer.shard(model, plan)
+    assert [n for n, _ in model.named_parameters()] == list(before), "names changed"
+    assert traces(model) != clean
+    with pytest.raises(ValueError, match="sharded already"):
+        shardformer.shard(model, plan)
+    model.load_state_dict(wan().state_dict())
+    shardformer.unshard(model)
+    assert traces(model) == clean
+    assert torch.equal(model(**inputs, return_dict=False)[0], expected)
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
+    with pytest.raises(ValueError, match="is not sharded"):
+        shardformer.unshard(model)
+
+
+def test_unshard_gives_the_model_back(ranks):
+    ranks(2, undone, Plan(ulysses=2, checkpoint="full", offload=1.0))
+
+
+class Unknown(nn.Linear):
+    pass
+
+
+class WanTransformer3D(nn.Linear):
+    pass
+
+
+def test_an_unknown_model_names_the_closest_policy():
+    with pytest.raises(ValueError) as caught:
+        shardformer.shard(WanTransformer3D(2, 2), Plan())
+    message = str(caught.value)
+    assert "no policy for WanTransformer3D; the closest is WanTransformer3DModel's" in message
+    assert "policy=shardformer.Policy(" in message
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(ulysses=2), "sequence group of 2 ranks, but none is registered"),
+        (Plan(ring=2, ulysses=2), "use ulysses=4, ring=1"),
+        (Plan(tp=2), "tensor parallelism is not available yet"),
+    ],
+)
+def test_a_plan_that_cannot_be_applied(parallel_registry, plan, message):
+    with pytest.raises(ValueError, match=message):
+        shardformer.shard(wan(), plan)
+
+
+def group_of_another_size():
+    init_parallel(Plan(ulysses=2))
+    with pytest.raises(ValueError, match="the registered one has 2"):
+        shardformer.shard(wan(), Plan(ulysses=3))
+
+
+def test_a_group_of_another_size_is_refused(ranks):
+    ranks(2, group_of_another_size)
+
+
+class Tower(nn.Module):
+    """Not a model of diffusers: the user's own, with attention that never reaches the kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def own_policy():
+    init_parallel(Plan(ulysses=2))
+    torch.manual_seed(0)
+    model, plan = Tower().double(), Plan(ulysses=2)
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    expected = model(x)
+    expected.square().mean().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    entry, leave = (SplitInput("first", "input"),), (GatherOutput("last"),)
+    policy = shardformer.Policy(models=("Tower",), split_inputs=entry, gather_outputs=leave)
+    out = shardformer.shard(model, plan, policy=policy)(x)
+    assert torch.allclose(out, expected, rtol=1e-12)
+    out.square().mean().backward()
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        dist.all_reduce(parameter.grad)
+        assert torch.allclose(parameter.grad / 2, grad, rtol=1e-12)
+    shardformer.unshard(model)
+    for broken, message in (
+        (
+            shardformer.Policy(("Tower",), split_inputs=(SplitInput("middle", "input"),)),
+            "names the module 'middle'",
+        ),
+        (shardformer.Policy(("Tower",), split_inputs=(SplitInput("first", "x"),)), "forward takes input"),
+        (shardformer.Policy(("Tower",), self_attention=("blocks.*",)), "'blocks.*' fits no module"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            shardformer.shard(Tower(), plan, policy=broken)
+        assert message in str(caught.value)
+    # A wrong table must not be wrong silently: this "attention" would see its own tokens only.
+    policy = shardformer.Policy(
+        ("Tower",), split_inputs=entry, gather_outputs=leave, self_attention=("last",)
+    )
+    with pytest.raises(ValueError, match="did not call scaled_dot_product_attention"):
+        shardformer.shard(Tower(), plan, policy=policy)(x.float())
+
+
+def test_a_users_own_policy(ranks):
+    ranks(2, own_policy)
+
+
+def after_an_exception():
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    model = shardformer.shard(wan(), plan)
+    expected = model(**wan_inputs(), return_dict=False)[0]
+    handle = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**wan_inputs(frames=3), return_dict=False)
+    handle.remove()
+    assert torch.equal(model(**wan_inputs(), return_dict=False)[0], expected)
+
+
+def test_a_failed_forward_leaves_no_state(ranks):
+    ranks(2, after_an_exception)
+
+
+def three_lines_in_a_plain_loop():
+    """The user's own DDP loop on the world, unchanged but for the three lines."""
+    plan = Plan(dp_replicate=2, ulysses=2, checkpoint="full", offload=1.0)
+    init_parallel(plan)
+    model = shardformer.shard(wan(torch.float32), plan)
+
+    model = nn.parallel.DistributedDataParallel(model)
+    data_rank = parallel_states.get_data_parallel_group().rank()
+    inputs = {k: v[data_rank : data_rank + 1] for k, v in wan_inputs(torch.float32).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**inputs, return_dict=False)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, sum(p.double().sum().item() for p in model.parameters())
+
+
+def plain_loop():
+    model, inputs = wan(torch.float32), wan_inputs(torch.float32)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**inputs, return_dict=False)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, sum(p.double().sum().item() for p in model.parameters())
+
+
+def test_three_lines_in_a_loop_with_ddp(ranks):
+    found = ranks(4, three_lines_in_a_plain_loop)
+    (expected, checksum), *_ = ranks(1, plain_loop)
+    for rank in range(4):
+        assert found[rank][1] == pytest.approx(checksum, rel=1e-5)
+    for step in range(3):
+        mean = (found[0][0][step] + found[2][0][step]) / 2
+        assert mean == pytest.approx(expected[step], rel=1e-5)
