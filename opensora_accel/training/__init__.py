@@ -1,0 +1,1 @@
+"""The reference trainer: real video files, a real diffusers transformer, any launcher."""

@@ -1,0 +1,380 @@
+"""Video folders as training batches that do not depend on how many ranks read them.
+
+The draw of every sample follows from (seed, position), where the position counts samples over the whole
+job. Each data rank takes its contiguous share of every global batch, so 1, 2 or 4 data ranks train on the
+same batches and a saved position resumes on any number of them. A file that turns out bad is set aside on
+all ranks together and its place is taken by the next usable one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from opensora_accel.training.draws import generator
+from opensora_accel.training.index import (
+    DataConfig,
+    Entry,
+    Video,
+    index_videos,
+    nothing_usable,
+    read_metadata,
+)
+from opensora_accel.training.video import UnreadableVideo, read_clip
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, int]  # (position in the job's stream of samples, index of the video)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One clip: `frames` uint8 [T, H, W, 3], or None with the reason in `error`."""
+
+    position: int
+    video_index: int
+    file: str
+    caption: str
+    frames: Tensor | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3]."""
+
+    frames: Tensor
+    captions: list[str]
+    positions: list[int]
+
+
+class GlobalBatchSampler(Sampler[list[Key]]):
+    """Endless batches of keys `(position, video_index)`: this data rank's share of each global batch.
+
+    Every epoch is a seeded permutation of the videos; batches run across the ends of epochs. A draw depends
+    on (seed, position) alone. `substitute`, where given, maps the index of a video that is set aside to the
+    one that stands in for it. Stateful: `position` counts the samples of the whole job.
+
+    Raises: ValueError if the batch does not divide among the data ranks.
+    """
+
+    def __init__(
+        self,
+        num_videos: int,
+        batch_size: int,
+        data_rank: int,
+        data_size: int,
+        seed: int,
+        *,
+        substitute: Callable[[int], int] | None = None,
+    ) -> None:
+        if num_videos < 1:
+            raise ValueError(f"num_videos must be 1 or more, got {num_videos}")
+        if data_size < 1 or not 0 <= data_rank < data_size:
+            raise ValueError(f"data_rank must be in 0..data_size-1, got {data_rank} of {data_size}")
+        if batch_size < 1 or batch_size % data_size:
+            below = batch_size // data_size * data_size
+            sizes = f"{below} or {below + data_size}" if below > 0 else f"{data_size}"
+            degrees = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+            raise ValueError(
+                f"the global batch_size ({batch_size}) must be divisible by the number of data ranks "
+                f"({data_size}); use --data.batch_size {sizes}, or a data degree of {degrees or 1}"
+            )
+        self.position = 0
+        self._num_videos, self._batch_size, self._seed = num_videos, batch_size, seed
+        self._share = range(data_rank * batch_size // data_size, (data_rank + 1) * batch_size // data_size)
+        self._substitute = substitute or (lambda video_index: video_index)
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        while True:
+            first = self.position
+            self.position += self._batch_size
+            yield [(first + n, self._substitute(self._draw(first + n))) for n in self._share]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.position = state["position"]
+
+    def _draw(self, position: int) -> int:
+        epoch, place = divmod(position, self._num_videos)
+        if epoch != self._epoch:
+            self._order = torch.randperm(self._num_videos, generator=generator(self._seed, "order", epoch))
+            self._epoch = epoch
+        return int(self._order[place])
+
+
+class VideoFolder(Dataset[Sample]):
+    """Clips by key `(position, video_index)`; the start frame follows from (seed, position).
+
+    A bad file never raises: its Sample has no frames and says why in `error`.
+    """
+
+    def __init__(self, videos: Sequence[Video], config: DataConfig, *, seed: int) -> None:
+        self.videos, self.config, self._seed = videos, config, seed
+
+    def __len__(self) -> int:
+        return len(self.videos)
+
+    def __getitem__(self, key: Key) -> Sample:
+        position, video_index = key
+        video, config = self.videos[video_index], self.config
+        frames = error = None
+        try:
+            frames = read_clip(
+                Path(config.folder) / video.file,
+                self._start(video, position),
+                config.num_frames,
+                stride=config.frame_stride,
+                height=config.height,
+                width=config.width,
+            )
+        except UnreadableVideo as failure:
+            error = str(failure)
+        return Sample(position, video_index, video.file, video.caption, frames, error)
+
+    def _start(self, video: Video, position: int) -> int:
+        assert video.info is not None, f"{video.file} is set aside and must not be read"
+        num_starts = video.info.num_frames - self.config.frames_needed + 1
+        return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
+
+
+@dataclass
+class _Listing:
+    """What rank 0 read from the folder; `error` instead, where that failed."""
+
+    entries: list[Entry] = field(default_factory=list)
+    usable: list[Video] = field(default_factory=list)
+    quarantined: dict[str, str] = field(default_factory=dict)
+    error: tuple[str, str] | None = None
+
+
+class ClipLoader:
+    """Endless iterator over this data rank's batches, the same for any number of data ranks.
+
+    Iterating again goes on where the last loop stopped. `quarantined` maps every file that was set aside to
+    the reason, on every rank.
+
+    Args:
+        seed: equal on all ranks; orders the videos and places the clips in them.
+        data_rank, data_size: which share of the global batch this rank reads. Ranks of a sequence or tensor
+            group have the same data rank and get the same clips.
+        group: a process group that covers all ranks of the job, or None in a single process. Prefer gloo:
+            with NCCL the check after each batch waits for the GPU.
+
+    Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
+    all-reduce of one number; only after a failure an all-gather of the failures' texts.
+
+    Raises: FileNotFoundError or ValueError, on all ranks, for a folder without usable videos; ValueError, on
+    all ranks, from `next` when the last usable video has failed.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        seed: int,
+        data_rank: int,
+        data_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        # A batch that does not divide must fail here, on all ranks, before the first collective.
+        GlobalBatchSampler(1, config.batch_size, data_rank, data_size, seed)
+        self.config, self.position = config, 0
+        self.quarantined: dict[str, str] = {}
+        self._batches: Iterator[list[Sample]] | None = None
+        self._seed, self._data_rank, self._data_size, self._group = seed, data_rank, data_size, group
+        self._is_first = group is None or dist.get_rank(group) == 0
+        listing = self._read_listing()
+        self._entries = listing.entries
+        self._infos = {video.file: video.info for video in listing.usable}
+        self._unreadable = listing.quarantined
+        self._order_id = _order_id(self._entries, seed, config)
+        self._begin(0, excluded=listing.quarantined, quarantined=listing.quarantined)
+        if self._is_first and self.quarantined:
+            reasons = "\n  ".join(list(self.quarantined.values())[:5])
+            logger.warning(
+                "set aside %d of %d videos in %s; the first reasons:\n  %s",
+                len(self.quarantined),
+                len(self._entries),
+                config.folder,
+                reasons,
+            )
+
+    def __iter__(self) -> ClipLoader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._new_batches()
+        samples = self._replace_failures(next(self._batches))
+        self.position += self.config.batch_size
+        return Batch(
+            torch.stack([sample.frames for sample in samples if sample.frames is not None]),
+            [sample.caption for sample in samples],
+            [sample.position for sample in samples],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides the next batches: plain JSON, equal on all ranks, good for any number of them."""
+        return {
+            "position": self.position,
+            "order": self._order_id,
+            "excluded": sorted(self._excluded),
+            "quarantined": dict(sorted(self.quarantined.items())),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the last batch of the saved run; call it with the same state on all ranks.
+
+        The order of the videos is that of the saved run also if files have gone bad since, or have been
+        repaired: what was set aside stays so. If the list of videos, the seed or the clip length is another,
+        the position is kept, the order is new, and a warning says so.
+        """
+        missing = {"position", "order", "excluded", "quarantined"} - set(state)
+        if missing:
+            raise ValueError(f"the saved state of the data lacks {sorted(missing)}; it has {sorted(state)}")
+        if state["order"] == self._order_id:
+            quarantined = {**self._unreadable, **state["quarantined"]}
+            self._begin(state["position"], excluded=state["excluded"], quarantined=quarantined)
+            return
+        if self._is_first:
+            logger.warning(
+                "the videos, the seed or the clip length are not those of the saved run: "
+                "training goes on at sample %d, in a new order",
+                state["position"],
+            )
+        self._begin(state["position"], excluded=self._unreadable, quarantined=self._unreadable)
+
+    def _begin(self, position: int, *, excluded: Iterable[str], quarantined: Mapping[str, str]) -> None:
+        """Sets the order of the videos and where in it to go on; forgets what was read ahead."""
+        self.position, self._batches = position, None
+        self.quarantined, self._excluded = dict(quarantined), frozenset(excluded)
+        self._videos = [
+            Video(entry.file, entry.caption, self._infos.get(entry.file))
+            for entry in self._entries
+            if entry.file not in self._excluded
+        ]
+        self._folder = VideoFolder(self._videos, self.config, seed=self._seed)
+        # Not a method: the sampler would refer back to this loader, and workers that are collected as part
+        # of a cycle take five seconds each to stop.
+        self._substitute = partial(_stand_in, self._videos, self.quarantined)
+        self._check_any_left()
+
+    def _new_batches(self) -> Iterator[list[Sample]]:
+        """Reads from `position` on; workers read ahead of it, which is why the loader counts by itself."""
+        config = self.config
+        sampler = GlobalBatchSampler(
+            len(self._videos),
+            config.batch_size,
+            self._data_rank,
+            self._data_size,
+            self._seed,
+            substitute=self._substitute,
+        )
+        sampler.load_state_dict({"position": self.position})
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls it, torch 2.13 deprecates it: nothing that a user could act on.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            loader = StatefulDataLoader(
+                self._folder, batch_sampler=sampler, num_workers=config.num_workers, collate_fn=list
+            )
+        return iter(loader)
+
+    def _replace_failures(self, samples: list[Sample]) -> list[Sample]:
+        """The samples with every video that any rank could not read replaced, on all ranks alike."""
+        while True:
+            samples = [
+                sample
+                if sample.file not in self.quarantined
+                else self._folder[(sample.position, self._substitute(sample.video_index))]
+                for sample in samples
+            ]
+            failures = {sample.file: sample.error for sample in samples if sample.error is not None}
+            if not self._any_rank_failed(len(failures)):
+                return samples
+            self._quarantine(self._gather(failures))
+
+    def _quarantine(self, failures: list[dict[str, str]]) -> None:
+        for file, reason in (item for rank_failures in failures for item in rank_failures.items()):
+            if file not in self.quarantined:
+                self.quarantined[file] = reason
+                if self._is_first:
+                    count, total = len(self.quarantined), len(self._entries)
+                    logger.warning("set aside a video (%d of %d so far): %s", count, total, reason)
+        self._check_any_left()
+
+    def _check_any_left(self) -> None:
+        if all(video.file in self.quarantined for video in self._videos):
+            raise ValueError(nothing_usable(self.config.folder, self.quarantined))
+
+    def _any_rank_failed(self, num_failures: int) -> bool:
+        if self._group is None:
+            return num_failures > 0
+        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        total = torch.tensor(num_failures, device=device)
+        dist.all_reduce(total, group=self._group)
+        return total.item() > 0
+
+    def _gather(self, failures: dict[str, str]) -> list[dict[str, str]]:
+        if self._group is None:
+            return [failures]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, failures, group=self._group)
+        return gathered
+
+    def _read_listing(self) -> _Listing:
+        """What rank 0 finds in the folder, on all ranks; its error, too, is raised on all of them."""
+        if self._group is None:
+            return self._index()
+        box: list[Any] = [None]
+        first = dist.get_global_rank(self._group, 0)
+        if self._is_first:
+            try:
+                box[0] = self._index()
+            except Exception as error:
+                box[0] = _Listing(error=(type(error).__name__, str(error)))
+                dist.broadcast_object_list(box, src=first, group=self._group)
+                raise
+        dist.broadcast_object_list(box, src=first, group=self._group)
+        if box[0].error is not None:
+            kind, text = box[0].error
+            raise {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}.get(kind, RuntimeError)(
+                text
+            )
+        return box[0]
+
+    def _index(self) -> _Listing:
+        entries = read_metadata(self.config.folder)
+        return _Listing(entries, *index_videos(entries, self.config.folder, self.config))
+
+
+def _stand_in(videos: Sequence[Video], quarantined: Mapping[str, str], video_index: int) -> int:
+    """The video itself, or the next one in the order of the folder that has not been set aside.
+
+    Applied twice, with a quarantine that grew in between, it gives what the grown one gives alone: it does
+    not matter whether a batch was read ahead before or after a failure.
+    """
+    following = ((video_index + n) % len(videos) for n in range(len(videos)))
+    return next(index for index in following if videos[index].file not in quarantined)
+
+
+def _order_id(entries: Sequence[Entry], seed: int, config: DataConfig) -> str:
+    """A short text that is equal exactly if the videos come in the same order with the same start frames."""
+    content = json.dumps([[entry.file for entry in entries], seed, config.num_frames, config.frame_stride])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
