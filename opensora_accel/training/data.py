@@ -216,6 +216,16 @@ class ClipLoader:
                 reasons,
             )
 
+    @property
+    def entries(self) -> list[Entry]:
+        """Every line of metadata.jsonl, usable or not."""
+        return self._entries
+
+    @property
+    def videos(self) -> list[Video]:
+        """The videos that are trained on."""
+        return [video for video in self._videos if video.file not in self.quarantined]
+
     def __iter__(self) -> ClipLoader:
         return self
 

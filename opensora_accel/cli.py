@@ -1,0 +1,68 @@
+"""opensora-accel: train video diffusion transformers, sequence-parallel and proven exact.
+
+commands:
+  train     train a diffusers video transformer on a folder of clips
+  doctor    check this machine: torch, GPUs, backends, threads, packages
+
+`opensora-accel COMMAND --help` tells each command's options. On several ranks, start the same program with a
+launcher: torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from opensora_accel.training.run import run
+
+    return run(arguments)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from opensora_accel.doctor import main as doctor
+
+    return doctor(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit status. What a user can mend is said in one line, without a traceback."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        return _fail(f"there is no command {name!r}; {hint}The commands are {', '.join(COMMANDS)}")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        return COMMANDS[name](rest)
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
+            raise
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; what was saved before is whole (--resume goes on from there)", status=130)
+
+
+def _fail(message: str, status: int = 2) -> int:
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # The launcher ends the other ranks as soon as one has failed: mostly only rank 0 says what all would say.
+        time.sleep(2)
+    print(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The parts of a run, made from its configuration: device, model, encoders; checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardformer
+from opensora_accel.parallel_states import get_parallel_group
+from opensora_accel.plan import Plan
+from opensora_accel.training.codec import Codec, check_multiple, latent_shape
+from opensora_accel.training.config import ModelConfig, TrainConfig
+from opensora_accel.verify import lift_casts
+from shardformer.policy import model_names
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""Of the weights; bf16 computes in bf16 on fp32 weights."""
+
+
+def local_device() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def build_model(config: ModelConfig, codec: Codec, text_width: int, seed: int) -> nn.Module:
+    """The transformer, with the same weights on every rank.
+
+    Raises ValueError for a class that has no policy, an argument that it does not take (with the nearest it does),
+    or channels that do not fit the codec and the text encoder.
+    """
+    import diffusers
+
+    name = _class_in(config.path) if config.path else config.class_name
+    known = [model for model in model_names() if hasattr(diffusers, model)]
+    if name not in known:
+        raise ValueError(f"model class {name!r} cannot be trained here; choose one of {', '.join(known)}")
+    cls = getattr(diffusers, name)
+    derived = {"in_channels": codec.channels, "out_channels": codec.channels, "text_dim": text_width}
+    if config.path:
+        model = cls.from_pretrained(config.path, local_files_only=True)
+    else:
+        _check_arguments(cls, config.config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = cls(**{**derived, **_tuples(config.config)})
+    for argument, needed in derived.items():
+        if model.config[argument] != needed:
+            raise ValueError(
+                f"the model's {argument} is {model.config[argument]}, but the codec and text encoder give {needed}; "
+                f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
+            )
+    return model
+
+
+def _class_in(path: str) -> str:
+    description = Path(path) / "config.json"
+    if not description.is_file():
+        raise FileNotFoundError(
+            f"model.path {path} has no config.json; give the local folder of a diffusers model"
+        )
+    return json.loads(description.read_text(encoding="utf-8")).get("_class_name", "")
+
+
+def _check_arguments(cls: type, arguments: dict[str, Any]) -> None:
+    known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]  # type: ignore[misc]
+    for name in arguments:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ValueError(f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(known)}")
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON's and TOML's lists as the tuples that model configs are made of."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def check_sizes(config: TrainConfig, codec: Codec, model: nn.Module) -> tuple[int, int, int, int]:
+    """The latent shape [C, t, h, w] of a clip; ValueError where it does not fit codec, patches or data ranks."""
+    shape = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
+    patch_time, patch_height, patch_width = model.config.patch_size  # type: ignore[union-attr]
+    for name, unit in (("height", patch_height), ("width", patch_width)):
+        reason = f"codec ({codec.spatial}) × model patch ({unit})"
+        check_multiple(f"data.{name}", getattr(config.data, name), codec.spatial * unit, reason)
+    if shape[1] % patch_time:
+        check_multiple("the number of latent frames", shape[1], patch_time, "the model's patch in time")
+    return shape
+
+
+def tokens_per_sample(shape: tuple[int, int, int, int], model: nn.Module) -> int:
+    patch_time, patch_height, patch_width = model.config.patch_size  # type: ignore[union-attr]
+    return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
+
+
+def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
+    """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*."""
+    model = model.to(device, DTYPES[plan.precision])
+    if plan.precision == "fp64":
+        lift_casts(model)
+    shardformer.shard(model, plan)
+    if plan.sharding != "none" or plan.mixed == 1:
+        return model, model
+    group = get_parallel_group("mixed")
+    devices = [device] if device.type == "cuda" else None
+    return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
+
+
+def describe(config: TrainConfig, model: nn.Module, num_tokens: int, num_videos: int) -> str:
+    """What is about to run, in three lines for a person."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    plan = config.plan
+    degrees = ", ".join(
+        f"{field.name}={getattr(plan, field.name)}"
+        for field in dataclasses.fields(plan)
+        if getattr(plan, field.name) != field.default
+    )
+    clip = f"{config.data.num_frames} × {config.data.height} × {config.data.width}"
+    return (
+        f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {dist.get_world_size()} rank(s)\n"
+        f"plan: {degrees or 'one device'}\n"
+        f"data: {num_videos} videos in {config.data.folder}, clips of {clip}, {num_tokens} tokens each, "
+        f"{config.data.batch_size} per step"
+    )

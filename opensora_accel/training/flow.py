@@ -1,0 +1,83 @@
+"""Flow matching on straight paths: x_t = (1 − t) x + t ε, velocity ε − x, time shifted towards noise.
+
+Source: Rectified Flow (arXiv:2209.03003); logit-normal times and the shift: SD3 (arXiv:2403.03206); the shift's
+growth with resolution and length: Open-Sora 2.0 (arXiv:2503.09642).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from opensora_accel.training.config import FlowConfig
+from opensora_accel.training.draws import generator
+
+_TIMESTEPS = 1000
+"""Models take t in 0…1 as a timestep in 0…1000."""
+
+
+def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> float:
+    """α of t' = αt / (1 + (α − 1)t): from 1 at 256 tokens to 3 at 4,096, times the root of the latent frames."""
+    if config.shift != "auto":
+        return float(config.shift)
+    resolution = 1 + 2 * (tokens_per_frame - 256) / (4096 - 256)
+    return max(resolution, 0.5) * math.sqrt(num_frames)
+
+
+def shifted(t: Tensor, alpha: float) -> Tensor:
+    return alpha * t / (1 + (alpha - 1) * t)
+
+
+def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
+    """[B] in 0…1, fp64: each sample's time follows from the seed and its position in the job."""
+    draws = [generator(seed, "time", position) for position in positions]
+    if config.time_distribution == "uniform":
+        times = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in draws])
+    else:
+        times = torch.stack([torch.randn((), generator=g, dtype=torch.float64) for g in draws]).sigmoid()
+    return shifted(times, alpha)
+
+
+def draw_noise(like: Tensor, seed: int, positions: Sequence[int]) -> Tensor:
+    """Standard normal, shaped as `like` [B, …], drawn on the host so that every device trains on the same."""
+    noise = [torch.randn(like.shape[1:], generator=generator(seed, "noise", p)) for p in positions]
+    return torch.stack(noise).to(like)
+
+
+def drop_captions(captions: Sequence[str], share: float, seed: int, positions: Sequence[int]) -> list[str]:
+    """The captions, a share of them emptied."""
+    draws = [torch.rand((), generator=generator(seed, "caption", position)).item() for position in positions]
+    return ["" if draw < share else caption for draw, caption in zip(draws, captions, strict=True)]
+
+
+def flow_loss(
+    predict: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, times: Tensor
+) -> Tensor:
+    """Mean squared error of the predicted velocity, over all elements.
+
+    Args:
+        predict: (x_t [B, C, t, h, w], timestep [B]) -> velocity.
+        times: [B] in 0…1.
+    """
+    t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
+    noisy = (1 - t) * clean + t * noise
+    velocity = predict(noisy, times.to(clean.device) * _TIMESTEPS)
+    error = velocity - (noise - clean)
+    # bf16 would round the sum of squares; fp64 stays.
+    return (error.float() if error.dtype != torch.float64 else error).square().mean()
+
+
+@torch.no_grad()
+def sample(
+    predict: Callable[[Tensor, Tensor], Tensor], noise: Tensor, num_steps: int, alpha: float
+) -> Tensor:
+    """Latents from noise by Euler steps along the shifted times."""
+    times = shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), alpha)
+    latents = noise
+    for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
+        timestep = torch.full((noise.size(0),), now * _TIMESTEPS, dtype=torch.float64, device=noise.device)
+        latents = latents + (following - now) * predict(latents, timestep).to(noise.dtype)
+    return latents

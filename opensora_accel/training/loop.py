@@ -1,0 +1,250 @@
+"""The training loop: sequence-parallel flow matching on clips, the same job on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
+from opensora_accel.training import build
+from opensora_accel.training.codec import build_codec
+from opensora_accel.training.config import TrainConfig, to_dict
+from opensora_accel.training.data import Batch, ClipLoader
+from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
+from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
+from opensora_accel.training.samples import sample_clips, write_comparison
+from opensora_accel.training.state import TrainState, load_checkpoint, save_checkpoint
+from opensora_accel.training.stopping import StopRequest
+from opensora_accel.training.text import build_text_encoder, train_tokenizer
+from opensora_accel.training.trackers import Tracker
+from opensora_accel.training.video import read_clip
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER = "tokenizer.json"
+_MAX_SKIPPED_STEPS = 10
+
+
+class Trainer:
+    """One run. Everything that its configuration can get wrong fails in the constructor, on all ranks."""
+
+    def __init__(
+        self, config: TrainConfig, checkpoint: Path | None = None, record: dict[str, Any] | None = None
+    ):
+        """Args: `checkpoint` to go on from, with the `record` that `read_record` gave."""
+        self.config, self.output = config, Path(config.output)
+        init_parallel(config.plan)
+        self.device = build.local_device()
+        self.dtype = build.DTYPES[config.plan.precision]
+        data_group = get_data_parallel_group()
+        assert data_group is not None
+        self.loader = ClipLoader(
+            config.data,
+            seed=config.seed,
+            data_rank=data_group.rank(),
+            data_size=data_group.size(),
+            group=dist.group.WORLD,
+        )
+        self.tokenizer_json = self._tokenizer(checkpoint)
+        self.text = build_text_encoder(config.text, self.tokenizer_json, config.seed)
+        self.text.model.to(self.device, self.dtype)
+        self.codec = build_codec(config.codec, self.device, self.dtype)
+        model = build.build_model(config.model, self.codec, self.text.width, config.seed)
+        self.latent_shape = build.check_sizes(config, self.codec, model)
+        self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
+        _, frames, height, width = self.latent_shape
+        self.alpha = time_shift(config.flow, height * width // 4, frames)
+        self.summary = build.describe(config, model, self.num_tokens, len(self.loader.videos))
+        model, self.forward = build.parallelize(model, config.plan, self.device)
+        ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
+        self.state = TrainState(model, build_optimizer(model, config.optim), ema)
+        if checkpoint is not None and record is not None:
+            load_checkpoint(checkpoint, record, self.state)
+            self.loader.load_state_dict(record["data"])
+        self.skipped_in_a_row = 0
+
+    def train(self) -> list[float]:
+        """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step."""
+        losses: list[float] = []
+        is_first = dist.get_rank() == 0
+        with StopRequest() as stop, self._tracker() as tracker:
+            while self.state.step < self.config.steps:
+                started = time.perf_counter()
+                metrics = self.step()
+                losses.append(metrics["loss"])
+                metrics |= self._speed_and_memory(time.perf_counter() - started)
+                if isinstance(tracker, Tracker):
+                    tracker.step(self.state.step, metrics)
+                stopping = self._any_rank(stop.requested)
+                last = self.state.step == self.config.steps
+                if last or stopping or self.state.step % self.config.save_every == 0:
+                    saved = self.save()
+                if stopping and not last:
+                    if is_first:
+                        print(
+                            f"stopped after step {self.state.step}; go on with --resume {saved}", flush=True
+                        )
+                    return losses
+        if self.config.num_samples:
+            strip = self.write_samples()
+            if is_first:
+                print(f"sampled clips beside their sources: {strip}", flush=True)
+        return losses
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks."""
+        config, state = self.config.optim, self.state
+        rate = learning_rate(config, state.step, self.config.steps)
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in range(config.accumulation):
+            with self._synchronized(micro == config.accumulation - 1):
+                loss = self.loss(next(self.loader)) / config.accumulation
+                loss.backward()
+            total += loss.detach()
+        # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
+        dist.all_reduce(total)
+        norm = clip_gradients(state.model, config.clip_norm)
+        if math.isfinite(norm):
+            state.optimizer.step()
+            if state.ema is not None:
+                state.ema.update()
+            self.skipped_in_a_row = 0
+        else:
+            self._skip(norm)
+        state.optimizer.zero_grad()
+        state.step += 1
+        return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean over this data rank's samples; draws depend on the samples' positions only."""
+        config, seed = self.config.flow, self.config.seed
+        clean = self.codec.encode(batch.frames.to(self.device)).to(self.dtype)
+        captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
+        times = draw_times(config, self.alpha, seed, batch.positions).to(self.device)
+        noise = draw_noise(clean, seed, batch.positions)
+        return flow_loss(lambda x, t: self.predict(x, t, captions), clean, noise, times)
+
+    def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
+        text = self.text.encode(captions, self.device, self.dtype)
+        with self._autocast():
+            (velocity,) = self.forward(
+                hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
+            )
+        return velocity
+
+    def save(self) -> Path:
+        folder = self.output / "checkpoints" / f"step_{self.state.step:06d}"
+        extra = {"config": to_dict(self.config), "data": self.loader.state_dict()}
+        texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
+        save_checkpoint(folder, self.state, extra, texts, self.config.keep_checkpoints)
+        return folder
+
+    def write_samples(self) -> Path:
+        """Samples clips by the captions of the first videos, on the averaged weights; every rank has to call."""
+        videos = self.loader.videos[: self.config.num_samples]
+        captions = [video.caption for video in videos]
+        averaged = self.state.ema.applied() if self.state.ema is not None else nullcontext()
+        model = self.state.model.eval()
+        with averaged, torch.no_grad():
+            clips = sample_clips(
+                self.predict,
+                captions,
+                self.latent_shape,
+                self.codec,
+                self.config.flow,
+                self.alpha,
+                torch.empty(0, device=self.device, dtype=self.dtype),
+                self.config.seed,
+            )
+        model.train()
+        folder = self.output / "samples" / f"step_{self.state.step:06d}"
+        if dist.get_rank() == 0:
+            write_comparison(folder, self._sources(videos), clips, captions, self._frame_rate(videos))
+        dist.barrier()
+        return folder / "strip.png"
+
+    def _sources(self, videos: Sequence[Any]) -> list[Tensor]:
+        data = self.config.data
+        return [
+            read_clip(
+                Path(data.folder) / video.file,
+                (video.info.num_frames - data.frames_needed) // 2,
+                data.num_frames,
+                stride=data.frame_stride,
+                height=data.height,
+                width=data.width,
+            )
+            for video in videos
+        ]
+
+    def _frame_rate(self, videos: Sequence[Any]) -> float:
+        return max(1.0, videos[0].info.fps / self.config.data.frame_stride)
+
+    def _tokenizer(self, checkpoint: Path | None) -> str:
+        """The tokenizer of the checkpoint, or one trained on all captions: on rank 0, then equal everywhere."""
+        if self.config.text.path:
+            return ""
+        box = [""]
+        if dist.get_rank() == 0:
+            saved = checkpoint / TOKENIZER if checkpoint is not None else None
+            captions = [entry.caption for entry in self.loader.entries]
+            box = [saved.read_text(encoding="utf-8") if saved is not None else train_tokenizer(captions)]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _tracker(self) -> AbstractContextManager[Any]:
+        if dist.get_rank() != 0:
+            return nullcontext()
+        self.output.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(to_dict(self.config), indent=2) + "\n"
+        (self.output / "config.json").write_text(text, encoding="utf-8")
+        return Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
+
+    def _synchronized(self, last: bool) -> AbstractContextManager[Any]:
+        """Gradients of all but the last accumulated batch stay local."""
+        if isinstance(self.forward, nn.parallel.DistributedDataParallel):
+            return nullcontext() if last else self.forward.no_sync()
+        if self.config.plan.sharding != "none":
+            self.state.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.plan.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _skip(self, norm: float) -> None:
+        self.skipped_in_a_row += 1
+        if dist.get_rank() == 0:
+            logger.warning("step %d skipped: its gradient norm is %s", self.state.step + 1, norm)
+        if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
+            raise ValueError(
+                f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
+                "or resume from an earlier checkpoint"
+            )
+
+    def _any_rank(self, flag: bool) -> bool:
+        total = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(total)
+        return total.item() > 0
+
+    def _speed_and_memory(self, seconds: float) -> dict[str, float]:
+        tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory = psutil.Process().memory_info().rss
+        return {"tokens_per_s": tokens / seconds, "memory_gib": memory / 2**30, "step_s": seconds}

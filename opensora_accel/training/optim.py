@@ -1,0 +1,89 @@
+"""AdamW, its schedule, gradient clipping and averaged weights, for whole and for sharded parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opensora_accel.training.config import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Of the step counted from 0: a linear warm-up, then constant or cosine down to a thousandth."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
+    return config.lr * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scales gradients down to `max_norm` and returns the norm before, over all parameters on all their ranks.
+
+    A sharded gradient's norm is summed over its shards; a norm of this rank's shards alone would differ between
+    ranks and clip each by another factor. With `max_norm` 0 nothing is scaled. Gradients whose norm is not finite
+    are left alone: the caller skips the step.
+
+    Communication: an all-reduce of one number where parameters are sharded.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0 and torch.isfinite(norm):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.item()
+
+
+class EMA:
+    """Exponentially averaged weights, in the parameters' own sharding and precision.
+
+    The decay starts low and rises to `decay`, so that the first steps do not keep the random initialisation.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay, self.num_updates = decay, 0
+        self._live = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._live.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.num_updates += 1
+        decay = min(self.decay, self.num_updates / (self.num_updates + 9))
+        torch._foreach_lerp_(
+            list(self.weights.values()), [p.detach() for p in self._live.values()], 1 - decay
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it the model runs on the averaged weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self._live.items():
+            live = parameter.detach().clone()
+            parameter.copy_(self.weights[name])
+            self.weights[name].copy_(live)

@@ -1,0 +1,83 @@
+"""What a run shows while it runs: a progress bar or lines, metrics.jsonl, tensorboard. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_SMOOTHING = 0.95
+"""Of the loss shown to a person; the files hold every step's own."""
+
+
+class Tracker:
+    """Records each step; everything is flushed, so that a killed run keeps its metrics.
+
+    Args:
+        folder: gets metrics.jsonl (appended to, one object a line) and tensorboard/.
+        start, total: steps done before this run, and at its end.
+        log_every: steps between lines where stderr is no terminal.
+    """
+
+    def __init__(self, folder: Path, start: int, total: int, log_every: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start or None)
+        self._total, self._log_every = total, log_every
+        self._start, self._start_time = start, time.monotonic()
+        self._loss: float | None = None
+        self._bar = _make_bar(start, total) if sys.stderr.isatty() else None
+
+    def __enter__(self) -> Tracker:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._file.close()
+        self._board.close()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """`step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        loss = metrics["loss"]
+        self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
+        shown = f"loss {self._loss:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s  {metrics['memory_gib']:.2f} GiB a rank"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, shown=shown)
+        elif step % self._log_every == 0 or step in (self._start + 1, self._total):
+            print(f"step {step}/{self._total}  {shown}  {self._time_left(step)} left", flush=True)
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._start
+        seconds = (time.monotonic() - self._start_time) / done * (self._total - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _make_bar(start: int, total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=Console(stderr=True),
+    )
+    bar.add_task("training", total=total, completed=start, shown="")
+    return bar
