@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications.checks import check_agreement, check_dim, check_group
+from opensora_accel.communications.renamed import all_gather_single, reduce_scatter_single
 from opensora_accel.communications.sizes import splits_of_local, splits_of_total
 
 GradScale = float | str | None
@@ -29,7 +30,7 @@ def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, splits: tuple[in
         padding = rows.new_zeros(largest - rows.size(0), *rows.shape[1:])
         rows = torch.cat([rows, padding])
     gathered = rows.new_empty(largest * len(splits), *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+    all_gather_single(gathered, rows.contiguous(), group)
     if min(splits) < largest:
         parts = gathered.split(largest)
         gathered = torch.cat([part[:size] for part, size in zip(parts, splits, strict=True)])
@@ -45,7 +46,7 @@ def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, dim: int, splits: 
             slot[: part.size(0)] = part
         rows = padded.flatten(0, 1)
     reduced = rows.new_empty(largest, *rows.shape[1:])
-    dist.reduce_scatter_tensor(reduced, rows.contiguous(), group=group)
+    reduce_scatter_single(reduced, rows.contiguous(), group)
     return reduced[:size].movedim(0, dim).contiguous()
 
 

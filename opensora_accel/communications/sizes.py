@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications.checks import debug_enabled
+from opensora_accel.communications.renamed import all_gather_single
 
 
 def share_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ def exchange_sizes(local_sizes: Sizes, group: dist.ProcessGroup, device: torch.d
     if torch.device("cpu") in group._device_types:
         device = torch.device("cpu")
     sizes = torch.empty(group.size() * len(local_sizes), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor(local_sizes, device=device), group=group)
+    all_gather_single(sizes, torch.tensor(local_sizes, device=device), group)
     found = tuple(tuple(column) for column in sizes.view(group.size(), -1).t().tolist())
     if cache is not None:
         cache[group, local_sizes] = found

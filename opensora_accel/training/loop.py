@@ -121,11 +121,9 @@ class Trainer:
             state.optimizer.step()
             if state.ema is not None:
                 state.ema.update()
-            self.skipped_in_a_row = 0
-        else:
-            self._skip(norm)
         state.optimizer.zero_grad()
         state.step += 1
+        self._count_skipped(norm)
         return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
 
     def loss(self, batch: Batch) -> Tensor:
@@ -226,10 +224,13 @@ class Trainer:
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 
-    def _skip(self, norm: float) -> None:
+    def _count_skipped(self, norm: float) -> None:
+        if math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return
         self.skipped_in_a_row += 1
         if dist.get_rank() == 0:
-            logger.warning("step %d skipped: its gradient norm is %s", self.state.step + 1, norm)
+            logger.warning("step %d skipped: its gradient norm is %s", self.state.step, norm)
         if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
             raise ValueError(
                 f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "

@@ -67,17 +67,19 @@ def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> Te
 
 
 def train_tokenizer(captions: Sequence[str]) -> str:
-    """A Unigram tokenizer over these captions, as the JSON of the `tokenizers` library."""
+    """A BPE tokenizer over these captions, as the JSON of the `tokenizers` library.
+
+    BPE, because a seed must give one run: the Unigram and WordPiece trainers of tokenizers 0.23 give another
+    vocabulary each time (three runs, three results, 2026-11).
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-    tokenizer = Tokenizer(models.Unigram())
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     special = ["<pad>", "</s>", "<unk>"]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=_VOCABULARY, special_tokens=special, unk_token="<unk>", show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(sorted(set(captions)), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return tokenizer.to_str()

@@ -54,7 +54,8 @@ class Tracker:
             self._board.add_scalar(name, value, step)
         loss = metrics["loss"]
         self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
-        shown = f"loss {self._loss:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s  {metrics['memory_gib']:.2f} GiB a rank"
+        speed, memory = metrics["tokens_per_s"], metrics["memory_gib"]
+        shown = f"loss {self._loss:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB a rank"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, shown=shown)
         elif step % self._log_every == 0 or step in (self._start + 1, self._total):

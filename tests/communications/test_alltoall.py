@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel import communications as comm
+from opensora_accel.communications import sizes
 from tests.gradcheck import distributed_gradcheck
 
 SIZES = {"even": (4, 12, 24, 12), "uneven": (5, 7, 13, 3), "fewer than ranks": (2, 3, 1, 2)}
@@ -136,8 +137,8 @@ def test_sizes_follow_the_layout_not_the_local_size(ranks):
 
 def sizes_with_cache(totals):
     rank, calls = dist.get_rank(), []
-    original = dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    original = sizes.all_gather_single
+    sizes.all_gather_single = lambda *args: calls.append(1) or original(*args)
     try:
         with comm.cached_sizes():
             for total in totals:
@@ -145,7 +146,7 @@ def sizes_with_cache(totals):
     except ValueError as error:
         return str(error)
     finally:
-        dist.all_gather_into_tensor = original
+        sizes.all_gather_single = original
     return len(calls)
 
 

@@ -1,0 +1,269 @@
+"""The trainer: one job, whatever the mesh; resumed as if it had never stopped; stopped without loss."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opensora_accel import Plan
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from tests.tolerances import RELATIVE
+from tests.training.runs import make_folder, tiny_config
+
+PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("clips"))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def first_gradients(trainer):
+    trainer.loss(next(trainer.loader)).backward()
+    grads = {
+        name.removeprefix("module."): whole(p.grad).clone()
+        for name, p in trainer.state.model.named_parameters()
+    }
+    trainer.state.optimizer.zero_grad()
+    return grads
+
+
+def curve(config, steps, gradients=True):
+    """Loss and gradient norm of every step, and the gradients of the first batch."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    grads = {}
+    if gradients:
+        position = trainer.loader.state_dict()
+        grads = first_gradients(trainer)
+        trainer.loader.load_state_dict(position)
+    steps = [trainer.step() for _ in range(steps)]
+    return [s["loss"] for s in steps], [s["grad_norm"] for s in steps], grads
+
+
+PLANS = [
+    Plan(),
+    Plan(ulysses=2),
+    Plan(ulysses=4),
+    Plan(dp_replicate=2, ulysses=2),
+    Plan(dp_shard=2, ulysses=2, sharding="zero3", checkpoint="full", offload=1.0),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_one_job_whatever_the_mesh(ranks, folder, tmp_path, precision):
+    results = []
+    for plan in PLANS:
+        config = tiny_config(folder, tmp_path, plan.replace(precision=precision))
+        found = ranks(plan.world_size, curve, config, 20)
+        assert all(rank[:2] == found[0][:2] for rank in found), "ranks report different losses"
+        results.append(found[0])
+    losses, norms, grads = results[0]
+    assert losses[-1] < losses[0]
+    tolerance = RELATIVE[PRECISION[precision]]
+    for plan, (other, other_norms, other_grads) in zip(PLANS[1:], results[1:], strict=True):
+        assert other == pytest.approx(losses, rel=tolerance), plan
+        assert other_norms == pytest.approx(norms, rel=10 * tolerance), plan
+        if precision == "fp64":
+            for name, grad in grads.items():
+                error = (other_grads[name] - grad).abs().max() / grad.abs().max()
+                assert error < tolerance, f"{plan}: {name} {error}"
+
+
+def test_checkpointing_and_offload_change_no_bit(ranks, folder, tmp_path):
+    plain, saving = (
+        ranks(2, curve, tiny_config(folder, tmp_path, plan), 3)[0]
+        for plan in (Plan(ulysses=2), Plan(ulysses=2, checkpoint="full", offload=1.0))
+    )
+    assert plain[0] == saving[0]
+    assert all(torch.equal(saving[2][name], grad) for name, grad in plain[2].items())
+
+
+def test_accumulation_is_a_larger_batch(ranks, folder, tmp_path):
+    """Two global batches of 2 are one of 4: the same draws, the same gradients."""
+    large = tiny_config(folder, tmp_path, Plan(precision="fp64"))
+    for plan in (Plan(precision="fp64"), Plan(dp_replicate=2, precision="fp64")):
+        small = tiny_config(folder, tmp_path, plan, **{"data.batch_size": 2, "optim.accumulation": 2})
+        expected, found = (
+            ranks(1, curve, large, 5, False)[0],
+            ranks(plan.world_size, curve, small, 5, False)[0],
+        )
+        assert found[0] == pytest.approx(expected[0], rel=1e-9)
+        assert found[1] == pytest.approx(expected[1], rel=1e-9)
+    sharded = Plan(dp_shard=2, sharding="zero2", precision="fp64")
+    small = tiny_config(folder, tmp_path, sharded, **{"data.batch_size": 2, "optim.accumulation": 2})
+    assert ranks(2, curve, small, 5, False)[0][1] == pytest.approx(expected[1], rel=1e-9)
+
+
+def trained(config, checkpoint=None):
+    from opensora_accel.training.loop import Trainer
+    from opensora_accel.training.state import read_record
+
+    trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
+    losses = trainer.train()
+    weights = {name: whole(p.detach()).clone() for name, p in trainer.state.model.named_parameters()}
+    averaged = {name: whole(p).clone() for name, p in trainer.state.ema.weights.items()}
+    return losses, weights, averaged
+
+
+RESUMES = {
+    "one rank": (Plan(), Plan()),
+    "sequence": (Plan(ulysses=2, checkpoint="full", offload=1.0),) * 2,
+    "sharded": (Plan(dp_shard=2, sharding="zero3"),) * 2,
+    "another mesh": (Plan(ulysses=2), Plan(dp_shard=2, ulysses=2, sharding="zero3")),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resumed_run_is_the_run(ranks, folder, tmp_path, name):
+    before, after = RESUMES[name]
+    whole_run = ranks(before.world_size, trained, tiny_config(folder, tmp_path / "a", before, steps=6))[0]
+    half = tiny_config(folder, tmp_path / "b", before, steps=6, save_every=3, keep_checkpoints=9)
+    ranks(before.world_size, trained, half)
+    checkpoint = tmp_path / "b" / "checkpoints" / "step_000003"
+    resumed = tiny_config(folder, tmp_path / "c", after, steps=6)
+    losses, weights, averaged = ranks(after.world_size, trained, resumed, checkpoint)[0]
+    assert len(losses) == 3
+    if before == after:
+        assert losses == whole_run[0][3:], "not the same bits"
+        assert all(torch.equal(weights[n], w) for n, w in whole_run[1].items())
+        assert all(torch.equal(averaged[n], w) for n, w in whole_run[2].items())
+    else:
+        assert losses == pytest.approx(whole_run[0][3:], rel=RELATIVE[torch.float32])
+
+
+def test_checkpoints_are_kept_and_removed(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path, steps=5, save_every=2, keep_checkpoints=2)
+    ranks(1, trained, config)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert {"loss", "grad_norm", "lr", "tokens_per_s", "memory_gib"} <= set(lines[0])
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 5
+
+
+def clip_norms(plan, config):
+    """A norm far below the gradient's: the update shows whether all ranks clipped by the whole norm."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    norms = [trainer.step()["grad_norm"] for _ in range(3)]
+    return norms, {n: whole(p.detach()).clone() for n, p in trainer.state.model.named_parameters()}
+
+
+def test_clipping_is_right_under_sharding(ranks, folder, tmp_path):
+    changes = {"optim.clip_norm": 0.01, "optim.ema_decay": 0.0}
+    reference = None
+    for plan in (
+        Plan(),
+        Plan(dp_shard=4, sharding="zero3"),
+        Plan(dp_replicate=2, dp_shard=2, sharding="zero3"),
+    ):
+        plan = plan.replace(precision="fp64")
+        norms, weights = ranks(
+            plan.world_size, clip_norms, plan, tiny_config(folder, tmp_path, plan, **changes)
+        )[0]
+        if reference is None:
+            reference = norms, weights
+            assert min(norms) > 0.01
+        assert norms == pytest.approx(reference[0], rel=1e-9)
+        for name, weight in weights.items():
+            assert torch.allclose(weight, reference[1][name], rtol=1e-7, atol=1e-9), name
+
+
+def stopped(config, at_step):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    original = trainer.step
+
+    def step():
+        if trainer.state.step == at_step and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)  # one rank is told, all of them stop
+        return original()
+
+    trainer.step = step
+    before = signal.getsignal(signal.SIGINT)
+    losses = trainer.train()
+    assert signal.getsignal(signal.SIGINT) is before
+    return len(losses)
+
+
+def test_ctrl_c_saves_and_stops_all_ranks(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
+    assert ranks(2, stopped, config, 3) == [4, 4]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+def not_finite(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    before = {n: p.detach().clone() for n, p in trainer.state.model.named_parameters()}
+    original = trainer.loss
+    trainer.loss = lambda batch: original(batch) * float("nan")
+    trainer.step()
+    assert all(torch.equal(p, before[n]) for n, p in trainer.state.model.named_parameters())
+    with pytest.raises(ValueError, match="10 steps in a row"):
+        for _ in range(10):
+            trainer.step()
+    trainer.loss = original
+    trainer.skipped_in_a_row = 5
+    trainer.step()
+    return trainer.skipped_in_a_row
+
+
+def test_a_step_that_is_not_finite_is_skipped(ranks, folder, tmp_path):
+    assert ranks(1, not_finite, tiny_config(folder, tmp_path)) == [0]
+
+
+def bf16(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    losses = [trainer.step()["loss"] for _ in range(10)]
+    return (
+        losses,
+        {p.dtype for p in trainer.state.model.parameters()},
+        GLOBAL_ACTIVATION_MANAGER.counters.moved,
+    )
+
+
+def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks, folder, tmp_path):
+    plan = Plan(ulysses=2, checkpoint="full", offload="auto", precision="bf16")
+    losses, dtypes, moved = ranks(2, bf16, tiny_config(folder, tmp_path, plan))[0]
+    expected = ranks(1, curve, tiny_config(folder, tmp_path), 10, False)[0][0]
+    assert dtypes == {torch.float32} and moved > 0
+    assert losses == pytest.approx(expected, rel=RELATIVE[torch.bfloat16])
+    assert losses != expected
+
+
+def sampled(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    weights = {n: p.detach().clone() for n, p in trainer.state.model.named_parameters()}
+    trainer.train()
+    first = trainer.write_samples()
+    assert trainer.state.model.training
+    assert any(not torch.equal(p, weights[n]) for n, p in trainer.state.model.named_parameters())
+    return str(first)
+
+
+def test_samples_are_written_beside_their_sources(ranks, folder, tmp_path):
+    from opensora_accel.training.video import probe
+
+    config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=2, num_samples=2, **{"flow.guidance": 2.0})
+    strip = ranks(2, sampled, config)[0]
+    assert strip == str(tmp_path / "samples" / "step_000002" / "strip.png") and os.path.getsize(strip) > 1000
+    info = probe(tmp_path / "samples" / "step_000002" / "clip_2.mp4")
+    assert (info.num_frames, info.height, info.width) == (5, 24, 80)
