@@ -21,7 +21,6 @@ TRAIN = [
     "tyro>=1.0",
     "tensorboard",
     "torchdata>=0.11",
-    "tomli; python_version < '3.11'",
 ]
 PLOT = ["matplotlib"]
 DEV = ["pytest", "hypothesis", "ruff", "mypy"]

@@ -62,7 +62,9 @@ def test_world_size_error_lists_the_degrees_that_fit():
         Plan(ulysses=2, ring=2).check_world_size(8)
     message = str(caught.value)
     assert "needs 4 ranks" in message and "8 are running" in message
-    assert "dp_replicate=2" in message and "ring=4" in message and "ulysses=4" in message and "tp=2" in message
+    assert (
+        "dp_replicate=2" in message and "ring=4" in message and "ulysses=4" in message and "tp=2" in message
+    )
     assert "dp_shard" not in message.split("; ")[1]
     assert "torchrun --nproc-per-node 4" in message
 

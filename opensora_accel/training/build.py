@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,19 +50,38 @@ def build_model(config: ModelConfig, codec: Codec, text_width: int, seed: int) -
     cls = getattr(diffusers, name)
     derived = {"in_channels": codec.channels, "out_channels": codec.channels, "text_dim": text_width}
     if config.path:
-        model = cls.from_pretrained(config.path, local_files_only=True)
+        arguments = cls.load_config(config.path, local_files_only=True)
     else:
         _check_arguments(cls, config.config)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = cls(**{**derived, **_tuples(config.config)})
+        arguments = {**derived, **_tuples(config.config)}
+    # Without memory first: a wrong width must not fill the machine before it is found.
+    with torch.device("meta"):
+        outline = cls.from_config(arguments)
     for argument, needed in derived.items():
-        if model.config[argument] != needed:
+        if outline.config[argument] != needed:
             raise ValueError(
-                f"the model's {argument} is {model.config[argument]}, but the codec and text encoder give {needed}; "
+                f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}; "
                 f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
             )
-    return model
+    _check_memory(outline)
+    if config.path:
+        return cls.from_pretrained(config.path, local_files_only=True, torch_dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return cls(**arguments)
+
+
+def _check_memory(outline: nn.Module) -> None:
+    """Every rank of this machine builds the whole model on the host before it is sharded."""
+    num_parameters = sum(parameter.numel() for parameter in outline.parameters())
+    needed = 4 * num_parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ValueError(
+            f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
+            f"{needed / 2**30:.0f} GiB in fp32 for the ranks of this machine, where {available / 2**30:.0f} GiB are "
+            "free; set model.config.num_layers, num_attention_heads and ffn_dim lower"
+        )
 
 
 def _class_in(path: str) -> str:
@@ -106,7 +126,9 @@ def tokens_per_sample(shape: tuple[int, int, int, int], model: nn.Module) -> int
 
 def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
     """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*."""
-    model = model.to(device, DTYPES[plan.precision])
+    model = model.train().to(device)
+    if model.dtype != DTYPES[plan.precision]:
+        model = model.to(DTYPES[plan.precision])
     if plan.precision == "fp64":
         lift_casts(model)
     shardformer.shard(model, plan)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import tomllib
 import tyro
 
 from opensora_accel.plan import Plan
@@ -170,18 +171,10 @@ def load_config(path: str | Path) -> TrainConfig:
         raise FileNotFoundError(f"there is no config file {path}{there}")
     text = path.read_text(encoding="utf-8")
     try:
-        values = json.loads(text) if path.suffix == ".json" else _parse_toml(text)
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as {path.suffix.lstrip('.') or 'TOML'}: {error}") from error
     return config_from_dict(values, str(path))
-
-
-def _parse_toml(text: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
-    return tomllib.loads(text)
 
 
 def config_from_dict(values: Mapping[str, Any], source: str) -> TrainConfig:

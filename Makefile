@@ -1,0 +1,60 @@
+# Each target makes .venv and installs what it needs by itself; constraints.txt pins every version.
+# Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), ARGS (more options).
+PYTHON ?= python3
+NPROC ?= 2
+CONFIG ?= configs/bunny.toml
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# One thread per rank: with more, ranks fight for the cores.
+export OMP_NUM_THREADS ?= 1
+# Nothing is fetched from a hub, and the ranks of one machine talk over loopback.
+export HF_HUB_OFFLINE ?= 1
+LAUNCH := GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-lo} $(BIN)/torchrun --standalone --local-addr 127.0.0.1
+
+.PHONY: help train test bench lint clean
+help:
+	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
+	@echo "make test    run every test"
+	@echo "make bench   measure the communications on this machine"
+	@echo "make lint    ruff and mypy"
+
+train: .venv/.train data/bunny/metadata.jsonl
+	$(LAUNCH) --nproc-per-node $(NPROC) -m opensora_accel.cli train --config $(CONFIG) $(ARGS)
+
+test: .venv/.dev data/bunny/metadata.jsonl
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: .venv/.dev
+	$(BIN)/python tools/bench_communications.py $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first: whatever asks for it without a version would bring another build.
+.venv/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "diffusers 0.42 needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@test -d .venv || { echo "making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "installing torch"
+	@$(PIP) install -c constraints.txt torch
+	@touch $@
+
+.venv/.train: .venv/.torch setup.py pyproject.toml
+	@echo "installing what training needs"
+	@$(PIP) install -c constraints.txt -e '.[train,plot]'
+	@touch $@
+
+.venv/.dev: .venv/.train
+	@echo "installing what the tests need"
+	@$(PIP) install -c constraints.txt -e '.[train,plot,dev]'
+	@touch $@
+
+data/bunny/metadata.jsonl: | .venv/.train
+	$(BIN)/python tools/prepare_bunny.py data/bunny
+
+clean:
+	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

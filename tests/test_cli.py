@@ -1,0 +1,191 @@
+"""The command line as a user meets it: help, errors in one line, resuming, launchers."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from opensora_accel.cli import main
+from tests.test_layers import ROOT
+from tests.training.runs import make_folder, tiny_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("clips"))
+
+
+@pytest.fixture
+def config_file(folder, tmp_path):
+    from opensora_accel.training.config import to_dict
+
+    path = tmp_path / "run.json"
+    config = to_dict(tiny_config(folder, tmp_path / "run", steps=4, save_every=2))
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(parallel_registry, monkeypatch, capsys):
+    """`run(*arguments)`: the exit status and what was printed, in this process as a single rank."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments):
+        parallel_registry.reset(destroy_process_group=True)
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # tyro's own, for options it does not know and --help
+            status = end.code
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call
+
+
+def test_help_teaches(run):
+    status, text = run("--help")
+    assert status == 0 and "torchrun --nproc-per-node 2" in text and "doctor" in text
+    status, text = run("train", "--help")
+    assert status == 0 and "--plan.ulysses" in text and "--data.folder" in text
+
+
+def test_an_unknown_command_or_option(run):
+    status, text = run("trian")
+    assert status == 2 and "did you mean 'train'?" in text
+    status, text = run("train", "--plan.ulyses", "2")
+    assert status == 2 and "--plan.ulysses" in text
+    status, text = run("train", "--config")
+    assert status == 2 and "--config needs a file" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--data.folder", "/nowhere"],
+            "there is no /nowhere/metadata.jsonl; point --data.folder at a folder",
+        ),
+        (["--plan.ulysses", "2"], "the plan needs 2 ranks"),
+        (["--data.height", "26"], "data.height (26) must be a multiple of 4 for the codec; use 24 or 28"),
+        (["--data.height", "28"], "multiple of 8 for codec (4) × model patch (2); use 24 or 32"),
+        (["--data.num-frames", "50"], "too short"),
+        (["--model.config", '{"num_layer": 2}'], "has no argument 'num_layer'; did you mean 'num_layers'?"),
+        (["--model.config", '{"in_channels": 3}'], "the model's in_channels is 3, but the codec"),
+        (["--model.config", '{"num_layers": 400}'], "140.8 B parameters: 524 GiB in fp32"),
+        (
+            ["--model.class-name", "Wan"],
+            "model class 'Wan' cannot be trained here; choose one of WanTransformer3D",
+        ),
+        (["--model.path", "/nowhere"], "no config.json; give the local folder of a diffusers model"),
+        (["--plan.ring", "2", "--plan.ulysses", "1"], "the plan needs 2 ranks"),
+        (["--resume"], "there is no checkpoint in"),
+        (["--resume", "/nowhere"], "/nowhere is no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_remedy(run, config_file, tmp_path, options, message):
+    status, text = run("train", "--config", config_file, *options)
+    assert status == 2 and message in text and "Traceback" not in text
+    assert not (tmp_path / "run").exists(), "something was written"
+
+
+def test_train_resume_and_what_differs(run, config_file, tmp_path):
+    status, text = run("train", "--config", config_file, "--num-samples", "1")
+    assert status == 0 and "WanTransformer3DModel" in text and "step 4/4" in text
+    assert (tmp_path / "run" / "samples" / "step_000004" / "clip_1.mp4").is_file()
+
+    changed = json.loads(config_file.read_text())
+    changed["optim"]["lr"] = 0.5
+    config_file.write_text(json.dumps(changed))
+    status, text = run("train", "--config", config_file, "--resume", "--steps", "6", "--num-samples", "0")
+    assert status == 0 and "resuming" in text and "step_000004" in text
+    assert "steps: 4 → 6 (from the command line)" in text
+    assert "optim.lr: stays 0.003 as saved; the file has 0.5 (--optim.lr changes it)" in text
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+    # Another model: refused, and the run stays as it is.
+    before = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    model = json.dumps({**changed["model"]["config"], "num_layers": 3})
+    status, text = run("train", "--config", config_file, "--resume", "--model.config", model)
+    assert status == 2 and "is of another model" in text and "tensors differ" in text
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+    # A flipped byte is found before anything is loaded.
+    weights = tmp_path / "run" / "checkpoints" / "step_000006" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    status, text = run("train", "--config", config_file, "--resume")
+    assert status == 2 and "model.safetensors was changed since it was written; resume from another" in text
+
+    # Starting again in the same folder loses nothing.
+    status, text = run("train", "--config", config_file)
+    assert (
+        status == 0
+        and f"it is {tmp_path}/run.1 now" in text
+        and (tmp_path / "run.1" / "metrics.jsonl").is_file()
+    )
+
+
+def test_an_unreadable_video_is_named_and_left_out(run, config_file, folder, tmp_path):
+    videos = tmp_path / "videos"
+    make_folder(videos, num_videos=3)
+    (videos / "1.mp4").write_bytes(b"this is no video")
+    status, text = run("train", "--config", config_file, "--data.folder", videos)
+    assert status == 0 and "2 videos in" in text
+    (videos / "0.mp4").write_bytes(b"")
+    (videos / "2.mp4").unlink()
+    status, text = run("train", "--config", config_file, "--data.folder", videos)
+    assert status == 2 and "none of the 3 videos" in text and "0.mp4" in text
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+TWO_RANKS = ["--nproc-per-node", "2", "-m", "opensora_accel.cli", "train"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", *TWO_RANKS]
+# `--multi_gpu` is accelerate's name for "start several ranks"; without GPUs they are CPU ranks.
+ACCELERATE = [
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"),
+    *("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())),
+    *("-m", "opensora_accel.cli", "train"),
+]
+
+
+def launched(launcher, config_file, output, *options):
+    command = [sys.executable, *launcher, "--config", config_file, "--output", output, *options]
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+    )
+    return done, [json.loads(x)["loss"] for x in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_launcher_starts_the_same_run(config_file, tmp_path):
+    plain, losses = launched(["-m", "opensora_accel.cli", "train"], config_file, tmp_path / "plain")
+    assert plain.returncode == 0, plain.stderr
+    for name, launcher in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE)):
+        done, found = launched(launcher, config_file, tmp_path / name, "--plan.ulysses", "2")
+        assert done.returncode == 0, done.stderr
+        assert "on 2 rank(s)" in done.stdout
+        assert found == pytest.approx(losses, rel=1e-4), name
+
+
+def test_doctor_runs(run):
+    status, text = run("doctor")
+    assert status in (0, 1) and "torch" in text

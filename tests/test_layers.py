@@ -1,0 +1,151 @@
+"""Imports run downward between the layers of the house, and importing it starts nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = [
+    {"opensora_accel.cli"},
+    {"opensora_accel.training", "opensora_accel.planner", "opensora_accel.profiler", "opensora_accel.doctor"},
+    {"shardformer", "shardformer.engine"},
+    {"shardformer.policy", "shardformer.modeling"},
+    {
+        "opensora_accel.checkpoint",
+        "opensora_accel.attention",
+        "opensora_accel.fsdp",
+        "opensora_accel.verify",
+        "opensora_accel.sharding",
+    },
+    {"opensora_accel.offload"},
+    {"opensora_accel.communications"},
+    {"opensora_accel", "opensora_accel.parallel_states"},
+    {"opensora_accel.plan", "opensora_accel.wrapping"},
+]
+"""From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""
+
+FRONTS = [{"shardformer", "shardformer.engine"}, {"opensora_accel", "opensora_accel.parallel_states"}]
+MAY_IMPORT_SHARDFORMER = {"opensora_accel.cli", "opensora_accel.training"}
+
+
+def room(module: str) -> str:
+    """The room that a module or an imported name belongs to."""
+    parts = module.split(".")
+    known = set().union(*LAYERS)
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        if name in known and not (name in ("opensora_accel", "shardformer") and length < len(parts)):
+            return name
+    return ".".join(parts[:2])
+
+
+def level(name: str) -> int:
+    for number, row in enumerate(LAYERS):
+        if name in row:
+            return number
+    raise AssertionError(f"{name} has no place in the layers: give it one in DESIGN and here")
+
+
+def imported_modules(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports here are absolute"
+            # `from opensora_accel import plan` imports the module plan.
+            found |= {f"{node.module}.{a.name}" if node.module in TOP else node.module for a in node.names}
+    return {name for name in found if name.split(".")[0] in TOP}
+
+
+TOP = ("opensora_accel", "shardformer")
+
+
+def violations(module: str, source: str) -> list[str]:
+    mine, found = room(module), []
+    for imported in sorted(imported_modules(source)):
+        other = room(imported) if room(imported) in set().union(*LAYERS) else room(imported.rsplit(".", 1)[0])
+        if other == mine or any({mine, other} <= front for front in FRONTS):
+            continue
+        if level(other) <= level(mine):
+            found.append(f"{module} imports {imported}: {other} is not below {mine}")
+        elif other.startswith("shardformer") and not (
+            mine.startswith("shardformer") or mine in MAY_IMPORT_SHARDFORMER
+        ):
+            found.append(f"{module} imports {imported}: only cli and training may import shardformer")
+    return found
+
+
+def modules():
+    for top in TOP:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: str(value).removeprefix(str(ROOT)))
+def test_imports_run_downward(module, path):
+    assert violations(module, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("opensora_accel.plan", "from opensora_accel.parallel_states import init_parallel"),
+        ("opensora_accel.plan", "import opensora_accel"),
+        ("opensora_accel.communications.ring", "from opensora_accel import attention"),
+        ("opensora_accel.offload", "import opensora_accel.checkpoint"),
+        ("opensora_accel.attention.ulysses", "from opensora_accel.checkpoint import checkpoint"),
+        ("opensora_accel.checkpoint", "def f():\n    from opensora_accel.training.loop import Trainer"),
+        ("opensora_accel.verify.fp64", "import shardformer"),
+        ("opensora_accel.profiler.report", "from shardformer import shard"),
+        ("opensora_accel.training.loop", "from opensora_accel.cli import main"),
+        ("shardformer.policy.wan", "from shardformer.engine import shard"),
+        ("shardformer.modeling.t5", "from shardformer.policy import find_policy"),
+    ],
+)
+def test_an_upward_import_would_be_found(module, source):
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("opensora_accel.cli", "from opensora_accel.doctor import main"),
+        (
+            "opensora_accel.training.loop",
+            "import shardformer\nfrom opensora_accel.training.data import ClipLoader",
+        ),
+        ("opensora_accel.attention.ulysses", "from opensora_accel.parallel_states import get_parallel_group"),
+        (
+            "shardformer.engine",
+            "from shardformer.policy import find_policy\nfrom opensora_accel.plan import Plan",
+        ),
+    ],
+)
+def test_a_downward_import_is_allowed(module, source):
+    assert violations(module, source) == []
+
+
+IMPORT_CHECK = """
+import os, sys
+import torch
+import torch.distributed as dist
+before, forward = dict(os.environ), torch.nn.Module.__call__
+import opensora_accel, shardformer
+import opensora_accel.attention, opensora_accel.communications, opensora_accel.verify, opensora_accel.cli
+assert dict(os.environ) == before, "the environment was written to"
+assert torch.nn.Module.__call__ is forward and not dist.is_initialized()
+assert not torch.cuda.is_initialized(), "a device was asked for"
+for name in ("diffusers", "transformers", "colossalai", "apex", "matplotlib", "av", "rich", "tyro"):
+    assert name not in sys.modules, f"{name} was imported"
+"""
+
+
+def test_importing_starts_nothing_and_needs_torch_only():
+    done = subprocess.run([sys.executable, "-c", IMPORT_CHECK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

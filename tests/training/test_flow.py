@@ -1,0 +1,138 @@
+"""Flow matching, its draws, the codecs and the schedule."""
+
+import math
+
+import pytest
+import torch
+
+from opensora_accel.training.codec import SpaceToDepth, build_codec, latent_shape
+from opensora_accel.training.config import CodecConfig, FlowConfig, OptimConfig
+from opensora_accel.training.flow import (
+    draw_noise,
+    draw_times,
+    drop_captions,
+    flow_loss,
+    sample,
+    shifted,
+    time_shift,
+)
+from opensora_accel.training.optim import EMA, learning_rate
+
+CPU = torch.device("cpu")
+
+
+def test_the_shift_keeps_the_ends_and_grows_with_resolution_and_length():
+    t = torch.linspace(0, 1, 11, dtype=torch.float64)
+    assert shifted(t, 3.0)[[0, -1]].tolist() == [0.0, 1.0] and torch.equal(shifted(t, 1.0), t)
+    assert (shifted(t, 3.0)[1:-1] > t[1:-1]).all()
+    auto = FlowConfig()
+    assert time_shift(auto, 256, 1) == 1.0 and time_shift(auto, 4096, 1) == 3.0
+    assert time_shift(auto, 4096, 9) == pytest.approx(9.0)
+    assert time_shift(FlowConfig(shift=2.5), 4096, 9) == 2.5
+
+
+def test_draws_depend_on_the_position_alone():
+    config, positions = FlowConfig(), [3, 4, 5, 6]
+    times = draw_times(config, 2.0, 0, positions)
+    assert torch.equal(times[2:], draw_times(config, 2.0, 0, positions[2:]))
+    assert len(set(times.tolist())) == 4 and ((times > 0) & (times < 1)).all()
+    assert not torch.equal(times, draw_times(config, 2.0, 1, positions))
+    noise = draw_noise(torch.empty(4, 2, 3), 0, positions)
+    assert torch.equal(noise[1], draw_noise(torch.empty(1, 2, 3), 0, [4])[0])
+    assert not torch.equal(noise[0], noise[1])
+    captions = drop_captions(["a"] * 1000, 0.25, 0, range(1000))
+    assert 200 < captions.count("") < 300
+    assert captions[10:20] == drop_captions(["a"] * 10, 0.25, 0, range(10, 20))
+    uniform = draw_times(FlowConfig(time_distribution="uniform"), 1.0, 0, range(2000))
+    assert uniform.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_loss_of_the_true_velocity_is_zero():
+    clean, noise = torch.randn(2, 2, 3, 4, 5, 6, dtype=torch.float64)
+    times = torch.tensor([0.25, 0.75])
+    seen = []
+
+    def truth(x, timestep):
+        seen.append((x, timestep))
+        return noise - clean
+
+    assert flow_loss(truth, clean, noise, times).item() == 0.0
+    x, timestep = seen[0]
+    assert timestep.tolist() == [250.0, 750.0]
+    assert torch.allclose(x[1], 0.25 * clean[1] + 0.75 * noise[1])
+    assert flow_loss(lambda x, t: truth(x, t) + 2, clean, noise, times).item() == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 3.0])
+def test_euler_on_the_true_velocity_ends_at_the_data(alpha):
+    target, noise = torch.randn(1, 2, 3), torch.randn(1, 2, 3)
+    assert torch.allclose(sample(lambda x, t: noise - target, noise, 7, alpha), target, atol=1e-5)
+
+
+def test_space_to_depth_is_exact_and_local():
+    frames = torch.randint(0, 256, (2, 3, 8, 12, 3), dtype=torch.uint8)
+    codec = SpaceToDepth(4, torch.float32)
+    latents = codec.encode(frames)
+    assert latents.shape == (2, 48, 3, 2, 3) and latents.abs().max() <= 1
+    assert torch.equal(codec.decode(latents), frames)
+    changed = frames.clone()
+    changed[:, :, :4, :4] = 0
+    assert torch.equal(codec.encode(changed)[..., 1:, :], latents[..., 1:, :])
+
+
+def test_a_diffusers_vae_from_a_folder(tmp_path):
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    vae.save_pretrained(tmp_path)
+    codec = build_codec(CodecConfig(path=str(tmp_path)), CPU, torch.float32)
+    assert (codec.channels, codec.spatial, codec.temporal) == (16, 8, 4)
+    frames = torch.randint(0, 256, (1, 5, 16, 24, 3), dtype=torch.uint8)
+    latents = codec.encode(frames)
+    assert latents.shape[1:] == latent_shape(codec, 5, 16, 24) == (16, 2, 2, 3)
+    raw = vae.encode(frames.permute(0, 4, 1, 2, 3) / 127.5 - 1).latent_dist.mode()
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
+    std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
+    assert torch.allclose(latents * std + mean, raw, atol=1e-5)
+    assert codec.decode(latents).shape == frames.shape
+    with pytest.raises(
+        ValueError, match=r"data.num_frames \(6\) must be 1 more than a multiple of 4.*use 5 or 9"
+    ):
+        latent_shape(codec, 6, 16, 24)
+
+
+def test_sizes_and_folders_that_do_not_fit(tmp_path):
+    codec = SpaceToDepth(4, torch.float32)
+    with pytest.raises(
+        ValueError, match=r"data.width \(30\) must be a multiple of 4 for the codec; use 28 or 32"
+    ):
+        latent_shape(codec, 5, 16, 30)
+    with pytest.raises(FileNotFoundError, match="give the local folder of a diffusers VAE"):
+        build_codec(CodecConfig(path=str(tmp_path)), CPU, torch.float32)
+    (tmp_path / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
+    with pytest.raises(ValueError, match="holds WanTransformer3DModel, not a VAE"):
+        build_codec(CodecConfig(path=str(tmp_path)), CPU, torch.float32)
+
+
+def test_the_schedule_warms_up_and_decays():
+    config = OptimConfig(lr=1.0, warmup_steps=4)
+    rates = [learning_rate(config, step, 20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
+    assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(1e-3)
+    constant = OptimConfig(lr=1.0, warmup_steps=0, schedule="constant")
+    assert {learning_rate(constant, step, 20) for step in range(20)} == {1.0}
+
+
+def test_ema_follows_and_gives_back():
+    model = torch.nn.Linear(2, 2)
+    first = model.weight.detach().clone()
+    ema = EMA(model, 0.5)
+    with torch.no_grad():
+        model.weight += 1
+    ema.update()
+    assert torch.allclose(ema.weights["weight"], first + 0.9), "the first update's decay is 1/10"
+    with ema.applied():
+        assert torch.allclose(model.weight, first + 0.9)
+    assert torch.equal(model.weight, first + 1) and not math.isnan(model.weight.sum().item())
