@@ -116,7 +116,7 @@ def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **
         raise ValueError("auto_grad_checkpoint was given an empty list of blocks")
     if not getattr(blocks[0], "grad_checkpointing", False):
         return _run_segment(blocks, *args, **kwargs)
-    num_segments = min(blocks[0].grad_checkpointing_step, len(blocks))  # type: ignore[arg-type]
+    num_segments = min(int(getattr(blocks[0], "grad_checkpointing_step", 1)), len(blocks))
     hidden, *others = args
     for index in range(num_segments):
         start, end = (len(blocks) * i // num_segments for i in (index, index + 1))

@@ -38,7 +38,8 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     reshard = plan.sharding == "zero3"
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)  # in place: the class becomes FSDP's subclass
+    return model
 
 
 def _parameter_mesh(plan: Plan) -> DeviceMesh:

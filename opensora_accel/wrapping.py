@@ -18,12 +18,12 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Calla
     """
     before = vars(module).get("forward")
     original = module.forward
-    module.forward = functools.wraps(original)(wrap(original))  # type: ignore[method-assign]
+    module.forward = functools.wraps(original)(wrap(original))
 
     def undo() -> None:
         if before is None:
             del module.forward
         else:
-            module.forward = before  # type: ignore[method-assign]
+            module.forward = before
 
     return undo

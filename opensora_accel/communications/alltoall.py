@@ -163,7 +163,7 @@ def _lies_in_pieces(tensor: Tensor, route: _Route) -> bool:
 
 def _alias(view: Tensor) -> Tensor:
     """The same memory as a tensor of its own: the outputs of one buffer may be changed in place."""
-    return view.new_empty(0).set_(view)
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def all_to_all(

@@ -55,7 +55,7 @@ def _scale(grad: Tensor, scale: GradScale, num_ranks: int) -> Tensor:
         return grad * num_ranks
     if scale == "down":
         return grad / num_ranks
-    return grad if scale is None or scale == 1.0 else grad * scale
+    return grad if scale is None or scale == 1.0 else grad * float(scale)
 
 
 def _check_grad_scale(scale: GradScale) -> None:

@@ -110,7 +110,7 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
 def check_sizes(config: TrainConfig, codec: Codec, model: nn.Module) -> tuple[int, int, int, int]:
     """The latent shape [C, t, h, w] of a clip; ValueError where it does not fit codec, patches or data ranks."""
     shape = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
-    patch_time, patch_height, patch_width = model.config.patch_size  # type: ignore[union-attr]
+    patch_time, patch_height, patch_width = _patch_size(model)
     for name, unit in (("height", patch_height), ("width", patch_width)):
         reason = f"codec ({codec.spatial}) × model patch ({unit})"
         check_multiple(f"data.{name}", getattr(config.data, name), codec.spatial * unit, reason)
@@ -119,8 +119,12 @@ def check_sizes(config: TrainConfig, codec: Codec, model: nn.Module) -> tuple[in
     return shape
 
 
+def _patch_size(model: Any) -> tuple[int, int, int]:
+    return tuple(model.config.patch_size)
+
+
 def tokens_per_sample(shape: tuple[int, int, int, int], model: nn.Module) -> int:
-    patch_time, patch_height, patch_width = model.config.patch_size  # type: ignore[union-attr]
+    patch_time, patch_height, patch_width = _patch_size(model)
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
 
 

@@ -101,7 +101,7 @@ def _load(config: TextConfig) -> TextEncoder:
             f"text.path {folder} has no config.json; give the local folder of a T5 or UMT5 encoder with its tokenizer"
         )
     kind = json.loads(description.read_text(encoding="utf-8")).get("model_type")
-    classes = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
+    classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
     if kind not in classes:
         raise ValueError(f"text.path {folder} holds a {kind!r} model; the encoders used here are t5 and umt5")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
