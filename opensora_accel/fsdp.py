@@ -38,7 +38,8 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     reshard = plan.sharding == "zero3"
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)  # in place: the class becomes FSDP's subclass
+    # In place: the model's class becomes a subclass of its own that FSDP makes.
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return model
 
 

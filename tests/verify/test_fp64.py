@@ -1,0 +1,104 @@
+"""Lifted casts: an fp64 run of a real model is fp64 throughout, also where it is recomputed."""
+
+import pytest
+import torch
+from torch import nn
+
+from opensora_accel.checkpoint import checkpoint_blocks
+from opensora_accel.verify import lift_casts
+from tests.models import wan, wan_inputs
+
+
+class Casting(nn.Module):
+    """Every way in which models narrow: each alone would round to fp32."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(how)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Block(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        narrow = torch.zeros(1, dtype=torch.float32)
+        return {
+            "float": lambda: x.float(),
+            "half": lambda: x.half().bfloat16(),
+            "to dtype": lambda: x.to(torch.float32),
+            "to keyword": lambda: x.to(dtype=torch.bfloat16),
+            "to device and dtype": lambda: x.to("cpu", torch.float32),
+            "to other": lambda: x.to(narrow),
+            "type_as": lambda: x.type_as(narrow),
+            "softmax dtype": lambda: torch.softmax(x, -1, dtype=torch.float32),
+            "sum dtype": lambda: x.sum(-1, dtype=torch.float32),
+        }[self.how]() * 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "float",
+        "half",
+        "to dtype",
+        "to keyword",
+        "to device and dtype",
+        "to other",
+        "type_as",
+        "softmax dtype",
+        "sum dtype",
+    ],
+)
+def test_no_cast_narrows_a_double(how):
+    x = torch.full((3,), 1 / 3, dtype=torch.float64)
+    model = Casting(how)
+    assert model(x).dtype != torch.float64
+    undo = lift_casts(model)
+    out = model(x)
+    assert out.dtype == torch.float64
+    if how not in ("softmax dtype", "sum dtype"):
+        assert torch.equal(out, x)
+    undo()
+    assert model(x).dtype != torch.float64 and "forward" not in vars(model)
+
+
+def test_other_dtypes_and_integers_are_left_alone():
+    class Model(nn.Module):
+        def forward(self, x):
+            return (
+                x.float(),
+                x.to(torch.int64),
+                torch.ones(2).double().type_as(torch.ones(1, dtype=torch.int64)),
+            )
+
+    model = Model()
+    lift_casts(model)
+    single, whole, integer = model(torch.ones(2, dtype=torch.bfloat16))
+    assert (single.dtype, whole.dtype, integer.dtype) == (torch.float32, torch.int64, torch.int64)
+
+
+def halves_error(checkpointed):
+    """How far the gradients of two halves of a loss are from adding up to the whole."""
+    model, inputs = wan(), wan_inputs()
+    lift_casts(model)
+    if checkpointed:
+        checkpoint_blocks(list(model.blocks), "full")
+    weight = torch.rand(inputs["hidden_states"].shape, dtype=torch.float64)
+    grads = []
+    for part in (1.0, weight, 1 - weight):
+        model.zero_grad()
+        (model(**inputs, return_dict=False)[0] * part).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    return max(((a + b - w).abs().max() / w.abs().max()).item() for w, a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_of_two_halves_add_up_to_the_whole(checkpointed):
+    assert halves_error(checkpointed) < 1e-11
