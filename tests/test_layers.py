@@ -87,7 +87,9 @@ def modules():
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: str(value).removeprefix(str(ROOT)))
+@pytest.mark.parametrize(
+    ("module", "path"), list(modules()), ids=lambda value: str(value).removeprefix(str(ROOT))
+)
 def test_imports_run_downward(module, path):
     assert violations(module, path.read_text(encoding="utf-8")) == []
 

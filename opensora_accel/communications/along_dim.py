@@ -31,10 +31,10 @@ def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, splits: tuple[in
         rows = torch.cat([rows, padding])
     gathered = rows.new_empty(largest * len(splits), *rows.shape[1:])
     all_gather_single(gathered, rows.contiguous(), group)
-    if min(splits) < largest:
-        parts = gathered.split(largest)
-        gathered = torch.cat([part[:size] for part, size in zip(parts, splits, strict=True)])
-    return gathered.movedim(0, dim).contiguous()
+    if min(splits) == largest:
+        return gathered.movedim(0, dim).contiguous()
+    parts = zip(gathered.split(largest), splits, strict=True)
+    return torch.cat([part[:size].movedim(0, dim) for part, size in parts], dim)
 
 
 def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, dim: int, splits: tuple[int, ...]) -> Tensor:
