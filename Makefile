@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 # Nothing is fetched from a hub, and the ranks of one machine talk over loopback.
 export HF_HUB_OFFLINE ?= 1
-LAUNCH := GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-lo} $(BIN)/torchrun --standalone --local-addr 127.0.0.1
+export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
+LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 
 .PHONY: help train test bench lint clean
 help:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ class _Slab:
         self._free = merged
 
 
+def _free_host_bytes() -> int:
+    """What Linux calls available; elsewhere the free pages, which leave out what caches would give back."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _host_memory(size_bytes: int) -> Tensor:
     """Exactly `size_bytes`; `pin_memory=True` would round up to a power of two."""
     memory = torch.empty(size_bytes, dtype=torch.uint8)
@@ -151,10 +162,16 @@ class ActivationManager:
         self.setup_arena(numel * torch.empty(0, dtype=dtype).element_size())
 
     def setup_arena(self, size_bytes: int | None = None, limit_bytes: int | None = None) -> None:
-        """An arena of exactly `size_bytes`, or one that grows as it is used, up to `limit_bytes`."""
+        """An arena of exactly `size_bytes`, or one that grows as it is used.
+
+        It grows up to `limit_bytes`; by default to half of the host memory that is free now, shared by the ranks
+        of this machine.
+        """
         for name, value in (("size_bytes", size_bytes), ("limit_bytes", limit_bytes)):
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative; got {value}")
+        if size_bytes is None and limit_bytes is None:
+            limit_bytes = _free_host_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.arena = Arena(size_bytes, limit_bytes)
         self.enable = True
         self._warned_full = False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch is imported, also by the pool's processes, which inherit it: oversubscribed, a 3 ms model takes 200.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 import pytest
 import torch

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,6 +45,14 @@ def test_entries_never_overlap_and_all_bytes_come_back(steps):
         assert bool((memory == value).all())
         release()
     assert arena.allocate(4096) is not None
+
+
+def test_an_open_arena_takes_at_most_half_of_the_free_memory(monkeypatch):
+    mine = ActivationManager()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mine.setup_arena()
+    free = psutil.virtual_memory().available
+    assert mine.arena.limit_bytes == pytest.approx(free / 8, rel=0.2)
 
 
 def test_a_growing_arena_stops_at_its_limit():

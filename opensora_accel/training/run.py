@@ -60,10 +60,10 @@ def run(arguments: Sequence[str]) -> int:
     config, checkpoint, record = parse(arguments)
     from opensora_accel.training.loop import Trainer
 
-    if checkpoint is None and is_first_rank():
-        _move_aside(Path(config.output))
     trainer = Trainer(config, checkpoint, record)
     if is_first_rank():
+        if checkpoint is None:
+            _move_aside(Path(config.output))
         print(trainer.summary, flush=True)
     losses = trainer.train()
     if is_first_rank() and len(losses) >= 2 * _SHOWN_STEPS:

@@ -14,6 +14,8 @@ from opensora_accel.training.draws import generator
 from opensora_accel.training.flow import sample
 from opensora_accel.training.video import write_strip, write_video
 
+_LEAST_HEIGHT = 240
+
 Predict = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
 """(x_t, timestep, captions) -> velocity."""
 
@@ -43,6 +45,12 @@ def sample_clips(
     return codec.decode(sample(guided, noise, config.sample_steps, alpha))
 
 
+def _enlarged(frames: Tensor) -> Tensor:
+    """Whole pixels repeated until the picture is large enough to look at."""
+    factor = max(1, _LEAST_HEIGHT // frames.size(1))
+    return frames.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+
+
 def write_comparison(
     folder: Path, sources: Sequence[Tensor], sampled: Tensor, captions: Sequence[str], fps: float
 ) -> Path:
@@ -50,7 +58,7 @@ def write_comparison(
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index, (source, clip) in enumerate(zip(sources, sampled, strict=True), start=1):
-        write_video(folder / f"clip_{index}.mp4", torch.cat([source, clip], dim=2), fps)
+        write_video(folder / f"clip_{index}.mp4", _enlarged(torch.cat([source, clip], dim=2)), fps)
         rows += [(f"source {index}", source), (f"sampled {index}", clip)]
     (folder / "captions.txt").write_text("".join(f"{c}\n" for c in captions), encoding="utf-8")
     strip = folder / "strip.png"

@@ -266,4 +266,4 @@ def test_samples_are_written_beside_their_sources(ranks, folder, tmp_path):
     strip = ranks(2, sampled, config)[0]
     assert strip == str(tmp_path / "samples" / "step_000002" / "strip.png") and os.path.getsize(strip) > 1000
     info = probe(tmp_path / "samples" / "step_000002" / "clip_2.mp4")
-    assert (info.num_frames, info.height, info.width) == (5, 24, 80)
+    assert (info.num_frames, info.height, info.width) == (5, 240, 800)
