@@ -33,6 +33,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def clean_manager():
     MANAGER.close()
+    MANAGER.reset_counters()
     yield
     gc.collect()
     assert MANAGER.counters.in_use_bytes == 0, "a ticket outlived its graph"
