@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -34,6 +35,14 @@ Undo = Callable[[], None]
 _ATTRIBUTE = "_shardformer"
 
 
+@dataclass
+class _Applied:
+    """What `shard` left on a model."""
+
+    undo: ExitStack
+    has_sharded_parameters: bool
+
+
 def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
     """The same model, run as the plan says over the registered groups.
 
@@ -55,28 +64,43 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
         )
     policy = policy or find_policy(model)
     group = _sequence_group(plan)
-    undo: list[Undo] = [_swap_norms(model, swap) for swap in policy.norm_swaps]
     tokens = _Tokens(group)
-    if group is not None:
-        undo += _split_sequence(model, policy, tokens)
-    if plan.checkpoint != "none":
-        undo += _checkpoint(model, plan, policy, tokens)
-    if plan.sharding != "none":
-        shard_parameters(model, plan, blocks_of(model, policy))
-        undo.append(_cannot_unshard_parameters)
-    setattr(model, _ATTRIBUTE, undo)
+    # Left by an exception, the stack takes back what was done: a policy that fails leaves the model as it was.
+    with ExitStack() as undo:
+        for swap in policy.norm_swaps:
+            undo.callback(_swap_norms(model, swap))
+        if group is not None:
+            _split_sequence(model, policy, tokens, undo)
+        if plan.checkpoint != "none":
+            _checkpoint(model, plan, policy, tokens, undo)
+        if plan.sharding != "none":
+            shard_parameters(model, plan, blocks_of(model, policy))
+        model.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
+        undo.callback(delattr, model, "__deepcopy__")
+        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none"))
     return model
 
 
 def unshard(model: ModelT) -> ModelT:
     """The model as it was before `shard`, bit for bit; ValueError where its parameters are sharded."""
-    undo = getattr(model, _ATTRIBUTE, None)
-    if undo is None:
+    applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
+    if applied is None:
         raise ValueError(f"this {type(model).__name__} is not sharded")
-    for step in reversed(undo):
-        step()
+    if applied.has_sharded_parameters:
+        raise ValueError(
+            "the parameters were sharded by FSDP2, which cannot be undone; load a checkpoint instead"
+        )
+    applied.undo.close()
     delattr(model, _ATTRIBUTE)
     return model
+
+
+def _refuse_copy(_memo: dict[int, Any]) -> None:
+    """Wrapped forwards are functions, which `deepcopy` does not copy: they would run the original's weights."""
+    raise ValueError(
+        "a sharded model cannot be deep-copied; copy it before shardformer.shard(), or build a second model and "
+        "load this one's state_dict()"
+    )
 
 
 def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
@@ -149,14 +173,13 @@ class _Tokens:
         self.splits, self._in_forward = None, False
 
 
-def _split_sequence(model: nn.Module, policy: Policy, tokens: _Tokens) -> list[Undo]:
-    undo = []
+def _split_sequence(model: nn.Module, policy: Policy, tokens: _Tokens, undo: ExitStack) -> None:
     for split_input in policy.split_inputs:
-        undo.append(_split_input(_get(model, split_input.module), split_input, tokens))
+        undo.callback(_split_input(_get(model, split_input.module), split_input, tokens))
     for split_output in policy.split_outputs:
-        undo.append(_split_output(_get(model, split_output.module), split_output, tokens))
+        undo.callback(_split_output(_get(model, split_output.module), split_output, tokens))
     for gather in policy.gather_outputs:
-        undo.append(_gather_output(_get(model, gather.module), gather, tokens))
+        undo.callback(_gather_output(_get(model, gather.module), gather, tokens))
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return ulysses_attention(
@@ -165,11 +188,10 @@ def _split_sequence(model: nn.Module, policy: Policy, tokens: _Tokens) -> list[U
 
     for pattern in policy.self_attention:
         for name, module in _match(model, pattern):
-            undo.append(redirect_attention(module, name, attention))
+            undo.callback(redirect_attention(module, name, attention))
     # Also after an exception, so that the next forward does not meet this one's shares.
-    undo.append(model.register_forward_pre_hook(tokens.begin).remove)
-    undo.append(model.register_forward_hook(tokens.end, always_call=True).remove)
-    return undo
+    undo.callback(model.register_forward_pre_hook(tokens.begin).remove)
+    undo.callback(model.register_forward_hook(tokens.end, always_call=True).remove)
 
 
 def _split(tensor: Tensor, dim: int, tokens: _Tokens, what: str) -> Tensor:
@@ -216,22 +238,22 @@ def _gather_output(module: nn.Module, entry: GatherOutput, tokens: _Tokens) -> U
     return module.register_forward_hook(hook).remove
 
 
-def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, tokens: _Tokens) -> list[Undo]:
+def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, tokens: _Tokens, undo: ExitStack) -> None:
     if not policy.blocks:
         raise ValueError(f'checkpoint="{plan.checkpoint}" needs a policy that names the model\'s blocks')
     if plan.offload != 0 and not GLOBAL_ACTIVATION_MANAGER.enable:
         GLOBAL_ACTIVATION_MANAGER.setup_arena()
     assert plan.checkpoint != "none"
-    return [
-        checkpoint_blocks(
-            list(_get(model, entry.module).children()),
-            plan.checkpoint,
-            plan.offload,
-            boundary=entry.boundary,
-            capture_scope=tokens.capture,
+    for entry in policy.blocks:
+        undo.callback(
+            checkpoint_blocks(
+                list(_get(model, entry.module).children()),
+                plan.checkpoint,
+                plan.offload,
+                boundary=entry.boundary,
+                capture_scope=tokens.capture,
+            )
         )
-        for entry in policy.blocks
-    ]
 
 
 def _swap_norms(model: nn.Module, swap: NormSwap) -> Undo:
@@ -248,12 +270,6 @@ def _swap_norms(model: nn.Module, swap: NormSwap) -> Undo:
             setattr(parent, name, child)
 
     return undo
-
-
-def _cannot_unshard_parameters() -> None:
-    raise ValueError(
-        "the parameters were sharded by FSDP2, which cannot be undone; load a checkpoint instead"
-    )
 
 
 def _get(model: nn.Module, path: str) -> nn.Module:

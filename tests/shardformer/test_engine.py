@@ -1,5 +1,7 @@
 """What the engine refuses, what it leaves behind (nothing), and what users may do to a sharded model."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,8 +36,11 @@ def undone(plan):
     assert traces(model) != clean
     with pytest.raises(ValueError, match="sharded already"):
         shardformer.shard(model, plan)
+    with pytest.raises(ValueError, match="cannot be deep-copied; copy it before"):
+        copy.deepcopy(model)
     model.load_state_dict(wan().state_dict())
     shardformer.unshard(model)
+    assert copy.deepcopy(model) is not model
     assert traces(model) == clean
     assert torch.equal(model(**inputs, return_dict=False)[0], expected)
     for name, parameter in model.named_parameters():
@@ -122,11 +127,17 @@ def own_policy():
             "names the module 'middle'",
         ),
         (shardformer.Policy(("Tower",), split_inputs=(SplitInput("first", "x"),)), "forward takes input"),
-        (shardformer.Policy(("Tower",), self_attention=("blocks.*",)), "'blocks.*' fits no module"),
+        (
+            shardformer.Policy(("Tower",), split_inputs=entry, self_attention=("blocks.*",)),
+            "'blocks.*' fits no module",
+        ),
+        (shardformer.Policy(("Tower",), split_inputs=entry, gather_outputs=(GatherOutput("end"),)), "'end'"),
     ):
+        tower = Tower()
+        clean = traces(tower)
         with pytest.raises(ValueError) as caught:
-            shardformer.shard(Tower(), plan, policy=broken)
-        assert message in str(caught.value)
+            shardformer.shard(tower, plan, policy=broken)
+        assert message in str(caught.value) and traces(tower) == clean
     # A wrong table must not be wrong silently: this "attention" would see its own tokens only.
     policy = shardformer.Policy(
         ("Tower",), split_inputs=entry, gather_outputs=leave, self_attention=("last",)
