@@ -31,8 +31,9 @@ class _AllToAll:
     """One `all_to_all_single` around one permutation, for any number of tensors.
 
     What goes to a rank is laid out with `gather_dim` first, as rows; tensors with equal row counts lie side by
-    side. What arrives is then already in order: the outputs are views of the receive buffer. A single tensor
-    whose pieces are contiguous is sent as it lies, and permuted on arrival instead.
+    side. What arrives is then already in order: the outputs are views of the receive buffer. A single tensor whose
+    `gather_dim` is the inner one travels in pieces as they lie instead, and these are joined on arrival: that
+    copies longer runs of memory, and where nothing stands before `scatter_dim` (a batch of one) only once.
     """
 
     def __init__(self, group: dist.ProcessGroup, routes: Sequence[_Route]):
@@ -47,7 +48,7 @@ class _AllToAll:
         # Row length of each tensor towards each rank, and of what arrives here: facts of the shapes alone.
         self._send_shapes = [_rest_shapes(t, r) for t, r in zip(tensors, self.routes, strict=True)]
         self._bundles = _bundles(self.routes)
-        self._direct = len(tensors) == 1 and _lies_in_pieces(tensors[0], self.routes[0])
+        self._joins = len(tensors) == 1 and self.routes[0].gather_dim > self.routes[0].scatter_dim
         send_sizes = [
             sum(
                 r.gather_splits[rank] * s[to].numel()
@@ -62,9 +63,10 @@ class _AllToAll:
             )
             for of in range(num_ranks)
         ]
-        self._sent = (
-            tensors[0].contiguous().view(-1) if self._direct else self._pack(tensors, sum(send_sizes))
-        )
+        if self._joins:
+            self._sent = _in_pieces(tensors[0], self.routes[0])
+        else:
+            self._sent = self._pack(tensors, sum(send_sizes))
         self._received = tensors[0].new_empty(sum(receive_sizes))
         self._receive_sizes = receive_sizes
         self._work = dist.all_to_all_single(
@@ -90,7 +92,7 @@ class _AllToAll:
     def finish(self) -> tuple[Tensor, ...]:
         self._work.wait()
         received = self._received
-        if self._direct:
+        if self._joins:
             outputs = [self._join_pieces(received)]
         elif len(self._bundles) == 1:
             outputs = self._unpack_bundle(received, self._bundles[0])
@@ -155,10 +157,15 @@ def _bundles(routes: Sequence[_Route]) -> list[list[int]]:
     return list(bundles.values())
 
 
-def _lies_in_pieces(tensor: Tensor, route: _Route) -> bool:
-    """Whether the pieces of a contiguous tensor follow one another; judged by facts equal on all ranks."""
-    leading = tensor.shape[: route.scatter_dim]
-    return route.gather_dim > route.scatter_dim and all(size == 1 for size in leading)
+def _in_pieces(tensor: Tensor, route: _Route) -> Tensor:
+    """The pieces of `scatter_dim` one after the other, each as it lies; no copy where they already do."""
+    if all(size == 1 for size in tensor.shape[: route.scatter_dim]):
+        return tensor.contiguous().view(-1)
+    buffer, position = tensor.new_empty(tensor.numel()), 0
+    for piece in tensor.split(route.scatter_splits, route.scatter_dim):
+        buffer[position : position + piece.numel()].view(piece.shape).copy_(piece)
+        position += piece.numel()
+    return buffer
 
 
 def _alias(view: Tensor) -> Tensor:
