@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[name](rest)
     except (ValueError, FileNotFoundError) as error:
+        # For those whose message does not tell enough: OPENSORA_ACCEL_DEBUG=1 shows where it was raised.
         if os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
             raise
         return _fail(str(error))

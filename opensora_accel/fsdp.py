@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
@@ -41,6 +41,16 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     # In place: the model's class becomes a subclass of its own that FSDP makes.
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Back to shards, after a forward without backward: under zero2 it leaves the parameters gathered.
+
+    Whoever then reads or writes `model.parameters()` would otherwise meet copies that the next step forgets.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _parameter_mesh(plan: Plan) -> DeviceMesh:

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,13 +87,27 @@ class _Slab:
 
 
 def _free_host_bytes() -> int:
-    """What Linux calls available; elsewhere the free pages, which leave out what caches would give back."""
+    """What Linux calls available, within the container's limit."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # macOS: it counts no free pages, so half of all of them stands for what is free.
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min(available, _free_container_bytes())
+
+
+def _free_container_bytes() -> int:
+    """What a container's own limit (cgroup v2) leaves; no limit is as much as there can be."""
+    try:
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii").strip()
+            for name in ("max", "current")
+        )
+        return max(0, int(limit) - int(used)) if limit != "max" else sys.maxsize
+    except (OSError, ValueError):
+        return sys.maxsize
 
 
 def _host_memory(size_bytes: int) -> Tensor:
@@ -106,6 +124,9 @@ def _host_memory(size_bytes: int) -> Tensor:
                 size_bytes,
                 error,
             )
+            with contextlib.suppress(RuntimeError):
+                # CUDA keeps the error for the next launch, which would fail for it: let that be this one.
+                torch.zeros(1, device="cuda")
         else:
             weakref.finalize(memory, runtime.cudaHostUnregister, address)
     return memory
@@ -150,12 +171,19 @@ class ActivationManager:
     def __init__(self) -> None:
         self.enable = False
         self.arena: Arena | None = None
-        self.counters = OffloadCounters()
+        self._counters = OffloadCounters()
+        self._lock = threading.RLock()
+        self._returned: deque[tuple[int, Callable[[], None]]] = deque()
         self._ignored: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._tickets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._in_flight: list[Ticket] = []
         self._warned_full = False
+
+    @property
+    def counters(self) -> OffloadCounters:
+        self._take_back()
+        return self._counters
 
     def setup_buffer(self, numel: int, dtype: torch.dtype) -> None:
         """Open-Sora's call: an arena of exactly `numel` elements of `dtype`; other dtypes may use it too."""
@@ -182,7 +210,7 @@ class ActivationManager:
 
     def reset_counters(self) -> None:
         in_use = self.counters.in_use_bytes
-        self.counters = OffloadCounters(in_use_bytes=in_use, peak_bytes=in_use)
+        self._counters = OffloadCounters(in_use_bytes=in_use, peak_bytes=in_use)
 
     def add_ignore_tensor(self, tensor: Tensor) -> None:
         """Never move this tensor: it stays alive on the device anyhow."""
@@ -190,11 +218,16 @@ class ActivationManager:
 
     def offload(self, tensor: Tensor) -> Ticket | None:
         """Starts the copy to the host; None where it stays on the device (disabled, ignored, arena full)."""
+        with self._lock:
+            return self._offload(tensor)
+
+    def _offload(self, tensor: Tensor) -> Ticket | None:
         if not self.enable or self.arena is None or tensor in self._ignored:
             return None
+        self._take_back()
         ticket = self._known(tensor)
         if ticket is not None:
-            self.counters.shared += 1
+            self._counters.shared += 1
             return ticket
         compact = _compact(tensor)
         size_bytes = compact.numel() * compact.element_size()
@@ -270,19 +303,24 @@ class ActivationManager:
         self._in_flight.clear()
 
     def _count_moved(self, ticket: Ticket, release: Callable[[], None]) -> None:
-        self.counters.moved += 1
-        self.counters.moved_bytes += ticket.size_bytes
-        self.counters.in_use_bytes += ticket.size_bytes
-        self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.in_use_bytes)
-        weakref.finalize(ticket, self._free, ticket.size_bytes, release)
+        self._counters.moved += 1
+        self._counters.moved_bytes += ticket.size_bytes
+        self._counters.in_use_bytes += ticket.size_bytes
+        self._counters.peak_bytes = max(self._counters.peak_bytes, self._counters.in_use_bytes)
+        # A finalizer may run between any two instructions, also in the middle of `allocate`: it only takes note.
+        weakref.finalize(ticket, self._returned.append, (ticket.size_bytes, release))
 
-    def _free(self, size_bytes: int, release: Callable[[], None]) -> None:
-        release()
-        self.counters.in_use_bytes -= size_bytes
+    def _take_back(self) -> None:
+        """Frees the bytes of the tickets that are gone."""
+        with self._lock:
+            while self._returned:
+                size_bytes, release = self._returned.popleft()
+                release()
+                self._counters.in_use_bytes -= size_bytes
 
     def _keep(self, size_bytes: int) -> None:
-        self.counters.kept += 1
-        self.counters.kept_bytes += size_bytes
+        self._counters.kept += 1
+        self._counters.kept_bytes += size_bytes
         if not self._warned_full and size_bytes and self.arena is not None:
             self._warned_full = True
             logger.warning(

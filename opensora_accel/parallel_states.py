@@ -7,6 +7,7 @@ through the setters when another library (ColossalAI, Megatron) has made the gro
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 
 import torch
@@ -29,6 +30,8 @@ __all__ = [
     "set_tensor_parallel_group",
 ]
 
+logger = logging.getLogger(__name__)
+
 _COMPOSED_AXES = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES}
 _GROUP_NAMES = (*_COMPOSED_AXES, "tensor", *MESH_AXES)
 
@@ -44,7 +47,8 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
 
     Args:
         plan: its degrees, outermost first, are the mesh's shape.
-        device_type: "cuda" or "cpu"; by default cuda where there is a GPU.
+        device_type: "cuda" or "cpu"; by default cuda where every rank of this machine has a GPU of its own (and
+            the process group, where one exists, can use it).
         timeout_s: how long a collective may wait, where this call starts torch.distributed.
 
     Raises:
@@ -54,7 +58,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         raise ValueError(
             "init_parallel was already called in this process; call parallel_states.reset() first"
         )
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_type = device_type or _device_type()
     if dist.is_initialized():
         plan.check_world_size(dist.get_world_size())
     else:
@@ -71,6 +75,24 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         _groups[name] = _meshes[name].get_group()
     _groups["tensor"] = _groups["tp"]
     return mesh
+
+
+def _device_type() -> str:
+    num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if not num_gpus:
+        return "cpu"
+    if dist.is_initialized() and torch.device("cuda") not in dist.group.WORLD._device_types:
+        return "cpu"
+    if num_gpus < num_ranks:
+        logger.warning(
+            "%d ranks on this machine and %d GPU(s): running on the CPU, as ranks cannot share one; "
+            "start at most %d to use them",
+            num_ranks,
+            num_gpus,
+            num_gpus,
+        )
+        return "cpu"
+    return "cuda"
 
 
 def _start_distributed(device_type: str, timeout_s: float | None) -> None:

@@ -66,14 +66,13 @@ class Plan:
             )
 
     def _check_offload(self) -> None:
-        if self.offload == "auto":
-            return
+        automatic = self.offload == "auto"
         valid = isinstance(self.offload, (int, float)) and not isinstance(self.offload, bool)
-        if not valid or not 0.0 <= float(self.offload) <= 1.0:
+        if not automatic and (not valid or not 0.0 <= float(self.offload) <= 1.0):
             raise ValueError(
                 f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {self.offload!r}'
             )
-        if self.offload > 0 and self.checkpoint == "none":
+        if self.checkpoint == "none" and (automatic or float(self.offload) > 0):
             raise ValueError(
                 f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "
                 'set checkpoint="full" (or "selective"), or offload=0'

@@ -243,6 +243,7 @@ def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, tokens: _Tokens, u
         raise ValueError(f'checkpoint="{plan.checkpoint}" needs a policy that names the model\'s blocks')
     if plan.offload != 0 and not GLOBAL_ACTIVATION_MANAGER.enable:
         GLOBAL_ACTIVATION_MANAGER.setup_arena()
+        undo.callback(GLOBAL_ACTIVATION_MANAGER.close)
     assert plan.checkpoint != "none"
     for entry in policy.blocks:
         undo.callback(

@@ -74,13 +74,19 @@ def test_an_unknown_command_or_option(run):
         (["--data.num-frames", "50"], "too short"),
         (["--model.config", '{"num_layer": 2}'], "has no argument 'num_layer'; did you mean 'num_layers'?"),
         (["--model.config", '{"in_channels": 3}'], "the model's in_channels is 3, but the codec"),
-        (["--model.config", '{"num_layers": 400}'], "140.8 B parameters: 524 GiB in fp32"),
+        (["--model.config", '{"num_layers": 400}'], "140.8 B parameters: 524 GiB for"),
         (
             ["--model.class-name", "Wan"],
             "model class 'Wan' cannot be trained here; choose one of WanTransformer3D",
         ),
-        (["--model.path", "/nowhere"], "no config.json; give the local folder of a diffusers model"),
-        (["--plan.ring", "2", "--plan.ulysses", "1"], "the plan needs 2 ranks"),
+        (
+            ["--model.path", "/nowhere", "--model.config", "{}"],
+            "no config.json; give the local folder of a diffusers model",
+        ),
+        (["--plan.tp", "2"], "the plan needs 2 ranks"),
+        (["--model.path", "/nowhere", "--model.config", '{"num_layers": 2}'], "leave model.config out"),
+        (["--codec.path", "/nowhere", "--codec.patch", "2"], "codec.patch is for a run without a VAE"),
+        (["--plan.offload", "auto"], "checkpoint is none"),
         (["--resume"], "there is no checkpoint in"),
         (["--resume", "/nowhere"], "/nowhere is no checkpoint"),
     ],
@@ -185,4 +191,52 @@ def test_every_launcher_starts_the_same_run(config_file, tmp_path):
 
 def test_doctor_runs(run):
     status, text = run("doctor")
-    assert status in (0, 1) and "torch" in text
+    assert status == 0 and "CPU only" in text and "all_reduce gave the right sum" in text
+    status, text = run("doctor", "--json")
+    assert {"torch", "gloo", "threads"} <= {finding["topic"] for finding in json.loads(text)}
+
+
+def saved_steps(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_going_back_keeps_what_came_after(run, config_file, tmp_path):
+    """Resuming an earlier checkpoint sets the later ones aside, and never removes what it has just written."""
+    options = ["train", "--config", config_file, "--keep-checkpoints", "2"]
+    assert run(*options, "--steps", "6")[0] == 0
+    first = tmp_path / "run"
+    assert saved_steps(first) == ["step_000004", "step_000006"]
+    status, text = run(*options, "--resume", first / "checkpoints" / "step_000004", "--steps", "5")
+    assert status == 0 and "step_000006.before_resume_1" in text
+    assert saved_steps(first) == ["step_000004", "step_000005", "step_000006.before_resume_1"]
+    rows = [json.loads(line)["step"] for line in (first / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3, 4, 5], "one row a step"
+
+
+def test_a_run_that_was_moved_goes_on_where_it_lies(run, config_file, tmp_path):
+    assert run("train", "--config", config_file)[0] == 0
+    assert run("train", "--config", config_file, "--steps", "2")[0] == 0
+    moved, second = tmp_path / "run.1", tmp_path / "run"
+    assert saved_steps(second) == ["step_000002"]
+    assert run("train", "--resume", moved / "checkpoints" / "step_000004", "--steps", "5")[0] == 0
+    assert saved_steps(second) == ["step_000002"] and "step_000005" in saved_steps(moved)
+
+
+def test_folders_of_the_user_are_left_alone(run, config_file, folder, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    status, text = run("train", "--config", config_file, "--output", mine, "--steps", "1")
+    assert status == 0 and "moved" not in text and (mine / "notes.txt").read_text() == "mine"
+    make_folder(mine / "clips", num_videos=2)
+    status, text = run("train", "--config", config_file, "--output", mine, "--data.folder", mine / "clips")
+    assert status == 2 and "holds an earlier run and the videos" in text and (mine / "clips").is_dir()
+
+
+def test_resume_in_the_file_is_honoured(run, config_file, tmp_path):
+    assert run("train", "--config", config_file)[0] == 0
+    values = json.loads(config_file.read_text())
+    values["resume"] = str(tmp_path / "run" / "checkpoints" / "step_000004")
+    config_file.write_text(json.dumps(values))
+    status, text = run("train", "--config", config_file, "--steps", "5")
+    assert status == 0 and "resuming" in text and "step 5/5" in text

@@ -137,3 +137,22 @@ def test_open_sora_buffer_and_ignored_tensors():
     assert mine.offload(x[:1]) is None
     with pytest.raises(ValueError, match="must not be negative"):
         mine.setup_arena(-1)
+
+
+def test_a_ticket_that_dies_during_an_allocation_does_not_confuse_it():
+    """A finalizer may run between any two instructions: here one runs in the middle of `allocate`."""
+    mine = manager(256)
+    held = [mine.offload(torch.full((16,), float(n))) for n in range(4)]
+    slab = mine.arena._slabs[0]
+    original = slab.allocate
+
+    def interrupted(*sizes):
+        held[1] = None
+        gc.collect()
+        return original(*sizes)
+
+    slab.allocate = interrupted
+    assert mine.offload(torch.randn(16)) is None, "the bytes were taken back in the middle"
+    slab.allocate = original
+    fresh = mine.offload(torch.full((16,), 9.0))
+    assert [mine.onload(t)[0].item() for t in (held[0], fresh, held[2], held[3])] == [0.0, 9.0, 2.0, 3.0]

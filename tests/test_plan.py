@@ -37,6 +37,7 @@ def test_a_plan_cannot_be_changed():
         ({"checkpoint": "full", "offload": 1.5}, "from 0.0 to 1.0"),
         ({"checkpoint": "full", "offload": "all"}, "from 0.0 to 1.0"),
         ({"offload": 0.5}, 'set checkpoint="full"'),
+        ({"offload": "auto"}, 'set checkpoint="full"'),
         ({"dp_shard": 4}, 'set sharding="zero3"'),
     ],
 )

@@ -28,12 +28,18 @@ def local_attention(
     Returns:
         [B, S_q, H, D].
     """
+    if q.numel() == 0 or k.numel() == 0:
+        return _nothing(q, k, v)
     grouped = q.size(2) != k.size(2)
-    attention_mask = None if mask is None else mask[:, None, None, :]
-    if causal and attention_mask is not None:
-        # The kernels take a mask or the causal flag, not both.
-        triangle = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril()
-        attention_mask, causal = attention_mask & triangle, False
+    attention_mask, sees_none = None, None
+    if mask is not None:
+        attention_mask = mask[:, None, None, :]
+        if causal:  # the kernels take a mask or the causal flag, not both
+            triangle = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril()
+            attention_mask, causal = attention_mask & triangle, False
+        # Kernels differ in what they make of a row without keys: let it see all, and drop what it saw.
+        sees_none = ~attention_mask.any(-1, keepdim=True)
+        attention_mask = attention_mask | sees_none
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -43,7 +49,15 @@ def local_attention(
         scale=scale,
         enable_gqa=grouped,
     )
+    if sees_none is not None:
+        out = out.masked_fill(sees_none, 0)
     return out.transpose(1, 2)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """No query, no key or no head: zeros, still connected to the inputs, as other ranks await their gradients."""
+    connection = sum(tensor.flatten()[:0].sum() for tensor in (q, k, v))
+    return q.new_zeros(*q.shape[:3], v.size(3)) + connection
 
 
 def check_attention_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:

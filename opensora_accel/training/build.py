@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardformer
-from opensora_accel.parallel_states import get_parallel_group
+from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.codec import Codec, check_multiple, latent_shape
 from opensora_accel.training.config import ModelConfig, TrainConfig
@@ -29,14 +29,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def local_device() -> torch.device:
-    """This rank's GPU, or the CPU."""
-    if torch.cuda.is_available():
+    """This rank's GPU, or the CPU, as `init_parallel` has chosen."""
+    if get_mesh().device_type == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
-def build_model(config: ModelConfig, codec: Codec, text_width: int, seed: int) -> nn.Module:
-    """The transformer, with the same weights on every rank.
+def build_model(
+    config: ModelConfig, codec: Codec, text_width: int, seed: int, dtype: torch.dtype
+) -> nn.Module:
+    """The transformer in fp32, with the same weights on every rank; `dtype` is what it will run in.
 
     Raises ValueError for a class that has no policy, an argument that it does not take (with the nearest it does),
     or channels that do not fit the codec and the text encoder.
@@ -63,7 +65,7 @@ def build_model(config: ModelConfig, codec: Codec, text_width: int, seed: int) -
                 f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}; "
                 f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
             )
-    _check_memory(outline)
+    _check_memory(outline, dtype)
     if config.path:
         return cls.from_pretrained(config.path, local_files_only=True, torch_dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -71,15 +73,18 @@ def build_model(config: ModelConfig, codec: Codec, text_width: int, seed: int) -
         return cls(**arguments)
 
 
-def _check_memory(outline: nn.Module) -> None:
+def _check_memory(outline: nn.Module, dtype: torch.dtype) -> None:
     """Every rank of this machine builds the whole model on the host before it is sharded."""
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
-    needed = 4 * num_parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = dtype.itemsize * num_parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = psutil.virtual_memory().available
-    if needed > available:
+    # One verdict, before any rank has taken memory: a rank that refused alone would leave the others waiting.
+    verdicts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, needed > available)
+    if any(verdicts):
         raise ValueError(
             f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
-            f"{needed / 2**30:.0f} GiB in fp32 for the ranks of this machine, where {available / 2**30:.0f} GiB are "
+            f"{needed / 2**30:.0f} GiB for the ranks of this machine, where {available / 2**30:.0f} GiB are "
             "free; set model.config.num_layers, num_attention_heads and ffn_dim lower"
         )
 

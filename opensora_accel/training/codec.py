@@ -57,9 +57,7 @@ class VideoVAE:
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.channels = config.get("z_dim") or config["latent_channels"]
-        self.spatial = config.get("scale_factor_spatial") or 2 ** (len(config["dim_mult"]) - 1)
-        downsample = config.get("temperal_downsample") or ()
-        self.temporal = config.get("scale_factor_temporal") or 2 ** sum(map(bool, downsample))
+        self.spatial, self.temporal = _compression(model)
         mean, std = config.get("latents_mean"), config.get("latents_std")
         self.mean = torch.tensor(mean or [0.0]).view(1, -1, 1, 1, 1)
         self.std = torch.tensor(std or [1.0 / (config.get("scaling_factor") or 1.0)]).view(1, -1, 1, 1, 1)
@@ -74,6 +72,24 @@ class VideoVAE:
     def decode(self, latents: Tensor) -> Tensor:
         latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
         return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
+
+
+def _compression(model: Any) -> tuple[int, int]:
+    """Pixels a side, and frames, to one latent position; the classes say it under three names."""
+    config = model.config
+    if config.get("dim_mult") is not None:  # Wan
+        return 2 ** (len(config["dim_mult"]) - 1), 2 ** sum(map(bool, config["temperal_downsample"]))
+    for prefix in ("scale_factor_{}", "{}_compression_ratio"):
+        found = [
+            config.get(prefix.format(d)) or getattr(model, prefix.format(d), None)
+            for d in ("spatial", "temporal")
+        ]
+        if all(isinstance(value, int) for value in found):
+            return found[0], found[1]
+    raise ValueError(
+        f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
+        "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
+    )
 
 
 def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -> Codec:

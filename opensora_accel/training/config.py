@@ -30,11 +30,17 @@ class ModelConfig:
     """The transformer that is trained."""
 
     class_name: str = "WanTransformer3DModel"
-    """Class of diffusers that is built from `config`; ignored with `path`, which names its own."""
+    """Class of diffusers that is built from `config`; with `path`, the folder names it."""
     config: JsonTable = field(default_factory=dict)
     """Arguments of that class, as JSON (a table in the file). Channels and text width follow from the codec."""
     path: str = ""
     """Local folder of a model saved by diffusers, to go on from its weights."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.config:
+            raise ValueError(
+                "model.path brings its own config; leave model.config out, or leave model.path out"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class CodecConfig:
 
     def __post_init__(self) -> None:
         _at_least("codec.patch", self.patch, 1)
+        if self.path and self.patch != 4:
+            raise ValueError("codec.patch is for a run without a VAE; leave it out, or leave codec.path out")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class TextConfig:
     def __post_init__(self) -> None:
         _at_least("text.length", self.length, 1)
         _at_least("text.width", self.width, 8)
+        if self.path and self.width != 64:
+            raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,14 @@ from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import TrainConfig, to_dict
 from opensora_accel.training.data import Batch, ClipLoader
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
+from opensora_accel.training.index import Video
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
 from opensora_accel.training.samples import sample_clips, write_comparison
-from opensora_accel.training.state import TrainState, load_checkpoint, save_checkpoint
+from opensora_accel.training.state import TrainState, load_checkpoint, save_checkpoint, set_newer_aside
 from opensora_accel.training.stopping import StopRequest
 from opensora_accel.training.text import build_text_encoder, train_tokenizer
 from opensora_accel.training.trackers import Tracker
-from opensora_accel.training.video import read_clip
+from opensora_accel.training.video import UnreadableVideo, read_clip
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +61,16 @@ class Trainer:
         self.text = build_text_encoder(config.text, self.tokenizer_json, config.seed)
         self.text.model.to(self.device, self.dtype)
         self.codec = build_codec(config.codec, self.device, self.dtype)
-        model = build.build_model(config.model, self.codec, self.text.width, config.seed)
+        model = build.build_model(config.model, self.codec, self.text.width, config.seed, self.dtype)
         self.latent_shape = build.check_sizes(config, self.codec, model)
         self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
-        _, frames, height, width = self.latent_shape
-        self.alpha = time_shift(config.flow, height * width // 4, frames)
+        num_frames = self.latent_shape[1]
+        self.alpha = time_shift(config.flow, self.num_tokens // num_frames, num_frames)
         self.summary = build.describe(config, model, self.num_tokens, len(self.loader.videos))
         model, self.forward = build.parallelize(model, config.plan, self.device)
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
+        self._checkpoints = self.output / "checkpoints"
         if checkpoint is not None and record is not None:
             load_checkpoint(checkpoint, record, self.state)
             self.loader.load_state_dict(record["data"])
@@ -144,7 +146,7 @@ class Trainer:
         return velocity
 
     def save(self) -> Path:
-        folder = self.output / "checkpoints" / f"step_{self.state.step:06d}"
+        folder = self._checkpoints / f"step_{self.state.step:06d}"
         extra = {"config": to_dict(self.config), "data": self.loader.state_dict()}
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         save_checkpoint(folder, self.state, extra, texts, self.config.keep_checkpoints)
@@ -170,25 +172,27 @@ class Trainer:
         model.train()
         folder = self.output / "samples" / f"step_{self.state.step:06d}"
         if dist.get_rank() == 0:
-            write_comparison(folder, self._sources(videos), clips, captions, self._frame_rate(videos))
+            sources = [self._source(video) for video in videos]
+            write_comparison(folder, sources, clips, captions, self._frame_rate(videos))
         dist.barrier()
         return folder / "strip.png"
 
-    def _sources(self, videos: Sequence[Any]) -> list[Tensor]:
+    def _source(self, video: Video) -> Tensor:
+        """The middle of a video; grey where it cannot be read, which training may never have tried."""
         data = self.config.data
-        return [
-            read_clip(
-                Path(data.folder) / video.file,
-                (video.info.num_frames - data.frames_needed) // 2,
-                data.num_frames,
-                stride=data.frame_stride,
-                height=data.height,
-                width=data.width,
+        assert video.info is not None
+        start = (video.info.num_frames - data.frames_needed) // 2
+        size = {"height": data.height, "width": data.width}
+        try:
+            return read_clip(
+                Path(data.folder) / video.file, start, data.num_frames, stride=data.frame_stride, **size
             )
-            for video in videos
-        ]
+        except UnreadableVideo as error:
+            logger.warning("no source beside the sample: %s", error)
+            return torch.full((data.num_frames, data.height, data.width, 3), 128, dtype=torch.uint8)
 
-    def _frame_rate(self, videos: Sequence[Any]) -> float:
+    def _frame_rate(self, videos: Sequence[Video]) -> float:
+        assert videos[0].info is not None
         return max(1.0, videos[0].info.fps / self.config.data.frame_stride)
 
     def _tokenizer(self, checkpoint: Path | None) -> str:
@@ -207,6 +211,8 @@ class Trainer:
         if dist.get_rank() != 0:
             return nullcontext()
         self.output.mkdir(parents=True, exist_ok=True)
+        for path in set_newer_aside(self._checkpoints, self.state.step):
+            print(f"a later checkpoint of the run before is kept as {path}", flush=True)
         text = json.dumps(to_dict(self.config), indent=2) + "\n"
         (self.output / "config.json").write_text(text, encoding="utf-8")
         return Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)

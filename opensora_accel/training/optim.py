@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
 
 
@@ -59,6 +60,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay, self.num_updates = decay, 0
+        self._model = model
         self._live = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -79,6 +81,7 @@ class EMA:
         try:
             yield
         finally:
+            reshard(self._model)
             self._exchange()
 
     @torch.no_grad()

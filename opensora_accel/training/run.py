@@ -38,11 +38,15 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str,
         description=__doc__,
         config=(tyro.conf.FlagConversionOff,),
     )
+    resume = resume if resume is not None else given.resume or None
     if resume is None:
+        _check_output(given)
         return given, None, None
     checkpoint = Path(resume) if resume else _newest(Path(given.output))
     record = read_record(checkpoint)
-    saved = config_from_dict(record["config"], str(checkpoint))
+    # A run that was moved since it was saved goes on where its checkpoint lies.
+    values = {**record["config"], "resume": "", "output": str(checkpoint.parent.parent)}
+    saved = config_from_dict(values, str(checkpoint))
     final = tyro.cli(
         TrainConfig,
         default=saved,
@@ -57,7 +61,20 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str,
 
 def run(arguments: Sequence[str]) -> int:
     """Trains; the exit status."""
+    import torch.distributed as dist
+
+    from opensora_accel.parallel_states import reset
+
     config, checkpoint, record = parse(arguments)
+    started_here = not dist.is_initialized()
+    try:
+        return _train(config, checkpoint, record)
+    finally:
+        if started_here:
+            reset(destroy_process_group=True)
+
+
+def _train(config: TrainConfig, checkpoint: Path | None, record: dict[str, Any] | None) -> int:
     from opensora_accel.training.loop import Trainer
 
     trainer = Trainer(config, checkpoint, record)
@@ -115,15 +132,35 @@ def _show_differences(
     if file is not None:
         for name, (before, after) in differences(saved, file).items():
             if name not in differences(saved, final):
+                option = (
+                    "--model.config, as one JSON table," if name.startswith("model.config.") else f"--{name}"
+                )
                 print(
-                    f"  {name}: stays {before} as saved; the file has {after} (--{name} changes it)",
+                    f"  {name}: stays {before} as saved; the file has {after} ({option} changes it)",
                     flush=True,
                 )
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / "checkpoints").is_dir()
+
+
+def _check_output(config: TrainConfig) -> None:
+    """An earlier run is moved aside later; what would be moved with it must not be needed, or the user's own."""
+    output, data = Path(config.output).resolve(), Path(config.data.folder).resolve()
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {config.output} is a file; name a folder")
+    if _is_run(output) and config.data.folder and data.is_relative_to(output):
+        raise ValueError(
+            f"--output {config.output} holds an earlier run and the videos ({config.data.folder}); "
+            "a new run needs another --output (or --resume goes on with the earlier one)"
+        )
+
+
 def _move_aside(output: Path) -> None:
     """An earlier run in the same folder keeps all it wrote, under the next free name."""
-    if not output.exists() or not any(output.iterdir()):
+    output = output if output.name else output.resolve()
+    if not _is_run(output):
         return
     number = 1
     while (target := output.with_name(f"{output.name}.{number}")).exists():

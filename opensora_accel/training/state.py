@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from opensora_accel.training.optim import EMA
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+_STEP = re.compile(r"step_\d+")
 _ADAM_ENTRIES = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -74,15 +76,27 @@ def save_checkpoint(
             shutil.rmtree(folder)
         partial.rename(folder)
         for old in list_checkpoints(folder.parent)[:-keep]:
-            shutil.rmtree(old)
+            if old != folder:
+                shutil.rmtree(old)
     dist.barrier()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(
-        path.parent for path in folder.glob(f"step_*/{MANIFEST}") if path.parent.suffix != ".partial"
-    )
+    """Whole checkpoints, by step."""
+    found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}") if _STEP.fullmatch(path.parent.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def set_newer_aside(folder: Path, step: int) -> list[Path]:
+    """Renames the checkpoints after `step`, which a run that goes on from there will write again."""
+    renamed = []
+    for path in list_checkpoints(folder):
+        if int(path.name.removeprefix("step_")) > step:
+            number = 1
+            while (target := path.with_name(f"{path.name}.before_resume_{number}")).exists():
+                number += 1
+            renamed.append(path.rename(target))
+    return renamed
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ class Tracker:
     """Records each step; everything is flushed, so that a killed run keeps its metrics.
 
     Args:
-        folder: gets metrics.jsonl (appended to, one object a line) and tensorboard/.
+        folder: gets metrics.jsonl (one object a step; those after `start` are dropped) and tensorboard/.
         start, total: steps done before this run, and at its end.
         log_every: steps between lines where stderr is no terminal.
     """
@@ -26,8 +27,9 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        _forget_after(folder / "metrics.jsonl", start)
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start or None)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         self._total, self._log_every = total, log_every
         self._start, self._start_time = start, time.monotonic()
         self._loss: float | None = None
@@ -48,14 +50,17 @@ class Tracker:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """`step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
         loss = metrics["loss"]
-        self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
+        if math.isfinite(loss):  # a skipped step would stay in the mean for ever
+            self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
         speed, memory = metrics["tokens_per_s"], metrics["memory_gib"]
-        shown = f"loss {self._loss:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB a rank"
+        mean = math.nan if self._loss is None else self._loss
+        shown = f"loss {mean:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB a rank"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, shown=shown)
         elif step % self._log_every == 0 or step in (self._start + 1, self._total):
@@ -67,16 +72,23 @@ class Tracker:
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def _forget_after(path: Path, step: int) -> None:
+    """Drops the rows of steps that will be trained again, so that there is one row a step."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.write_text("".join(kept), encoding="utf-8")
+
+
 def _make_bar(start: int, total: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
-        TextColumn("training"),
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
         TextColumn("left"),
         console=Console(stderr=True),
     )
