@@ -75,10 +75,8 @@ class VideoVAE:
 
 
 def _compression(model: Any) -> tuple[int, int]:
-    """Pixels a side, and frames, to one latent position; the classes say it under three names."""
+    """Pixels a side, and frames, to one latent position; the classes say it under two names."""
     config = model.config
-    if config.get("dim_mult") is not None:  # Wan
-        return 2 ** (len(config["dim_mult"]) - 1), 2 ** sum(map(bool, config["temperal_downsample"]))
     for prefix in ("scale_factor_{}", "{}_compression_ratio"):
         found = [
             config.get(prefix.format(d)) or getattr(model, prefix.format(d), None)

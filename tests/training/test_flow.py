@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from opensora_accel.training.codec import SpaceToDepth, build_codec, latent_shape
+from opensora_accel.training.codec import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.config import CodecConfig, FlowConfig, OptimConfig
 from opensora_accel.training.flow import (
     draw_noise,
@@ -101,6 +101,28 @@ def test_a_diffusers_vae_from_a_folder(tmp_path):
         ValueError, match=r"data.num_frames \(6\) must be 1 more than a multiple of 4.*use 5 or 9"
     ):
         latent_shape(codec, 6, 16, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("AutoencoderKLWan", (16, 8, 4)),
+        ("AutoencoderKLHunyuanVideo", (16, 8, 4)),
+        ("AutoencoderKLLTXVideo", (128, 32, 8)),
+        ("AutoencoderKLCogVideoX", None),
+    ],
+)
+def test_compression_of_the_vaes_of_diffusers(name, expected):
+    import diffusers
+
+    with torch.device("meta"):
+        model = getattr(diffusers, name)()
+    if expected is None:
+        with pytest.raises(ValueError, match="does not say how far it compresses; the VAEs used here are"):
+            VideoVAE(model)
+    else:
+        codec = VideoVAE(model)
+        assert (codec.channels, codec.spatial, codec.temporal) == expected
 
 
 def test_sizes_and_folders_that_do_not_fit(tmp_path):
