@@ -81,7 +81,8 @@ def _device_type() -> str:
     num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if not num_gpus:
         return "cpu"
-    if dist.is_initialized() and torch.device("cuda") not in dist.group.WORLD._device_types:
+    world = dist.group.WORLD
+    if world is not None and torch.device("cuda") not in world._device_types:
         return "cpu"
     if num_gpus < num_ranks:
         logger.warning(

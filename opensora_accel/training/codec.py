@@ -77,13 +77,11 @@ class VideoVAE:
 def _compression(model: Any) -> tuple[int, int]:
     """Pixels a side, and frames, to one latent position; the classes say it under two names."""
     config = model.config
-    for prefix in ("scale_factor_{}", "{}_compression_ratio"):
-        found = [
-            config.get(prefix.format(d)) or getattr(model, prefix.format(d), None)
-            for d in ("spatial", "temporal")
-        ]
-        if all(isinstance(value, int) for value in found):
-            return found[0], found[1]
+    for pattern in ("scale_factor_{}", "{}_compression_ratio"):
+        names = (pattern.format("spatial"), pattern.format("temporal"))
+        spatial, temporal = (config.get(name) or getattr(model, name, None) for name in names)
+        if isinstance(spatial, int) and isinstance(temporal, int):
+            return spatial, temporal
     raise ValueError(
         f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
         "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
