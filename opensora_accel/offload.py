@@ -207,6 +207,7 @@ class ActivationManager:
     def close(self) -> None:
         """Stops moving and lets the arena go as soon as the last ticket does."""
         self.enable, self.arena = False, None
+        self._take_back()
 
     def reset_counters(self) -> None:
         in_use = self.counters.in_use_bytes
