@@ -166,15 +166,8 @@ def test_a_failed_forward_leaves_no_state(ranks):
     ranks(2, after_an_exception)
 
 
-def three_lines_in_a_plain_loop():
-    """The user's own DDP loop on the world, unchanged but for the three lines."""
-    plan = Plan(dp_replicate=2, ulysses=2, checkpoint="full", offload=1.0)
-    init_parallel(plan)
-    model = shardformer.shard(wan(torch.float32), plan)
-
-    model = nn.parallel.DistributedDataParallel(model)
-    data_rank = parallel_states.get_data_parallel_group().rank()
-    inputs = {k: v[data_rank : data_rank + 1] for k, v in wan_inputs(torch.float32).items()}
+def train(model, inputs):
+    """A user's training step, three times: the losses, and a checksum of the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
@@ -186,16 +179,20 @@ def three_lines_in_a_plain_loop():
     return losses, sum(p.double().sum().item() for p in model.parameters())
 
 
+def three_lines_in_a_plain_loop():
+    """The user's own DDP loop on the world, unchanged but for the three lines."""
+    plan = Plan(dp_replicate=2, ulysses=2, checkpoint="full", offload=1.0)
+    init_parallel(plan)
+    model = shardformer.shard(wan(torch.float32), plan)
+
+    model = nn.parallel.DistributedDataParallel(model)
+    data_rank = parallel_states.get_data_parallel_group().rank()
+    inputs = {k: v[data_rank : data_rank + 1] for k, v in wan_inputs(torch.float32).items()}
+    return train(model, inputs)
+
+
 def plain_loop():
-    model, inputs = wan(torch.float32), wan_inputs(torch.float32)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(**inputs, return_dict=False)[0].square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, sum(p.double().sum().item() for p in model.parameters())
+    return train(wan(torch.float32), wan_inputs(torch.float32))
 
 
 def test_three_lines_in_a_loop_with_ddp(ranks):
