@@ -44,7 +44,9 @@ class Plan:
     checkpoint: Checkpoint = "none"
     """Activation checkpointing: none; full (recompute every block); selective (keep attention outputs)."""
     offload: float | Literal["auto"] = 0.0
-    """Share of the checkpointed blocks whose input waits in host memory (0 to 1), or auto."""
+    """Share of the blocks, from the first, whose input waits in host memory, or auto; the last one always stays."""
+    mlp_chunks: int = 1
+    """Pieces along the tokens in which every block's MLP runs and is recomputed; 1 runs it whole."""
     sharding: Sharding = "none"
     """Parameters: none (replicated), zero2 (gradients and optimizer sharded), zero3 (parameters too)."""
     precision: Precision = "fp32"
@@ -59,6 +61,10 @@ class Plan:
         _check_choice("sharding", self.sharding, get_args(Sharding))
         _check_choice("precision", self.precision, get_args(Precision))
         self._check_offload()
+        if not isinstance(self.mlp_chunks, int) or isinstance(self.mlp_chunks, bool) or self.mlp_chunks < 1:
+            raise ValueError(
+                f"mlp_chunks must be a whole number of pieces, at least 1; got {self.mlp_chunks!r}"
+            )
         if self.dp_shard > 1 and self.sharding == "none":
             raise ValueError(
                 f'dp_shard={self.dp_shard} shards parameters, but sharding="none" keeps them whole; '

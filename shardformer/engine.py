@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_accel.attention import ulysses_attention
-from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, Scope, checkpoint_blocks
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, Scope, checkpoint_blocks, chunk_tokens
 from opensora_accel.communications import (
     gather_forward_split_backward,
     share_sizes,
@@ -51,8 +51,8 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
 
     Args:
         model: of a class that has a policy, or any with `policy`.
-        plan: sequence degrees split the tokens, `checkpoint` and `offload` act on the blocks, `sharding` on the
-            parameters. `precision` is for the training loop: the model's dtype stays.
+        plan: sequence degrees split the tokens, `checkpoint`, `offload` and `mlp_chunks` act on the blocks,
+            `sharding` on the parameters. `precision` is for the training loop: the model's dtype stays.
         policy: a table for a model that `shardformer.policy` does not know.
 
     Raises:
@@ -71,6 +71,8 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
             undo.callback(_swap_norms(model, swap))
         if group is not None:
             _split_sequence(model, policy, tokens, undo)
+        if plan.mlp_chunks > 1:
+            _chunk_mlps(model, plan.mlp_chunks, policy, undo)
         if plan.checkpoint != "none":
             _checkpoint(model, plan, policy, tokens, undo)
         if plan.sharding != "none":
@@ -245,16 +247,28 @@ def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, tokens: _Tokens, u
         GLOBAL_ACTIVATION_MANAGER.setup_arena()
         undo.callback(GLOBAL_ACTIVATION_MANAGER.close)
     assert plan.checkpoint != "none"
-    for entry in policy.blocks:
-        undo.callback(
-            checkpoint_blocks(
-                list(_get(model, entry.module).children()),
-                plan.checkpoint,
-                plan.offload,
-                boundary=entry.boundary,
-                capture_scope=tokens.capture,
-            )
+    names = {
+        id(block): entry.boundary for entry in policy.blocks for block in _get(model, entry.module).children()
+    }
+    undo.callback(
+        checkpoint_blocks(
+            blocks_of(model, policy),
+            plan.checkpoint,
+            plan.offload,
+            boundary=lambda block: names[id(block)],
+            capture_scope=tokens.capture,
         )
+    )
+
+
+def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitStack) -> None:
+    if not policy.mlps:
+        raise ValueError(
+            f"mlp_chunks={num_chunks} needs a policy that names the model's MLPs; use mlp_chunks=1"
+        )
+    for pattern in policy.mlps:
+        for _name, module in _match(model, pattern):
+            undo.callback(chunk_tokens(module, num_chunks))
 
 
 def _swap_norms(model: nn.Module, swap: NormSwap) -> Undo:

@@ -69,4 +69,6 @@ class Policy:
     """Attention modules whose queries, keys and values all come from the split tokens. Cross-attention to
     replicated text needs nothing: its queries are local and its keys are whole."""
     blocks: tuple[Blocks, ...] = ()
+    mlps: tuple[str, ...] = ()
+    """Modules that treat every token alone: [B, S, C] → [B, S, C]."""
     norm_swaps: tuple[NormSwap, ...] = ()

@@ -13,4 +13,5 @@ WAN = Policy(
     gather_outputs=(GatherOutput("proj_out"),),
     self_attention=("blocks.*.attn1",),
     blocks=(Blocks("blocks"),),
+    mlps=("blocks.*.ffn",),
 )

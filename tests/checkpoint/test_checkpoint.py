@@ -87,7 +87,9 @@ def test_gradients_are_bit_identical(dtype, mode, offload):
     undo = ck.checkpoint_blocks(model, mode, offload)
     run(model, inputs).float().square().sum().backward()
     assert_identical(gradients(model, inputs), baseline(dtype))
-    assert MANAGER.counters.moved == {0.0: 0, 0.5: 2, 1.0: 4, "auto": 3}[offload]
+    assert MANAGER.counters.moved == {0.0: 0, 0.5: 2, 1.0: 3, "auto": 3}[offload] * (
+        3 if mode == "selective" else 1
+    )
     undo()
     assert all("forward" not in vars(block) for block in model)
 
@@ -167,7 +169,7 @@ def test_a_full_arena_keeps_the_rest_on_the_device():
     MANAGER.setup_arena(2 * 2 * 5 * 16 * 4)
     ck.checkpoint_blocks(model, "full", 1.0)
     run(model, inputs).square().sum().backward()
-    assert (MANAGER.counters.moved, MANAGER.counters.kept) == (2, 2)
+    assert (MANAGER.counters.moved, MANAGER.counters.kept) == (2, 1)
     assert_identical(gradients(model, inputs), baseline())
 
 
@@ -234,7 +236,7 @@ def test_an_exception_leaves_nothing_behind(where):
 def test_keyword_arguments_are_bound():
     model, inputs = blocks(1), data()
     MANAGER.setup_arena(1 << 20)
-    ck.checkpoint_blocks(model, "full", 1.0, boundary=("hidden",))
+    ck.checkpoint_blocks(model, "full", 1.0, boundary=("hidden",), keep_last=0)
     torch.manual_seed(7)
     model[0](gain=1.0, timestep=inputs[1], hidden=inputs[0] * 1).float().square().sum().backward()
     assert MANAGER.counters.moved == 1

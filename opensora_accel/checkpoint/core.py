@@ -1,0 +1,52 @@
+"""One checkpointed call: torch's non-reentrant engine, with the offload engine told when backward reaches it.
+
+Always non-reentrant: keyword arguments, nested calls and inputs without gradient work, and the tensors that it keeps
+for the recomputation pass through autograd's hooks, where the offload engine takes the marked ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Call
+from opensora_accel.offload.measure import Measurement
+
+Contexts = Callable[[Call], Callable[[], tuple[Any, Any]]]
+
+
+def checkpointed(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    marked: Sequence[Tensor],
+    contexts: Contexts | None = None,
+    measurement: Measurement | None = None,
+    **options: Any,
+) -> Any:
+    """`function(*args, **kwargs)`, recomputed in backward; gradients must be enabled.
+
+    Args:
+        marked: those of `args` that wait in host memory.
+        contexts: for an open call, torch's `context_fn`.
+        options: of `torch.utils.checkpoint.checkpoint`.
+    """
+    assert torch.is_grad_enabled()
+    with GLOBAL_ACTIVATION_MANAGER.call(marked, measurement) as call:
+        is_recomputation = False
+
+        def run(*run_args: Any, **run_kwargs: Any) -> Any:
+            nonlocal is_recomputation
+            if is_recomputation:
+                GLOBAL_ACTIVATION_MANAGER.begin_backward(call)
+            is_recomputation = True
+            return function(*run_args, **run_kwargs)
+
+        if contexts is not None:
+            options["context_fn"] = contexts(call)
+        return torch_checkpoint(run, *args, use_reentrant=False, **options, **kwargs)

@@ -1,0 +1,125 @@
+"""Selective checkpointing: what attention kernels return is kept, everything else is recomputed.
+
+Attention is most of a long block's time and its output is as small as the block's input. Kept outputs may wait in
+host memory beside it, which torch's own selective mode has no place for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Call, Saved
+from opensora_accel.offload.calls import Kept
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_KERNELS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "flash_attn::_flash_attn_forward",
+    }
+)
+
+
+def attention_contexts(move: bool, call: Call) -> Callable[[], tuple[Any, Any]]:
+    """torch's `context_fn` for one call: the forward keeps, or moves, what recomputation then takes."""
+    kept = _KeptOutputs(call, move)
+    return lambda: (_Keep(kept), _Reuse(kept))
+
+
+@dataclass(eq=False)
+class _KeptOutputs:
+    """Of one call. It lives as long as autograd may recompute: `retain_graph` reads it again."""
+
+    call: Call
+    move: bool
+    outputs: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def keep(self, operation: Any, outputs: Any) -> None:
+        self.outputs.append((operation, tree_map_only(Tensor, self._keep_tensor, outputs)))
+
+    def _keep_tensor(self, tensor: Tensor) -> Saved | Kept:
+        tensor = tensor.detach()  # without the graph, which would keep itself alive
+        # Only output and log-sum-exp; the state of random numbers is a few bytes.
+        saved = None
+        if self.move and tensor.is_floating_point():
+            saved = GLOBAL_ACTIVATION_MANAGER.save(tensor, self.call)
+        return saved or Kept(tensor, tensor._version)
+
+    def reuse(self, position: int, operation: Any) -> Any:
+        if position >= len(self.outputs) or self.outputs[position][0] is not operation:
+            raise RuntimeError(
+                f"recomputation called {operation} as attention number {position + 1}, the forward did not: "
+                'blocks must do the same in both (checkpoint="full" would find out less surely)'
+            )
+        outputs = tree_map_only(Saved, GLOBAL_ACTIVATION_MANAGER.load, self.outputs[position][1])
+        # Detached again: autograd will write its history onto what it is given.
+        return tree_map_only(Kept, lambda kept: kept.tensor_unchanged().detach(), outputs)
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(self, kept: _KeptOutputs):
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            self._kept.keep(func, outputs)
+        return outputs
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if not self._kept.outputs and exception[0] is None:
+            _warn_nothing_kept()
+
+
+class _Reuse(TorchDispatchMode):
+    def __init__(self, kept: _KeptOutputs):
+        super().__init__()
+        self._kept, self._position = kept, 0
+
+    def __enter__(self) -> Any:
+        self._position = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_kept(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        self._position += 1
+        return self._kept.reuse(self._position - 1, func)
+
+
+def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:
+    """Not with dropout: a kernel that does not run again draws no numbers, and all later draws would differ."""
+    if func.name().partition(".")[0] not in ATTENTION_KERNELS:
+        return False
+    position = _dropout_position(func)
+    dropout = kwargs.get("dropout_p", args[position] if position < len(args) else 0.0)
+    return not dropout
+
+
+@lru_cache
+def _dropout_position(func: Any) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else len(names)
+
+
+@lru_cache(maxsize=1)
+def _warn_nothing_kept() -> None:
+    logger.warning(
+        'checkpoint="selective" kept nothing: no fused attention kernel without dropout ran in the block, so all of '
+        "it is recomputed; see which backend torch.nn.functional.scaled_dot_product_attention takes"
+    )

@@ -1,0 +1,80 @@
+"""Live bytes of a device by counting storages, where no allocator tells: on CPU and on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within it, counts the bytes of every storage that an operation makes, for as long as the storage lives.
+
+    Counts what tensors ask for, not an allocator's rounding and fragments. FSDP2 frees its gathered parameters by
+    resizing their storages, so that is followed too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self.timeline: list[int] = []
+        """Live bytes after every operation."""
+        self._sizes: dict[int, int] = {}
+        self._ignored: set[int] = set()
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Also counts these, which were made before."""
+        for tensor in tensors:
+            self._count(tensor.untyped_storage())
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Does not count this tensor's memory, nor anything that shares it: an arena on the host, for one."""
+        address = tensor.untyped_storage()._cdata
+        self._set(address, 0)
+        self._ignored.add(address)
+
+    def __enter__(self) -> LiveBytes:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            result = self._resize(storage, size_bytes)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        self.timeline.append(self.now_bytes)
+        return outputs
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._ignored:
+            return
+        if address not in self._sizes:
+            weakref.finalize(storage, self._forget, address).atexit = False
+        self._set(address, storage.nbytes())
+
+    def _forget(self, address: int) -> None:
+        self._set(address, 0)
+        self._sizes.pop(address, None)
+
+    def _set(self, address: int, size_bytes: int) -> None:
+        self.now_bytes += size_bytes - self._sizes.get(address, 0)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self._sizes[address] = size_bytes

@@ -1,0 +1,165 @@
+"""Training steps that take the engine through all of its orders. Each returns the gradients that it found."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opensora_accel import checkpoint as ck
+from opensora_accel.attention import local_attention
+from opensora_accel.checkpoint import core, selective
+
+
+class Block(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, hidden):
+        q, k, v = self.qkv(hidden).unflatten(-1, (3, 2, -1)).unbind(2)
+        hidden = hidden + self.out(local_attention(q, k, v).flatten(2))
+        return hidden + self.down(F.gelu(self.up(hidden)))
+
+
+class Aborted(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def engine(manager):
+    """The checkpoint API on this manager instead of the global one."""
+    modules = [core, selective]
+    before = [module.GLOBAL_ACTIVATION_MANAGER for module in modules]
+    for module in modules:
+        module.GLOBAL_ACTIVATION_MANAGER = manager
+    try:
+        yield manager
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.GLOBAL_ACTIVATION_MANAGER = value
+        gc.collect()
+
+
+def model(num=5):
+    torch.manual_seed(0)
+    return nn.ModuleList([Block() for _ in range(num)])
+
+
+def forward(blocks, seed=1):
+    x = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(seed))
+    hidden = x * 1
+    for block in blocks:
+        hidden = block(hidden)
+    return hidden.square().sum()
+
+
+def gradients(blocks):
+    found = [parameter.grad.clone() for parameter in blocks.parameters()]
+    blocks.zero_grad()
+    return found
+
+
+ENTRY_BYTES = 6 * 16 * 4
+
+
+def two_steps(manager, mode):
+    """The second step's copies out land where the first one's copies in came from."""
+    blocks = model()
+    manager.setup_arena(ENTRY_BYTES * 4 if mode == "full" else 1 << 14)
+    ck.checkpoint_blocks(blocks, mode, 1.0)
+    found = []
+    for seed in (1, 2):
+        forward(blocks, seed).backward()
+        found += gradients(blocks)
+    return found
+
+
+def aborted_backward(manager, mode):
+    """An exception while the next block is being fetched; then a step in the same memory."""
+    blocks = model()
+    manager.setup_arena(ENTRY_BYTES * 4 if mode == "full" else 1 << 14)
+    ck.checkpoint_blocks(blocks, mode, 1.0)
+    loss = forward(blocks)
+
+    def explode(*_):
+        raise Aborted
+
+    handle = blocks[2].register_forward_pre_hook(explode)
+    handle.remove()
+    handle = blocks[2].qkv.register_forward_hook(explode)
+    try:
+        loss.backward()
+    except Aborted:
+        handle.remove()
+    del loss
+    gc.collect()
+    blocks.zero_grad()
+    forward(blocks, 2).backward()
+    return gradients(blocks)
+
+
+def backward_inside_of_the_call(manager, mode):
+    """Something is asked back before its copy out has been waited for."""
+    manager.setup_arena(1 << 14)
+    x = (torch.randn(64, generator=torch.Generator().manual_seed(3)) * 1).requires_grad_()
+    y = x * 2
+    with manager.call([y]):
+        z = (y * y).sum()
+        (found,) = torch.autograd.grad(z, [x])
+    return [found]
+
+
+def two_asked_back_apart(manager, mode):
+    """One call saves twice and is asked for the first in between."""
+    manager.setup_arena(1 << 14)
+    x, y = (torch.randn(64, generator=torch.Generator().manual_seed(s)) * 1 for s in (3, 4))
+    with manager.call() as call:
+        first = manager.save(x, call)
+        found = [manager.load(first) * 1]
+        second = manager.save(y, call)
+        found.append(manager.load(second) * 1)
+    found += [manager.load(first) * 1, manager.load(second) * 1]
+    return found
+
+
+def closed_in_mid_backward(manager, mode):
+    """The arena goes while a copy from it is under way."""
+    blocks = model()
+    manager.setup_arena(1 << 14)
+    ck.checkpoint_blocks(blocks, mode, 1.0)
+    loss = forward(blocks)
+    handle = blocks[2].qkv.register_forward_hook(lambda *_: (_ for _ in ()).throw(Aborted()))
+    with contextlib.suppress(Aborted):
+        loss.backward()
+    handle.remove()
+    del loss
+    gc.collect()
+    manager.close()
+    blocks.zero_grad()
+    manager.setup_arena(1 << 14)
+    forward(blocks, 2).backward()
+    return gradients(blocks)
+
+
+def single_tensors(manager, mode):
+    manager.setup_arena(1 << 14)
+    tickets = [manager.offload(torch.full((64,), float(n))) for n in range(4)]
+    return [manager.onload(ticket) * 1 for ticket in (tickets[2], tickets[0], tickets[0], tickets[3])]
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        two_steps,
+        aborted_backward,
+        backward_inside_of_the_call,
+        two_asked_back_apart,
+        closed_in_mid_backward,
+        single_tensors,
+    )
+}
