@@ -40,8 +40,8 @@ def checkpoint_blocks(
 
     Args:
         blocks: in the order in which they run.
-        mode: "full" recomputes everything; "selective" keeps what attention kernels return (output and
-            log-sum-exp) and recomputes the rest.
+        mode: "full" recomputes everything; "selective" keeps what self-attention kernels return (output
+            and log-sum-exp) and recomputes the rest.
         offload: share of the blocks, from the first, whose boundary tensors wait in host memory, and in the
             selective mode what their attention returned. "auto" measures the second pass, then moves as many
             blocks as the memory needs and the link carries; until then all.

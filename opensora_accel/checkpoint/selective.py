@@ -1,4 +1,4 @@
-"""Selective checkpointing: what attention kernels return is kept, everything else is recomputed.
+"""Selective checkpointing: what self-attention kernels return is kept, everything else is recomputed.
 
 Attention is most of a long block's time and its output is as small as the block's input. Kept outputs may wait in
 host memory beside it, which torch's own selective mode has no place for.
@@ -21,16 +21,15 @@ from opensora_accel.offload.calls import Kept
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_KERNELS = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "flash_attn::_flash_attn_forward",
-    }
-)
+ATTENTION_KERNELS = {
+    "aten::_scaled_dot_product_flash_attention": -2,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": -2,
+    "aten::_scaled_dot_product_efficient_attention": -2,
+    "aten::_scaled_dot_product_cudnn_attention": -2,
+    "aten::_scaled_dot_product_fused_attention_overrideable": -2,
+    "flash_attn::_flash_attn_forward": -3,
+}
+"""Operations that are kept, with the token dim of their queries and keys."""
 
 
 def attention_contexts(move: bool, call: Call) -> Callable[[], tuple[Any, Any]]:
@@ -103,12 +102,14 @@ class _Reuse(TorchDispatchMode):
 
 
 def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:
-    """Not with dropout: a kernel that does not run again draws no numbers, and all later draws would differ."""
-    if func.name().partition(".")[0] not in ATTENTION_KERNELS:
+    """Self-attention. Cross-attention to a short text is recomputed: it costs less than a projection, and its output
+    would take as much memory. Not with dropout: a kernel that does not run again draws no numbers, and all later
+    draws would differ."""
+    token_dim = ATTENTION_KERNELS.get(func.name().partition(".")[0])
+    if token_dim is None or args[1].size(token_dim) < args[0].size(token_dim):
         return False
     position = _dropout_position(func)
-    dropout = kwargs.get("dropout_p", args[position] if position < len(args) else 0.0)
-    return not dropout
+    return not kwargs.get("dropout_p", args[position] if position < len(args) else 0.0)
 
 
 @lru_cache

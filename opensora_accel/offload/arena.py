@@ -41,6 +41,11 @@ class Arena:
         if size_bytes:
             self._add_slab(size_bytes)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All of it, as uint8 tensors: one, or one for each time that it grew."""
+        return [slab.memory for slab in self._slabs]
+
     def allocate(self, size_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
         """`size_bytes` as a uint8 tensor, with the function that gives them back; None when full."""
         rounded = aligned(size_bytes)

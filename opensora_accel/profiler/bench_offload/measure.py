@@ -1,0 +1,279 @@
+"""Measures one case: gradients first, then times in turns, then memory, traffic and queues, scheme by scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.profiler.bench_offload.memory import MemoryFigures, longest_tokens, measure_memory
+from opensora_accel.profiler.bench_offload.schemes import (
+    AUTOMATIC,
+    OFFLOADED,
+    REFERENCE,
+    Scheme,
+    automatic_decision,
+    make_schemes,
+    set_up_arena,
+)
+from opensora_accel.profiler.bench_offload.trace import HostRecorder, QueueTimes, queue_times
+from opensora_accel.profiler.bench_offload.workload import Case, Workload
+
+WARM_UP_ROUNDS = 1
+PASSES_TO_DECIDE = 3
+VERIFIED_SHARE = 0.98
+"""Of the extrapolated length, at which it is run."""
+
+Note = Callable[[str], None]
+"""Told of each step before it runs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int
+    budget_bytes: int
+    only: str = ""
+    with_timeline: bool = False
+    verify_longest: bool = False
+
+
+@dataclass
+class Measured:
+    """Of one scheme in one case."""
+
+    status: str = "measured"
+    """Or "out of memory", or "skipped"."""
+    reason: str = ""
+    times_ms: list[float] = field(default_factory=list)
+    memory: MemoryFigures | None = None
+    half_memory: MemoryFigures | None = None
+    theory_bytes: int = 0
+    kept_bytes: int | None = None
+    hidden_share: float | None = None
+    queues: QueueTimes | None = None
+    decision: str | None = None
+    longest: int | None = None
+    verified_bytes: int | None = None
+
+    @property
+    def median_ms(self) -> float | None:
+        return statistics.median(self.times_ms) if self.times_ms else None
+
+
+class GradientsDiffer(Exception):
+    """A scheme's gradients are not those of checkpointing alone."""
+
+
+def measure_case(case: Case, options: Options, note: Note) -> dict[str, Measured]:
+    """All schemes of a case, by name; what runs out of memory says so and the others go on."""
+    run = _CaseRun(case, options, note)
+    GLOBAL_ACTIVATION_MANAGER.memory_target_bytes = options.budget_bytes
+    try:
+        run.full_length()
+        _free(case.device)
+        run.half_length()
+        _free(case.device)
+        if options.verify_longest:
+            run.verify()
+    finally:
+        GLOBAL_ACTIVATION_MANAGER.close()
+        GLOBAL_ACTIVATION_MANAGER.memory_target_bytes = None
+        _free(case.device)
+    return run.results
+
+
+class _CaseRun:
+    def __init__(self, case: Case, options: Options, note: Note):
+        self.case, self.options = case, options
+        self.results: dict[str, Measured] = {}
+        self._note = note
+
+    def full_length(self) -> None:
+        workload = Workload(self.case)
+        first_decision = len(GLOBAL_ACTIVATION_MANAGER.decisions)
+        schemes, skipped = make_schemes(workload, self.options.only)
+        self.results = {scheme.name: Measured() for scheme in schemes}
+        self.results |= {name: Measured("skipped", reason) for name, reason in skipped.items()}
+        set_up_arena(self.case)
+        self._check(workload, schemes)
+        self._let_decide(workload, schemes)
+        self._time(workload, schemes)
+        for scheme in self._running(schemes):
+            result = self.results[scheme.name]
+            result.kept_bytes = scheme.kept_bytes
+            if scheme.name == AUTOMATIC:
+                result.decision = automatic_decision(first_decision)
+            self._note(f"{scheme.name}: memory")
+            with self._surviving(scheme):
+                result.memory = measure_memory(workload, scheme, with_timeline=self.options.with_timeline)
+                result.theory_bytes = scheme.theory_bytes()
+                self._watch_queues(workload, scheme)
+
+    def half_length(self) -> None:
+        """A second point of the line; not of "auto", which decides anew for every length."""
+        workload = Workload(dataclasses.replace(self.case, tokens=max(1, self.case.tokens // 2)))
+        schemes, _ = make_schemes(workload, self.options.only)
+        for scheme in self._running(schemes):
+            result = self.results[scheme.name]
+            if scheme.name == AUTOMATIC or result.memory is None:
+                continue
+            self._note(f"{scheme.name}: memory at half the length")
+            with self._surviving(scheme):
+                result.half_memory = measure_memory(workload, scheme, with_timeline=False)
+                result.longest = longest_tokens(
+                    (workload.case.tokens, self.case.tokens),
+                    (result.half_memory.total_bytes, result.memory.total_bytes),
+                    self.options.budget_bytes,
+                )
+
+    def verify(self) -> None:
+        for name, result in self.results.items():
+            if not result.longest:
+                continue
+            tokens = int(result.longest * VERIFIED_SHARE)
+            self._note(f"{name}: verifying {tokens} tokens")
+            with _none_if_out_of_memory():
+                workload = Workload(dataclasses.replace(self.case, tokens=tokens))
+                scheme = next(s for s in make_schemes(workload, name)[0] if s.name == name)
+                figures = measure_memory(workload, scheme, with_timeline=False)
+                result.verified_bytes = figures.total_bytes
+            workload = scheme = figures = None  # type: ignore[assignment]
+            _free(self.case.device)
+
+    def _check(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
+        """Every scheme's gradients are the reference's, bit for bit."""
+        expected: dict[str, Tensor] = {}
+        for scheme in sorted(schemes, key=lambda scheme: scheme.name != REFERENCE):
+            self._note(f"{scheme.name}: gradients")
+            with self._surviving(scheme), _deterministic(self.case.device):
+                self._step(workload, scheme)
+                if expected:
+                    _compare(scheme.name, workload, expected)
+                else:
+                    expected = {name: t.grad.to("cpu", copy=True) for name, t in _gradients(workload)}
+
+    def _let_decide(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
+        """ "auto" measures its second pass and decides as the third begins, by the peak that it finds then.
+
+        So no other scheme may run in between, and nothing may reset the peak.
+        """
+        for scheme in (scheme for scheme in self._running(schemes) if scheme.name == AUTOMATIC):
+            self._note(f"{scheme.name}: deciding")
+            _free(self.case.device)
+            if self.case.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.case.device)
+            with self._surviving(scheme):
+                for _ in range(PASSES_TO_DECIDE - 1):  # the gradient check was the first
+                    self._step(workload, scheme)
+
+    def _time(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
+        for number in range(-WARM_UP_ROUNDS, self.options.rounds):
+            running = self._running(schemes)
+            for at in range(len(running)):
+                scheme = running[(number + at) % len(running)]
+                self._note(f"{scheme.name}: " + (f"round {number + 1}" if number >= 0 else "warm-up"))
+                with self._surviving(scheme):
+                    elapsed_ms = self._step(workload, scheme)
+                    if number >= 0:
+                        self.results[scheme.name].times_ms.append(elapsed_ms)
+
+    def _step(self, workload: Workload, scheme: Scheme) -> float:
+        workload.clear_gradients()
+        scheme.prepare()
+        _synchronize(self.case.device)
+        start = time.perf_counter()
+        workload.step(scheme.forward)
+        _synchronize(self.case.device)
+        return (time.perf_counter() - start) * 1000
+
+    def _watch_queues(self, workload: Workload, scheme: Scheme) -> None:
+        result, device = self.results[scheme.name], self.case.device
+        if device.type == "cuda":
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                self._step(workload, scheme)
+            times = queue_times(profile.events())
+            result.hidden_share = times.hidden_share()
+            result.queues = times if scheme.name == OFFLOADED else None
+        elif scheme.name == OFFLOADED:
+            recorder = HostRecorder(scheme.blocks)
+            with recorder.recording(device):
+                self._step(workload, scheme)
+            result.queues = recorder.times()
+
+    def _running(self, schemes: Sequence[Scheme]) -> list[Scheme]:
+        return [scheme for scheme in schemes if self.results[scheme.name].status == "measured"]
+
+    @contextlib.contextmanager
+    def _surviving(self, scheme: Scheme) -> Iterator[None]:
+        """A scheme for which the device is too small is out of the case from here on."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.results[scheme.name] = Measured("out of memory")
+        else:
+            return
+        # Outside of `except`: the traceback holds what the step had made.
+        _free(self.case.device)
+
+
+@contextlib.contextmanager
+def _none_if_out_of_memory() -> Iterator[None]:
+    with contextlib.suppress(torch.OutOfMemoryError):
+        yield
+
+
+@contextlib.contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """CUDA's flash attention adds up its gradients in any order otherwise."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _gradients(workload: Workload) -> Iterator[tuple[str, Any]]:
+    return ((name, tensor) for name, tensor in workload.differentiated())
+
+
+def _compare(scheme: str, workload: Workload, expected: dict[str, Tensor]) -> None:
+    worst, where, differing = 0.0, "", 0
+    for name, tensor in _gradients(workload):
+        gradient = tensor.grad.to("cpu")
+        if not torch.equal(gradient, expected[name]):
+            differing += 1
+            difference = float((gradient.double() - expected[name].double()).abs().max())
+            # A NaN is worse than any number.
+            if not difference <= worst or not where:
+                worst, where = difference, name
+    if differing:
+        raise GradientsDiffer(
+            f"{scheme}: {differing} of {len(expected)} gradients are not those of {REFERENCE} bit for bit; the "
+            f"largest difference is {worst:g}, in {where}. Nothing was measured: a scheme that computes something "
+            "else has no step time to compare"
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

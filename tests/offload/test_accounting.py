@@ -1,0 +1,91 @@
+"""Bytes at full size, on fake tensors: Wan-14B at 720p, 81 frames, whose 40 block inputs are 28.8 GiB."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import shardformer
+from opensora_accel import Plan
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.profiler import LiveBytes
+
+LAYERS, HEADS, HEAD_DIM = 40, 40, 128
+TOKENS = 21 * 45 * 80  # 81 frames of 720 × 1280: latent 21 × 90 × 160, patches of 1 × 2 × 2
+INPUT_BYTES = TOKENS * HEADS * HEAD_DIM * 2  # bf16
+ATTENTION_BYTES = INPUT_BYTES + TOKENS * HEADS * 4  # output, and the log-sum-exp in fp32
+ENTRY_BYTES = {"full": INPUT_BYTES, "selective": INPUT_BYTES + ATTENTION_BYTES}
+
+
+def wan_14b():
+    from diffusers import WanTransformer3DModel
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return WanTransformer3DModel(
+            num_layers=LAYERS, num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, ffn_dim=13824
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def clean_manager():
+    MANAGER.close()
+    MANAGER.reset_counters()
+    yield
+    gc.collect()
+    MANAGER.close()
+
+
+@functools.lru_cache
+def step(plan, layers=LAYERS):
+    """Device bytes after the forward and at the peak of the step, without the weights; bytes on the host."""
+    # Gradients of the weights would grow through backward and hide where the activations' peak is.
+    model = wan_14b().requires_grad_(False)
+    del model.blocks[layers:]
+    if plan.offload:
+        MANAGER.setup_arena(LAYERS * ENTRY_BYTES["selective"])
+    shardformer.shard(model, plan)
+    live = LiveBytes()
+    live.count(model.parameters())
+    weights = live.now_bytes
+    for memory in MANAGER.arena.memory if MANAGER.arena else ():
+        live.ignore(memory)
+    with live:
+        out = model(
+            hidden_states=torch.randn(1, 16, 21, 90, 160, dtype=torch.bfloat16, requires_grad=True),
+            timestep=torch.ones(1),
+            encoder_hidden_states=torch.randn(1, 512, 4096, dtype=torch.bfloat16),
+            return_dict=False,
+        )[0]
+        loss = out.float().square().mean()
+        del out
+        after_forward, host = live.now_bytes - weights, MANAGER.counters.in_use_bytes
+        loss.backward()
+    return after_forward, host, live.peak_bytes - weights
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("full", 0.5), ("full", 1.0), ("selective", 1.0)])
+def test_wan_14b_holds_two_slots_and_the_kept_blocks(mode, offload):
+    entry = ENTRY_BYTES[mode]
+    moved = min(round(offload * LAYERS), LAYERS - 1)
+    with FakeTensorMode():
+        after_all, _, peak_all = step(Plan(checkpoint=mode))
+        # What a forward leaves beside its blocks' entries: embeddings, rotary tables, text, output.
+        besides = step(Plan(checkpoint=mode), layers=1)[0] - entry
+        after, host, peak = step(Plan(checkpoint=mode, offload=offload))
+    assert after_all - besides == pytest.approx(LAYERS * entry, rel=0.01)
+    assert MANAGER.slot_bytes == 2 * aligned_bytes(mode)
+    assert after - besides == pytest.approx((2 + LAYERS - moved) * entry, rel=0.01)
+    assert host == pytest.approx(moved * entry, rel=0.01)
+    # The peak falls by as much: nothing else is alive when backward fetches.
+    assert peak_all - peak == pytest.approx((moved - 2) * entry, rel=0.01)
+    assert (MANAGER.counters.overflows, MANAGER.counters.prefetched) == (0, moved)
+
+
+def aligned_bytes(mode):
+    assert INPUT_BYTES % 64 == 0 and ATTENTION_BYTES % 64 == 0
+    return ENTRY_BYTES[mode]
