@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -50,7 +51,7 @@ class _KeptOutputs:
         self.outputs.append((operation, tree_map_only(Tensor, self._keep_tensor, outputs)))
 
     def _keep_tensor(self, tensor: Tensor) -> Saved | Kept:
-        tensor = tensor.detach()  # without the graph, which would keep itself alive
+        tensor = _alias(tensor)  # without the graph, which would keep itself alive
         # Only output and log-sum-exp; the state of random numbers is a few bytes.
         saved = None
         if self.move and tensor.is_floating_point():
@@ -64,8 +65,14 @@ class _KeptOutputs:
                 'blocks must do the same in both (checkpoint="full" would find out less surely)'
             )
         outputs = tree_map_only(Saved, GLOBAL_ACTIVATION_MANAGER.load, self.outputs[position][1])
-        # Detached again: autograd will write its history onto what it is given.
-        return tree_map_only(Kept, lambda kept: kept.tensor_unchanged().detach(), outputs)
+        # Aliases: autograd will write its history onto what it is given.
+        return tree_map_only(Kept, lambda kept: _alias(kept.tensor_unchanged()), outputs)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Detached, with one version counter: views that are made below autograd have their own otherwise."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class _Keep(TorchDispatchMode):
@@ -121,6 +128,6 @@ def _dropout_position(func: Any) -> int:
 @lru_cache(maxsize=1)
 def _warn_nothing_kept() -> None:
     logger.warning(
-        'checkpoint="selective" kept nothing: no fused attention kernel without dropout ran in the block, so all of '
-        "it is recomputed; see which backend torch.nn.functional.scaled_dot_product_attention takes"
+        'checkpoint="selective" kept nothing: no fused self-attention kernel without dropout ran in the block, so all '
+        "of it is recomputed; see which backend torch.nn.functional.scaled_dot_product_attention takes"
     )

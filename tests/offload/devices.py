@@ -170,3 +170,34 @@ def lines(tensor):
         start = tensor.data_ptr()
         return frozenset(range(start // LINE_BYTES, -(-(start + tensor.numel()) // LINE_BYTES)))
     return storage_lines(tensor.untyped_storage())
+
+
+class SimulatedQueues(HostQueues):
+    """A device with a clock for every queue: what a schedule would take on a link of this bandwidth."""
+
+    overlaps = True
+
+    def __init__(self, bandwidth_bytes_per_s, memory=None):
+        self.now = dict.fromkeys(Queue, 0.0)
+        self.waited_s = 0.0
+        self._bandwidth, self._memory = bandwidth_bytes_per_s, memory
+
+    def compute(self, seconds):
+        self.now[Queue.COMPUTE] += seconds
+
+    def copy(self, queue, destination, source):
+        destination.copy_(source)
+        self.now[queue] += source.numel() / self._bandwidth
+
+    def record(self, queue):
+        return self.now[queue]
+
+    def wait(self, queue, event):
+        if queue is Queue.COMPUTE:
+            self.waited_s += max(0.0, event - self.now[queue])
+        self.now[queue] = max(self.now[queue], event)
+
+    mark = record
+
+    def memory(self, target_bytes, share):
+        return self._memory

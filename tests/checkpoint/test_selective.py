@@ -1,0 +1,141 @@
+"""Selective checkpointing: self-attention runs once, its output is kept or moves, the rest is recomputed."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_accel import checkpoint as ck
+from opensora_accel.checkpoint import selective
+from tests.checkpoint.steps import Block, assert_identical, blocks, data, gradients, run
+
+MANAGER = ck.GLOBAL_ACTIVATION_MANAGER
+
+
+class CountKernels(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.linear, self.results = 0, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "scaled_dot_product" in func.name() and "backward" not in func.name():
+            self.attention += 1
+            self.results.append(weakref.ref(out[0].untyped_storage()))
+        self.linear += func is torch.ops.aten.addmm.default
+        return out
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("full", 4), ("selective", 2)])
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_attention_runs_once(mode, calls, offload):
+    model, inputs = blocks(2), data()
+    MANAGER.setup_arena(1 << 20)
+    ck.checkpoint_blocks(model, mode, offload)
+    with CountKernels() as count:
+        run(model, inputs).sum().backward()
+    assert count.attention == calls
+    assert count.linear >= 2 * 7, "projections and MLP are recomputed"
+
+
+def test_moved_outputs_leave_the_device():
+    model, inputs = blocks(4), data()
+    MANAGER.setup_arena(1 << 20)
+    ck.checkpoint_blocks(model, "selective", 1.0)
+    with CountKernels() as count:
+        out = run(model, inputs)
+        gc.collect()
+        assert [reference() is not None for reference in count.results] == [False, False, False, True]
+        log_sum_exp_bytes, input_bytes = 2 * 2 * 5 * 4, 2 * 5 * 16 * 4
+        assert MANAGER.counters.in_use_bytes == 3 * (2 * input_bytes + -(-log_sum_exp_bytes // 16) * 16)
+        out.sum().backward()
+
+
+class Crossed(Block):
+    """Self-attention, then attention to two text tokens, as in Wan."""
+
+    def forward(self, hidden, text):
+        hidden = super().forward(hidden)
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (hidden, text, text))
+        return hidden + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_cross_attention_to_a_short_text_is_recomputed():
+    results = []
+    for mode in (None, "selective"):
+        torch.manual_seed(0)
+        x, t = data()
+        model, text = nn.ModuleList([Crossed() for _ in range(2)]).to(x.device), t.expand(-1, 2, -1)
+        undo = ck.checkpoint_blocks(model, mode) if mode else None
+        with CountKernels() as count:
+            run(model, (x, text)).sum().backward()
+        assert count.attention == (6 if mode else 4), (
+            "four in forward; of both kinds in recomputation the cross one"
+        )
+        results.append([*[p.grad for p in model.parameters()], x.grad, t.grad])
+        if undo:
+            undo()
+    assert_identical(results[1], results[0])
+
+
+def test_a_block_that_attends_to_something_else_in_recomputation_is_found():
+    class Fickle(Block):
+        calls = 0
+
+        def forward(self, hidden, timestep=None):
+            self.calls += 1
+            for _ in range(self.calls):
+                q = self.out(hidden).unsqueeze(1)
+                hidden = F.scaled_dot_product_attention(q, q, q)[:, 0]
+            return self.down(self.up(hidden).sin())
+
+    model = nn.ModuleList([Fickle()]).to(data()[0].device)
+    ck.checkpoint_blocks(model, "selective")
+    with pytest.raises(RuntimeError, match="as attention number 2, the forward did not"):
+        model[0](data()[0]).sum().backward()
+
+
+def test_a_block_without_a_kernel_says_so(caplog):
+    selective._warn_nothing_kept.cache_clear()
+    model = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)]).to(data()[0].device)
+    ck.checkpoint_blocks(model, "selective")
+    hidden = data()[0]
+    for block in model:
+        hidden = block(hidden)
+    hidden.sum().backward()
+    (record,) = caplog.records
+    assert "kept nothing: no fused self-attention kernel" in record.message
+
+
+def test_a_kept_output_that_changes_is_found():
+    class Greedy(Block):
+        def forward(self, hidden, timestep=None):
+            q, k, v = self.qkv(hidden).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v)
+            with torch.no_grad():
+                attended.mul_(2)
+            return self.out(attended.transpose(1, 2).flatten(2))
+
+    model = nn.ModuleList([Greedy()]).to(data()[0].device)
+    ck.checkpoint_blocks(model, "selective")
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model[0](data()[0]).sum().backward()
+
+
+def test_selective_under_autocast():
+    results = []
+    for offload in (None, 0.0, 1.0):
+        model, inputs = blocks(3), data()
+        MANAGER.setup_arena(1 << 20)
+        if offload is not None:
+            ck.checkpoint_blocks(model, "selective", offload)
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
+            loss = run(model, inputs).float().square().sum()
+        loss.backward()
+        results.append(gradients(model, inputs))
+    assert_identical(results[1], results[0])
+    assert_identical(results[2], results[0])

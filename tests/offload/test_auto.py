@@ -1,0 +1,203 @@
+"""offload="auto": measured once, then as few blocks as the memory needs and no more than the link hides."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from opensora_accel import checkpoint as ck
+from opensora_accel.offload import ActivationManager, Memory, Queue, choose
+from opensora_accel.offload.measure import BlockCost
+from tests.offload.devices import SimulatedQueues
+from tests.offload.scenarios import engine
+
+GIB = 2**30
+
+
+def costs(num=10, size=GIB, forward=1.0, backward=3.0):
+    return [BlockCost(size, forward, backward)] * num
+
+
+def decide(bandwidth=2 * GIB, keep_last=1, **options):
+    return choose(
+        costs(),
+        keep_last=keep_last,
+        out_bytes_per_s=bandwidth,
+        in_bytes_per_s=bandwidth,
+        measured_moved=9,
+        **options,
+    )
+
+
+def test_without_a_memory_target_all_that_hides_moves():
+    decision = decide()
+    assert (decision.moved, decision.limited_by, decision.stall_s) == (9, "all blocks", 0.0)
+    assert decision.moved_bytes == 9 * GIB and decision.pass_s == 40.0
+    assert decision.reason == (
+        "9 of 10 blocks wait in host memory: all that may leave, and waiting costs 0.0 ms a pass"
+    )
+    assert decide(keep_last=3).moved == 7
+
+
+def test_a_link_that_is_too_slow_limits_the_number():
+    # 1.25 s for a copy out behind 1 s of forward: 0.25 s each, of 2 % of 40 s = 0.8 s.
+    decision = decide(bandwidth=0.8 * GIB)
+    assert (decision.moved, decision.limited_by) == (3, "deadline")
+    assert decision.stall_s == pytest.approx(0.75)
+    assert "moving one more would wait 1000.0 ms" in decision.reason
+
+
+def test_a_slow_copy_in_counts_as_well():
+    decision = choose(
+        costs(), keep_last=1, out_bytes_per_s=2 * GIB, in_bytes_per_s=GIB / 3.5, measured_moved=9
+    )
+    assert decision.moved == 1 and decision.stall_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("target", "moved", "limited_by"),
+    [
+        (50, 0, "nothing to gain"),
+        (49, 0, "nothing to gain"),
+        (48, 1, "memory"),
+        (44.5, 5, "memory"),
+        (40, 9, "memory"),
+    ],
+)
+def test_memory_takes_the_fewest_that_fit(target, moved, limited_by):
+    decision = decide(memory=Memory(40 * GIB, int(target * GIB)))
+    assert (decision.moved, decision.limited_by) == (moved, limited_by)
+    assert decision.peak_bytes == (49 - moved) * GIB <= decision.target_bytes
+
+
+def test_memory_goes_before_the_deadline_and_says_what_it_costs():
+    decision = decide(bandwidth=0.8 * GIB, memory=Memory(40 * GIB, 44 * GIB))
+    assert (decision.moved, decision.limited_by) == (5, "memory")
+    assert "2 more than hide, which waits 1250.0 ms a pass" in decision.reason
+
+
+def test_a_target_out_of_reach_moves_all_and_says_so():
+    decision = decide(memory=Memory(40 * GIB, 30 * GIB))
+    assert decision.moved == 9
+    assert "and still 10.00 GiB above the 30.00 GiB aimed at" in decision.reason
+
+
+def test_a_device_that_does_not_overlap_gains_nothing():
+    decision = decide(overlaps=False)
+    assert (decision.moved, decision.limited_by) == (0, "nothing to gain")
+    assert "computes in host memory" in decision.reason
+
+
+class Timed(nn.Module):
+    """A block that takes a second of the simulated device, and two in backward besides its recomputation."""
+
+    def __init__(self, queues):
+        super().__init__()
+        self.linear, self.queues = nn.Linear(16, 16), queues
+
+    def forward(self, hidden):
+        self.queues.compute(1.0)
+        out = self.linear(hidden).sin()
+        if out.requires_grad:
+            out.register_hook(lambda _gradient: self.queues.compute(2.0))
+        return out
+
+
+ENTRY = 4 * 16 * 4
+
+
+def train(bandwidth, passes, memory=None, offload="auto", num=10, sizes=None):
+    """The manager after some passes, and the simulated seconds of each."""
+    queues = SimulatedQueues(bandwidth, memory)
+    manager = ActivationManager(lambda _device: queues)
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Timed(queues) for _ in range(num)])
+    seconds = []
+    with engine(manager):
+        manager.setup_arena(1 << 16)
+        ck.checkpoint_blocks(blocks, "full", offload)
+        for number in range(passes):
+            before = queues.now[Queue.COMPUTE]
+            forward(blocks, sizes[number] if sizes else 4).backward()
+            seconds.append(max(queues.now.values()) - before)
+    return manager, seconds, queues
+
+
+def test_the_second_pass_is_measured_and_decides(caplog):
+    with caplog.at_level(logging.INFO):
+        manager, seconds, _ = train(ENTRY / 0.5, passes=4)
+    (decision,) = manager.decisions
+    assert decision.moved == 9 and decision.limited_by == "all blocks"
+    assert decision.out_bytes_per_s == pytest.approx(ENTRY / 0.5)
+    assert decision.in_bytes_per_s == pytest.approx(ENTRY / 0.5)
+    assert decision.pass_s == pytest.approx(10 * (1 + 3)), "forward, and recomputation with backward"
+    assert [record.message for record in caplog.records] == [f"offload: {decision.reason}"]
+    assert json.loads(json.dumps(decision.to_dict())) == dataclasses.asdict(decision)
+    assert seconds[-1] == pytest.approx(40.0), "nothing waits"
+
+
+def test_what_was_chosen_is_what_moves():
+    memory = Memory(peak_bytes=20 * ENTRY, target_bytes=25 * ENTRY)
+    manager, _, _ = train(ENTRY / 0.5, passes=3, memory=memory)
+    assert manager.decisions[0].moved == 4
+    assert manager.counters.moved == 9 + 9 + 4
+
+
+def test_a_slow_link_is_not_waited_for():
+    """A copy of 1.5 s behind a forward of 1 s."""
+    manager, seconds, _ = train(ENTRY / 1.5, passes=3)
+    assert manager.decisions[0].moved == 1
+    assert seconds[0] == pytest.approx(40 + 9 * 0.5)
+    assert seconds[2] <= 1.02 * 40
+
+
+def test_a_link_that_just_carries_it_costs_nothing():
+    _, forced, queues = train(ENTRY / 0.999, passes=2, offload=1.0)
+    _, plain, _ = train(ENTRY / 0.999, passes=2, offload=0.0)
+    assert queues.waited_s == 0 and forced == pytest.approx(plain)
+
+
+def test_every_size_is_decided_for_itself():
+    manager, _, _ = train(ENTRY / 0.8, passes=8, sizes=[4, 4, 4, 8, 8, 8, 4, 8])
+    assert [d.moved for d in manager.decisions] == [9, 1]
+    assert manager.counters.moved == 9 + 9 + 9 + 9 + 9 + 1 + 9 + 1
+
+
+def test_a_pass_that_never_ends_is_measured_again():
+    queues = SimulatedQueues(ENTRY / 0.5)
+    manager = ActivationManager(lambda _device: queues)
+    blocks = nn.ModuleList([Timed(queues) for _ in range(4)])
+    with engine(manager):
+        manager.setup_arena(1 << 16)
+        ck.checkpoint_blocks(blocks, "full", "auto")
+        for number in range(14):
+            loss = forward(blocks)
+            if number != 1:  # the one that is measured: its graph is dropped
+                loss.backward()
+            assert bool(manager.decisions) == (number >= 10)
+
+
+def forward(blocks, tokens=4):
+    hidden = torch.ones(tokens, 16) * 1
+    for block in blocks:
+        hidden = block(hidden)
+    return hidden.sum()
+
+
+def test_two_microbatches_in_flight_are_measured_apart():
+    queues = SimulatedQueues(ENTRY / 0.5)
+    manager = ActivationManager(lambda _device: queues)
+    blocks = nn.ModuleList([Timed(queues) for _ in range(4)])
+    with engine(manager):
+        manager.setup_arena(1 << 16)
+        ck.checkpoint_blocks(blocks, "full", "auto")
+        waiting = []
+        for _ in range(8):
+            waiting.append(forward(blocks))
+            if len(waiting) == 2:
+                waiting.pop(0).backward()
+    assert [d.moved for d in manager.decisions] == [3]
+    assert manager.decisions[0].pass_s == pytest.approx(4 * 4)

@@ -1,0 +1,83 @@
+"""The same on a real GPU: streams that are slow on purpose, and torch's own CUDA sanitizer."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from opensora_accel.offload import ActivationManager, HostQueues, Queue
+from opensora_accel.offload.arena import Arena
+from opensora_accel.offload.queues import CudaQueues
+from tests.offload import scenarios
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+_SLEEP_CYCLES = 20_000_000
+
+
+class SlowQueues(CudaQueues):
+    """Every copy begins about ten milliseconds late."""
+
+    def copy(self, queue, destination, source):
+        with torch.cuda.stream(self._stream(queue)):
+            torch.cuda._sleep(_SLEEP_CYCLES)
+        super().copy(queue, destination, source)
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch):
+    monkeypatch.setattr(scenarios, "DEVICE", "cuda")
+    # Attention's backward sums with atomics otherwise, and no two runs agree in every bit.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
+def test_slow_copies_change_no_bit(scenario, mode):
+    results = []
+    for make in (lambda _device: HostQueues(), SlowQueues, CudaQueues):
+        with scenarios.engine(ActivationManager(make)) as manager:
+            results.append(scenarios.SCENARIOS[scenario](manager, mode))
+            manager.close()
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0])), "host copies wait, these must too"
+
+
+def test_an_arena_is_page_locked_to_the_byte():
+    arena = Arena(1_000_001)
+    (memory,) = arena.memory
+    assert memory.numel() == 1_000_001 and memory.is_pinned()
+    view, _ = arena.allocate(1000)
+    del arena, memory
+    assert view.is_pinned(), "locked as long as anything uses it"
+
+
+def test_copies_run_on_two_streams_of_their_own():
+    queues = CudaQueues(torch.device("cuda", 0))
+    streams = {queues._stream(queue) for queue in Queue}
+    assert len(streams) == 3 and queues._stream(Queue.COMPUTE) == torch.cuda.current_stream()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["two_steps", "aborted_backward"])
+def test_the_cuda_sanitizer_finds_no_race(scenario):
+    program = (
+        "from opensora_accel.offload import ActivationManager\n"
+        "from tests.offload import scenarios\n"
+        "scenarios.DEVICE = 'cuda'\n"
+        f"for mode in ('full', 'selective'):\n"
+        "    with scenarios.engine(ActivationManager()) as manager:\n"
+        f"        scenarios.{scenario}(manager, mode)\n"
+        "        manager.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "CSAN" not in done.stderr, done.stderr
