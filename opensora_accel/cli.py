@@ -3,6 +3,7 @@
 commands:
   train     train a diffusers video transformer on a folder of clips
   doctor    check this machine: torch, GPUs, backends, threads, packages
+  bench     measure on this machine: offload
 
 `opensora-accel COMMAND --help` tells each command's options. On several ranks, start the same program with a
 launcher: torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
@@ -30,7 +31,26 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor}
+def _bench(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_BENCH_HELP)
+        return 0
+    name, *rest = arguments
+    if name != "offload":
+        raise ValueError(f"there is no benchmark {name!r}; the benchmarks are offload")
+    from opensora_accel.profiler.bench_offload import main as bench_offload
+
+    return bench_offload(rest)
+
+
+_BENCH_HELP = """\
+opensora-accel bench NAME: measures on this machine, beside what others do, in one run.
+
+  offload   activation checkpointing and offload, every mode: step time, memory, bytes moved, a picture
+
+`opensora-accel bench offload --help` tells its options."""
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor, "bench": _bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

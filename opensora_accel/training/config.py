@@ -149,6 +149,8 @@ class TrainConfig:
     """How many checkpoints stay; older ones are removed once a newer one is whole."""
     num_samples: int = 2
     """Clips sampled at the end, from the captions of the first videos."""
+    memory_target_gib: float = 0.0
+    """Device memory that plan.offload="auto" may fill; 0 takes 90 % of the device's."""
     resume: str = ""
     """Checkpoint folder to go on from; `--resume` alone takes the newest of the output."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -165,6 +167,7 @@ class TrainConfig:
         _at_least("save_every", self.save_every, 1)
         _at_least("keep_checkpoints", self.keep_checkpoints, 1)
         _at_least("num_samples", self.num_samples, 0)
+        _at_least("memory_target_gib", self.memory_target_gib, 0)
 
 
 def load_config(path: str | Path) -> TrainConfig:

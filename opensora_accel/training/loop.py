@@ -23,6 +23,7 @@ from opensora_accel.training.config import TrainConfig, to_dict
 from opensora_accel.training.data import Batch, ClipLoader
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
 from opensora_accel.training.index import Video
+from opensora_accel.training.offloading import OffloadReport
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
 from opensora_accel.training.samples import sample_clips, write_comparison
 from opensora_accel.training.state import TrainState, load_checkpoint, save_checkpoint, set_newer_aside
@@ -74,6 +75,7 @@ class Trainer:
         if checkpoint is not None and record is not None:
             load_checkpoint(checkpoint, record, self.state)
             self.loader.load_state_dict(record["data"])
+        self.offload = OffloadReport(self.output / "offload.json", config.memory_target_gib)
         self.skipped_in_a_row = 0
 
     def train(self) -> list[float]:
@@ -88,10 +90,13 @@ class Trainer:
                 metrics |= self._speed_and_memory(time.perf_counter() - started)
                 if isinstance(tracker, Tracker):
                     tracker.step(self.state.step, metrics)
+                    self.offload.show_decisions()
                 stopping = self._any_rank(stop.requested)
                 last = self.state.step == self.config.steps
                 if last or stopping or self.state.step % self.config.save_every == 0:
                     saved = self.save()
+                    if is_first:
+                        self.offload.write()
                 if stopping and not last:
                     if is_first:
                         print(

@@ -82,6 +82,20 @@ def test_cross_attention_to_a_short_text_is_recomputed():
     assert_identical(results[1], results[0])
 
 
+def test_a_kernel_with_dropout_is_not_kept():
+    """It draws no numbers when it does not run again, and every later draw would differ. CPU has no such kernel."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention.default
+    q = torch.zeros(1, 2, 4, 8, device="meta")
+    assert selective._is_kept(kernel, (q, q, q), {})
+    assert selective._is_kept(kernel, (q, q, q, 0.0), {})
+    assert not selective._is_kept(kernel, (q, q, q, 0.1), {})
+    assert not selective._is_kept(kernel, (q, q, q), {"dropout_p": 0.1})
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert selective._is_kept(efficient, (q, q, q, None, True), {})
+    assert not selective._is_kept(efficient, (q, q, q, None, True, 0.1), {})
+    assert not selective._is_kept(torch.ops.aten.mm.default, (q, q), {})
+
+
 def test_a_block_that_attends_to_something_else_in_recomputation_is_found():
     class Fickle(Block):
         calls = 0
@@ -91,7 +105,7 @@ def test_a_block_that_attends_to_something_else_in_recomputation_is_found():
             for _ in range(self.calls):
                 q = self.out(hidden).unsqueeze(1)
                 hidden = F.scaled_dot_product_attention(q, q, q)[:, 0]
-            return self.down(self.up(hidden).sin())
+            return hidden.sin().cos().sin().cos().sin().cos().sin()
 
     model = nn.ModuleList([Fickle()]).to(data()[0].device)
     ck.checkpoint_blocks(model, "selective")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.profiler.bench_offload import main, peers
+from opensora_accel.profiler.bench_offload import main, measure, peers
 from opensora_accel.profiler.bench_offload.claims import claims
 from opensora_accel.profiler.bench_offload.measure import Measured, Options, measure_case
 from opensora_accel.profiler.bench_offload.memory import MemoryFigures, longest_tokens
@@ -114,6 +114,15 @@ def test_a_scheme_that_runs_out_of_memory_leaves_the_others_running(monkeypatch,
     assert found["save_on_cpu"].memory is not None and len(found["save_on_cpu"].times_ms) == 2
 
 
+def test_weights_that_do_not_fit_are_reported_for_every_scheme(monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("as if")
+
+    monkeypatch.setattr(measure, "Workload", fail)
+    found = measure_case(CASE, Options(rounds=2, budget_bytes=2**30, only="stack"), lambda text: None)
+    assert found == dict.fromkeys(("full", "synchronous stack"), Measured("out of memory"))
+
+
 def test_schemes_take_turns_in_an_order_that_changes():
     notes = []
     measure_case(CASE, Options(rounds=3, budget_bytes=2**30, only="full"), notes.append)
@@ -141,6 +150,7 @@ def test_intervals():
     assert merged([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
     assert merged([(0, 2), (3, 4)], gap_ms=1) == [(0, 4)]
     assert shared_ms([(0, 10), (5, 12)], [(1, 2), (4, 6), (11, 20)]) == 1 + 2 + 1
+    assert shared_ms([(0, 10), (0, 10)], [(1, 20), (2, 3)]) == 9
     assert without([(0, 10)], [(2, 3), (9, 12)]) == [(0, 2), (3, 9)]
     assert without([(0, 1)], [(0, 2)]) == []
 

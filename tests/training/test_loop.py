@@ -293,3 +293,21 @@ def test_sampling_does_not_disturb_training(ranks, folder, tmp_path, sharding):
         ranks(2, sampled_in_the_middle, tiny_config(folder, tmp_path, plan, num_samples=n))[0] for n in (0, 1)
     )
     assert quiet == sampling
+
+
+def trained_with_auto(config):
+    from opensora_accel.training.loop import Trainer
+
+    Trainer(config).train()
+    return GLOBAL_ACTIVATION_MANAGER.memory_target_bytes
+
+
+def test_the_choice_of_offload_and_its_reason_are_kept(ranks, folder, tmp_path):
+    plan = Plan(checkpoint="full", offload="auto")
+    config = tiny_config(folder, tmp_path, plan, steps=4, memory_target_gib=0.5)
+    assert ranks(1, trained_with_auto, config) == [2**29]
+    record = json.loads((tmp_path / "offload.json").read_text())
+    (decision,) = record["decisions"]
+    assert decision["limited_by"] == "nothing to gain" and "computes in host memory" in decision["reason"]
+    assert (decision["moved"], decision["num_blocks"]) == (0, 2)
+    assert record["counters"]["moved"] == 2, "two passes, before anything was decided"

@@ -79,7 +79,9 @@ def _resident(name: str, alone: str, results: Results) -> dict[str, Any]:
         others = without.memory.resident_bytes - without.kept_bytes
         expected = with_offload.memory.slot_bytes + with_offload.kept_bytes
         value = (with_offload.memory.resident_bytes - others) / expected if expected else None
-    what = f"bytes that {name} keeps for the blocks after the forward, over two slots and the blocks that stay"
+    what = (
+        f"bytes that {name} keeps for the blocks after the forward, over two slots and the blocks that stay"
+    )
     return _claim(what, value, MOST_BYTES_OFF, "1, to within")
 
 
@@ -92,8 +94,6 @@ def _peak(result: Measured) -> float | None:
     return None if result.memory is None else result.memory.peak_bytes
 
 
-def _over_ours(
-    results: Results, peer: str, figure: Callable[[Measured], float | None]
-) -> float | None:
+def _over_ours(results: Results, peer: str, figure: Callable[[Measured], float | None]) -> float | None:
     theirs, ours = _of(results, peer, figure), _of(results, OFFLOADED, figure)
     return theirs / ours if theirs is not None and ours else None

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from opensora_accel.profiler.bench_offload.schemes import (
     REFERENCE,
     Scheme,
     automatic_decision,
+    chosen_names,
     make_schemes,
     set_up_arena,
 )
@@ -55,13 +56,14 @@ class Measured:
     reason: str = ""
     times_ms: list[float] = field(default_factory=list)
     memory: MemoryFigures | None = None
-    half_memory: MemoryFigures | None = None
     theory_bytes: int = 0
     kept_bytes: int | None = None
     hidden_share: float | None = None
     queues: QueueTimes | None = None
     decision: str | None = None
     longest: int | None = None
+    verified: bool | None = None
+    """Whether nearly that length ran within the budget; None where that was not tried."""
     verified_bytes: int | None = None
 
     @property
@@ -78,10 +80,14 @@ def measure_case(case: Case, options: Options, note: Note) -> dict[str, Measured
     run = _CaseRun(case, options, note)
     GLOBAL_ACTIVATION_MANAGER.memory_target_bytes = options.budget_bytes
     try:
-        run.full_length()
+        try:
+            run.full_length()
+        except torch.OutOfMemoryError:  # outside of any scheme: the weights alone
+            run.results = {name: Measured("out of memory") for name in chosen_names(options.only)}
         _free(case.device)
-        run.half_length()
-        _free(case.device)
+        if any(result.memory is not None for result in run.results.values()):
+            run.half_length()
+            _free(case.device)
         if options.verify_longest:
             run.verify()
     finally:
@@ -108,58 +114,70 @@ class _CaseRun:
         self._let_decide(workload, schemes)
         self._time(workload, schemes)
         for scheme in self._running(schemes):
-            result = self.results[scheme.name]
-            result.kept_bytes = scheme.kept_bytes
             if scheme.name == AUTOMATIC:
-                result.decision = automatic_decision(first_decision)
+                self.results[scheme.name].decision = automatic_decision(first_decision)
             self._note(f"{scheme.name}: memory")
-            with self._surviving(scheme):
-                result.memory = measure_memory(workload, scheme, with_timeline=self.options.with_timeline)
-                result.theory_bytes = scheme.theory_bytes()
-                self._watch_queues(workload, scheme)
+            self._attempt(scheme, partial(self._look_inside, workload, scheme))
+
+    def _look_inside(self, workload: Workload, scheme: Scheme) -> None:
+        result = self.results[scheme.name]
+        result.kept_bytes = scheme.kept_bytes
+        result.memory = measure_memory(workload, scheme, with_timeline=self.options.with_timeline)
+        result.theory_bytes = scheme.theory_bytes()
+        self._watch_queues(workload, scheme)
 
     def half_length(self) -> None:
         """A second point of the line; not of "auto", which decides anew for every length."""
         workload = Workload(dataclasses.replace(self.case, tokens=max(1, self.case.tokens // 2)))
         schemes, _ = make_schemes(workload, self.options.only)
         for scheme in self._running(schemes):
-            result = self.results[scheme.name]
-            if scheme.name == AUTOMATIC or result.memory is None:
-                continue
-            self._note(f"{scheme.name}: memory at half the length")
-            with self._surviving(scheme):
-                result.half_memory = measure_memory(workload, scheme, with_timeline=False)
-                result.longest = longest_tokens(
-                    (workload.case.tokens, self.case.tokens),
-                    (result.half_memory.total_bytes, result.memory.total_bytes),
-                    self.options.budget_bytes,
-                )
+            if scheme.name != AUTOMATIC:
+                self._note(f"{scheme.name}: memory at half the length")
+                self._attempt(scheme, partial(self._extrapolate, workload, scheme))
+
+    def _extrapolate(self, workload: Workload, scheme: Scheme) -> None:
+        result = self.results[scheme.name]
+        half = measure_memory(workload, scheme, with_timeline=False)
+        assert result.memory is not None
+        result.longest = longest_tokens(
+            (workload.case.tokens, self.case.tokens),
+            (half.total_bytes, result.memory.total_bytes),
+            self.options.budget_bytes,
+        )
 
     def verify(self) -> None:
         for name, result in self.results.items():
-            if not result.longest:
+            tokens = int((result.longest or 0) * VERIFIED_SHARE)
+            if not tokens:
                 continue
-            tokens = int(result.longest * VERIFIED_SHARE)
             self._note(f"{name}: verifying {tokens} tokens")
-            with _none_if_out_of_memory():
-                workload = Workload(dataclasses.replace(self.case, tokens=tokens))
-                scheme = next(s for s in make_schemes(workload, name)[0] if s.name == name)
-                figures = measure_memory(workload, scheme, with_timeline=False)
-                result.verified_bytes = figures.total_bytes
-            workload = scheme = figures = None  # type: ignore[assignment]
+            result.verified = False
+            with contextlib.suppress(torch.OutOfMemoryError):
+                result.verified_bytes = self._total_bytes(name, tokens)
+                result.verified = result.verified_bytes <= self.options.budget_bytes
             _free(self.case.device)
+
+    def _total_bytes(self, name: str, tokens: int) -> int:
+        workload = Workload(dataclasses.replace(self.case, tokens=tokens))
+        schemes, _ = make_schemes(workload, name)
+        scheme = next(scheme for scheme in schemes if scheme.name == name)
+        return measure_memory(workload, scheme, with_timeline=False).total_bytes
 
     def _check(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
         """Every scheme's gradients are the reference's, bit for bit."""
         expected: dict[str, Tensor] = {}
+
+        def check(scheme: Scheme) -> None:
+            with _deterministic(self.case.device):
+                self._step(workload, scheme)
+            if expected:
+                _compare(scheme.name, workload, expected)
+            else:
+                expected.update((name, g.to("cpu", copy=True)) for name, g in _gradients(workload))
+
         for scheme in sorted(schemes, key=lambda scheme: scheme.name != REFERENCE):
             self._note(f"{scheme.name}: gradients")
-            with self._surviving(scheme), _deterministic(self.case.device):
-                self._step(workload, scheme)
-                if expected:
-                    _compare(scheme.name, workload, expected)
-                else:
-                    expected = {name: t.grad.to("cpu", copy=True) for name, t in _gradients(workload)}
+            self._attempt(scheme, partial(check, scheme))
 
     def _let_decide(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
         """ "auto" measures its second pass and decides as the third begins, by the peak that it finds then.
@@ -168,12 +186,12 @@ class _CaseRun:
         """
         for scheme in (scheme for scheme in self._running(schemes) if scheme.name == AUTOMATIC):
             self._note(f"{scheme.name}: deciding")
+            set_up_arena(self.case)  # the slots of the others would count
             _free(self.case.device)
             if self.case.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.case.device)
-            with self._surviving(scheme):
-                for _ in range(PASSES_TO_DECIDE - 1):  # the gradient check was the first
-                    self._step(workload, scheme)
+            for _ in range(PASSES_TO_DECIDE - 1):  # the gradient check was the first
+                self._attempt(scheme, partial(self._step, workload, scheme))
 
     def _time(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
         for number in range(-WARM_UP_ROUNDS, self.options.rounds):
@@ -181,10 +199,9 @@ class _CaseRun:
             for at in range(len(running)):
                 scheme = running[(number + at) % len(running)]
                 self._note(f"{scheme.name}: " + (f"round {number + 1}" if number >= 0 else "warm-up"))
-                with self._surviving(scheme):
-                    elapsed_ms = self._step(workload, scheme)
-                    if number >= 0:
-                        self.results[scheme.name].times_ms.append(elapsed_ms)
+                elapsed_ms = self._attempt(scheme, partial(self._step, workload, scheme))
+                if number >= 0 and elapsed_ms is not None:
+                    self.results[scheme.name].times_ms.append(elapsed_ms)
 
     def _step(self, workload: Workload, scheme: Scheme) -> float:
         workload.clear_gradients()
@@ -213,23 +230,15 @@ class _CaseRun:
     def _running(self, schemes: Sequence[Scheme]) -> list[Scheme]:
         return [scheme for scheme in schemes if self.results[scheme.name].status == "measured"]
 
-    @contextlib.contextmanager
-    def _surviving(self, scheme: Scheme) -> Iterator[None]:
-        """A scheme for which the device is too small is out of the case from here on."""
+    def _attempt(self, scheme: Scheme, run: Callable[[], float | None]) -> float | None:
+        """What `run` returns. A scheme for which the device is too small is out of the case from here on."""
         try:
-            yield
+            return run()
         except torch.OutOfMemoryError:
             self.results[scheme.name] = Measured("out of memory")
-        else:
-            return
-        # Outside of `except`: the traceback holds what the step had made.
+        # After `except`: the traceback holds what the step had made.
         _free(self.case.device)
-
-
-@contextlib.contextmanager
-def _none_if_out_of_memory() -> Iterator[None]:
-    with contextlib.suppress(torch.OutOfMemoryError):
-        yield
+        return None
 
 
 @contextlib.contextmanager
@@ -246,14 +255,16 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _gradients(workload: Workload) -> Iterator[tuple[str, Any]]:
-    return ((name, tensor) for name, tensor in workload.differentiated())
+def _gradients(workload: Workload) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in workload.differentiated():
+        assert tensor.grad is not None  # made with the workload
+        yield name, tensor.grad
 
 
 def _compare(scheme: str, workload: Workload, expected: dict[str, Tensor]) -> None:
     worst, where, differing = 0.0, "", 0
-    for name, tensor in _gradients(workload):
-        gradient = tensor.grad.to("cpu")
+    for name, on_device in _gradients(workload):
+        gradient = on_device.to("cpu")
         if not torch.equal(gradient, expected[name]):
             differing += 1
             difference = float((gradient.double() - expected[name].double()).abs().max())

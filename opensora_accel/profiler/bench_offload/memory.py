@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def _thinned(values: Sequence[int]) -> list[int]:
     """Few enough to draw: the greatest of each stretch, so that no peak is lost."""
     num = min(SHOWN_POINTS, len(values))
     bounds = [len(values) * index // num for index in range(num + 1)] if num else [0]
-    return [max(values[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [max(values[start:end]) for start, end in pairwise(bounds)]
 
 
 def longest_tokens(tokens: tuple[int, int], total_bytes: tuple[int, int], budget_bytes: int) -> int | None:

@@ -158,5 +158,3 @@ class SynchronousStack:
         for block in self._blocks:
             hidden = StackedCheckpoint.apply(block, self._stack, hidden, timestep)
         return hidden
-
-

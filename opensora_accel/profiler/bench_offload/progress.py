@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from opensora_accel.profiler.bench_offload.measure import Note
 
@@ -35,7 +36,7 @@ class _Lines:
             print(f"  {text.partition(': ')[2]}", file=sys.stderr, flush=True)
 
 
-def _bar():  # type: ignore[no-untyped-def]
+def _bar() -> Any:
     try:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

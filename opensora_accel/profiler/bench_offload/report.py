@@ -17,9 +17,7 @@ from opensora_accel.profiler.bench_offload.measure import Measured
 from opensora_accel.profiler.bench_offload.schemes import REFERENCE
 from opensora_accel.profiler.bench_offload.workload import Case
 
-CPU_ONLY = (
-    "accounting only: on a CPU host and device memory are one, so step times say nothing about hiding"
-)
+CPU_ONLY = "accounting only: on a CPU host and device memory are one, so step times say nothing about hiding"
 
 Results = Mapping[str, Measured]
 
@@ -51,6 +49,7 @@ def _scheme_to_dict(case: Case, results: Results, name: str) -> dict[str, Any]:
         "copy_time_hidden_share": result.hidden_share,
         "decision": result.decision,
         "longest_tokens_extrapolated": result.longest,
+        "longest_verified": result.verified,
         "longest_verified_total_bytes": result.verified_bytes,
     }
     if result.memory is not None:
@@ -108,7 +107,8 @@ def _row(name: str, scheme: dict[str, Any]) -> str:
         reason = f": {scheme['reason']}" if scheme["reason"] else ""
         return f"{name:<{COLUMNS[0][1]}}  {scheme['status']}{reason}"
     times, ratio, hidden = scheme["step_time_ms"], scheme["step_time_ratio"], scheme["copy_time_hidden_share"]
-    longest, verified = scheme["longest_tokens_extrapolated"], scheme["longest_verified_total_bytes"]
+    longest = scheme["longest_tokens_extrapolated"]
+    verified = {True: " ok", False: " NO", None: ""}[scheme["longest_verified"]]
     cells = [
         name,
         f"{times['median']:.1f} [{times['q1']:.1f}, {times['q3']:.1f}]" if times else "-",
@@ -116,7 +116,7 @@ def _row(name: str, scheme: dict[str, Any]) -> str:
         "-" if ratio is None else f"{ratio:.3f}",
         *(_mib(scheme[f"{key}_bytes"]) for key in ("resident", "peak", "slot", "out", "in", "theory")),
         "-" if hidden is None else f"{hidden:.1%}",
-        "-" if longest is None else f"{longest}{' ok' if verified else ''}",
+        "-" if longest is None else f"{longest}{verified}",
     ]
     return _line(cells)
 

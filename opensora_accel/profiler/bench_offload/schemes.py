@@ -79,9 +79,13 @@ def in_turn(blocks: Sequence[nn.Module]) -> Forward:
     return forward
 
 
+def chosen_names(only: str) -> list[str]:
+    return [name for name in NAMES if only in name or name == REFERENCE]
+
+
 def make_schemes(workload: Workload, only: str = "") -> tuple[list[Scheme], dict[str, str]]:
     """Those whose name holds `only`, and the reference; and why the others among them cannot run."""
-    chosen = [name for name in NAMES if only in name or name == REFERENCE]
+    chosen = chosen_names(only)
     skipped = {}
     reason = why_no_torchtune(workload.case.device) if "torchtune" in chosen else None
     if reason is not None:
@@ -104,7 +108,8 @@ def _make(name: str, workload: Workload) -> Scheme:
     if name in OFFLOADING_PEERS:
         return _make_peer(name, case, blocks, traffic)
     mode, _, setting = name.partition("+")
-    offload: Offload = {"": 0.0, "offload": 1.0, "auto": "auto"}[setting]
+    settings: dict[str, Offload] = {"": 0.0, "offload": 1.0, "auto": "auto"}
+    offload = settings[setting]
     return _make_ours(name, case, blocks, "full" if mode == "full" else "selective", offload)
 
 

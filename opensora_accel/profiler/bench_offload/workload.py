@@ -38,7 +38,9 @@ class Case:
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"hidden {self.hidden}, {self.tokens} tokens, {self.blocks} blocks, batch {self.batch}, {dtype}"
+        return (
+            f"hidden {self.hidden}, {self.tokens} tokens, {self.blocks} blocks, batch {self.batch}, {dtype}"
+        )
 
     @property
     def input_bytes(self) -> int:
