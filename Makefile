@@ -1,8 +1,10 @@
 # Each target makes .venv and installs what it needs by itself; constraints.txt pins every version.
-# Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), ARGS (more options).
+# Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), BENCH (which benchmarks),
+# ARGS (more options).
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
+BENCH ?= communications offload
 ARGS ?=
 
 BIN := .venv/bin
@@ -18,7 +20,7 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
 	@echo "make test    run every test"
-	@echo "make bench   measure the communications on this machine"
+	@echo "make bench   measure on this machine: communications, offload (BENCH=offload: only that one)"
 	@echo "make lint    ruff and mypy"
 
 train: .venv/.train data/bunny/metadata.jsonl
@@ -28,7 +30,7 @@ test: .venv/.dev data/bunny/metadata.jsonl
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: .venv/.dev
-	$(BIN)/python tools/bench_communications.py $(ARGS)
+	@set -e; for name in $(BENCH); do echo "tools/bench_$$name.py"; $(BIN)/python tools/bench_$$name.py $(ARGS); done
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

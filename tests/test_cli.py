@@ -240,3 +240,12 @@ def test_resume_in_the_file_is_honoured(run, config_file, tmp_path):
     config_file.write_text(json.dumps(values))
     status, text = run("train", "--config", config_file, "--steps", "5")
     assert status == 0 and "resuming" in text and "step 5/5" in text
+
+
+def test_bench_names_its_benchmarks(run):
+    status, text = run("bench")
+    assert status == 0 and "offload" in text
+    status, text = run("bench", "ofload")
+    assert status == 2 and "there is no benchmark 'ofload'; the benchmarks are offload" in text
+    status, text = run("bench", "offload", "--help")
+    assert status == 0 and "how to read the table" in text and "usage: opensora-accel bench offload" in text

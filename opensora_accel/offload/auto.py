@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from opensora_accel.offload.measure import BlockCost, Measurement
-from opensora_accel.offload.queues import Memory, Queue
+from opensora_accel.offload.queues import Queue
 
 if TYPE_CHECKING:
     from opensora_accel.offload.manager import ActivationManager
@@ -28,6 +28,14 @@ _PATIENCE_PASSES = 8
 """After so many, a measured one that has not come to its end was given up by its training loop."""
 
 LimitedBy = Literal["memory", "deadline", "all blocks", "nothing to gain"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one device: the most that was used, and the most that may be."""
+
+    peak_bytes: int
+    target_bytes: int
 
 
 @dataclass(frozen=True)
@@ -196,12 +204,20 @@ class AutoOffload:
             out_bytes_per_s=measured.bandwidth_bytes_per_s(Queue.OUT),
             in_bytes_per_s=measured.bandwidth_bytes_per_s(Queue.IN),
             overlaps=queues.overlaps,
-            memory=queues.memory(self._manager.memory_target_bytes, MEMORY_SHARE),
+            memory=self._memory(measured),
             measured_moved=self._most,
         )
         self._manager.decisions.append(decision)
         logger.info("offload: %s", decision.reason)
         return decision
+
+    def _memory(self, measured: Measurement) -> Memory | None:
+        target, total = self._manager.memory_target_bytes, measured.queues.total_bytes()
+        if target is None and total is not None:
+            target = int(MEMORY_SHARE * total)
+        if measured.peak_bytes is None or target is None:
+            return None
+        return Memory(measured.peak_bytes, target)
 
 
 def _ms(seconds: float) -> str:

@@ -28,6 +28,7 @@ class CallTimes:
 
     def begin_backward(self) -> None:
         self.measurement.end_backward()
+        self.measurement.sample_peak()
         self.recompute = self.measurement.queues.mark(Queue.COMPUTE)
         self.measurement.computing = self
 
@@ -58,6 +59,8 @@ class Measurement:
     copies: list[CopyTimes] = field(default_factory=list)
     computing: CallTimes | None = None
     """Whose backward runs now."""
+    peak_bytes: int | None = None
+    """Of the device. Taken within the pass: a training loop may reset the statistics at the end of a step."""
 
     def begin_call(self) -> CallTimes:
         self.calls.append(CallTimes(self, self.queues.mark(Queue.COMPUTE)))
@@ -68,6 +71,11 @@ class Measurement:
         if self.computing is not None:
             self.computing.ended = self.queues.mark(Queue.COMPUTE)
             self.computing = None
+
+    def sample_peak(self) -> None:
+        peak_bytes = self.queues.peak_bytes()
+        if peak_bytes is not None:
+            self.peak_bytes = max(peak_bytes, self.peak_bytes or 0)
 
     @contextlib.contextmanager
     def copying(self, queue: Queue, size_bytes: int) -> Iterator[None]:

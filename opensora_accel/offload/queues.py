@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,14 +20,6 @@ class Queue(enum.Enum):
     COMPUTE = "compute"
     OUT = "device to host"
     IN = "host to device"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one device: the most that was used, and the most that may be."""
-
-    peak_bytes: int
-    target_bytes: int
 
 
 class Queues(Protocol):
@@ -55,8 +46,11 @@ class Queues(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Time between two marks; the host waits for them."""
 
-    def memory(self, target_bytes: int | None, share: float) -> Memory | None:
-        """Peak so far, and the target or else this share of the device; None where it cannot be told."""
+    def peak_bytes(self) -> int | None:
+        """The most that has been used of the device's memory; None where nothing counts it."""
+
+    def total_bytes(self) -> int | None:
+        """All of the device's memory."""
 
 
 class HostQueues:
@@ -82,7 +76,10 @@ class HostQueues:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
-    def memory(self, target_bytes: int | None, share: float) -> None:
+    def peak_bytes(self) -> None:
+        return None
+
+    def total_bytes(self) -> None:
         return None
 
 
@@ -124,10 +121,11 @@ class CudaQueues:
         end.synchronize()
         return start.elapsed_time(end) / 1000
 
-    def memory(self, target_bytes: int | None, share: float) -> Memory:
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        peak = torch.cuda.max_memory_allocated(self.device)
-        return Memory(peak, int(share * total) if target_bytes is None else target_bytes)
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
 
 
 def queues_for(device: torch.device) -> Queues:

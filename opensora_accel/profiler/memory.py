@@ -34,9 +34,10 @@ class LiveBytes(TorchDispatchMode):
 
     def ignore(self, tensor: Tensor) -> None:
         """Does not count this tensor's memory, nor anything that shares it: an arena on the host, for one."""
-        address = tensor.untyped_storage()._cdata
-        self._set(address, 0)
-        self._ignored.add(address)
+        storage = tensor.untyped_storage()
+        self._set(storage._cdata, 0)
+        self._ignored.add(storage._cdata)
+        weakref.finalize(storage, self._ignored.discard, storage._cdata).atexit = False
 
     def __enter__(self) -> LiveBytes:
         self._resize = torch.UntypedStorage.resize_

@@ -180,7 +180,9 @@ class SimulatedQueues(HostQueues):
     def __init__(self, bandwidth_bytes_per_s, memory=None):
         self.now = dict.fromkeys(Queue, 0.0)
         self.waited_s = 0.0
-        self._bandwidth, self._memory = bandwidth_bytes_per_s, memory
+        self._bandwidth = bandwidth_bytes_per_s
+        self._memory = memory
+        """With `peak_bytes` and `total_bytes`."""
 
     def compute(self, seconds):
         self.now[Queue.COMPUTE] += seconds
@@ -199,5 +201,8 @@ class SimulatedQueues(HostQueues):
 
     mark = record
 
-    def memory(self, target_bytes, share):
-        return self._memory
+    def peak_bytes(self):
+        return None if self._memory is None else self._memory.peak_bytes
+
+    def total_bytes(self):
+        return None if self._memory is None else self._memory.total_bytes

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,10 +110,11 @@ class Timed(nn.Module):
 ENTRY = 4 * 16 * 4
 
 
-def train(bandwidth, passes, memory=None, offload="auto", num=10, sizes=None):
+def train(bandwidth, passes, memory=None, offload="auto", num=10, sizes=None, target=None, queues=None):
     """The manager after some passes, and the simulated seconds of each."""
-    queues = SimulatedQueues(bandwidth, memory)
+    queues = queues or SimulatedQueues(bandwidth, memory)
     manager = ActivationManager(lambda _device: queues)
+    manager.memory_target_bytes = target
     torch.manual_seed(0)
     blocks = nn.ModuleList([Timed(queues) for _ in range(num)])
     seconds = []
@@ -140,10 +142,32 @@ def test_the_second_pass_is_measured_and_decides(caplog):
 
 
 def test_what_was_chosen_is_what_moves():
-    memory = Memory(peak_bytes=20 * ENTRY, target_bytes=25 * ENTRY)
+    memory = SimpleNamespace(peak_bytes=18 * ENTRY, total_bytes=26 * ENTRY)
     manager, _, _ = train(ENTRY / 0.5, passes=3, memory=memory)
-    assert manager.decisions[0].moved == 4
+    assert manager.decisions[0].target_bytes == int(0.9 * 26 * ENTRY)
+    assert manager.decisions[0].moved == 4, "18 and the 5 that come back are less than 23.4"
     assert manager.counters.moved == 9 + 9 + 4
+
+
+def test_a_target_may_be_set():
+    memory = SimpleNamespace(peak_bytes=18 * ENTRY, total_bytes=1000 * ENTRY)
+    manager, _, _ = train(ENTRY / 0.5, passes=3, memory=memory, target=20 * ENTRY)
+    assert manager.decisions[0].moved == 7
+
+
+def test_the_peak_is_that_of_the_pass_and_not_of_what_comes_after_it():
+    """A loop that resets the statistics after each step must not hide the step's peak."""
+
+    class Resetting(SimulatedQueues):
+        def peak_bytes(self):
+            in_backward = self.now[Queue.IN] > 0 and self.now[Queue.COMPUTE] % 40 > 0
+            return 100 * ENTRY if in_backward else ENTRY
+
+        def total_bytes(self):
+            return 100 * ENTRY
+
+    manager, _, _ = train(ENTRY / 0.5, passes=3, queues=Resetting(ENTRY / 0.5))
+    assert manager.decisions[0].moved == 9 and "above the" in manager.decisions[0].reason
 
 
 def test_a_slow_link_is_not_waited_for():

@@ -156,3 +156,18 @@ def test_a_ticket_that_dies_during_an_allocation_does_not_confuse_it():
     slab.allocate = original
     fresh = mine.offload(torch.full((16,), 9.0))
     assert [mine.onload(t)[0].item() for t in (held[0], fresh, held[2], held[3])] == [0.0, 9.0, 2.0, 3.0]
+
+
+def test_a_call_moves_tensors_of_one_device():
+    """A tensor of indices that stayed on another device beside the hidden state, say."""
+    mine, x, other = manager(), torch.randn(8), torch.empty(8, device="meta")
+    with mine.call() as call:
+        assert mine.save(x, call) is not None and mine.save(other, call) is None
+    assert (mine.counters.moved, mine.counters.kept) == (1, 1)
+
+
+def test_nothing_is_saved_by_a_call_that_has_ended():
+    mine = manager()
+    with mine.call() as call:
+        pass
+    assert mine.save(torch.randn(8), call) is None and mine.counters.moved == 0

@@ -45,6 +45,9 @@ def test_what_is_ignored_and_what_was_there_before():
         assert live.now_bytes == 800
         live.ignore(before)
         assert live.now_bytes == 400
+        address = before.untyped_storage()._cdata
+        del before
+        assert address not in live._ignored, "another storage may come to lie there"
     assert view is not None
 
 

@@ -21,10 +21,10 @@ EXAMPLES = f"""\
 schemes: {", ".join(NAMES)}
 
 examples:
-  python tools/bench_offload.py                          small on a CPU (accounting only), large on a GPU
-  python tools/bench_offload.py --only offload           only the schemes whose name holds this text, and "full"
-  python tools/bench_offload.py --hidden 3072 --tokens 30000 75000 --budget-gib 80 --verify-longest
-  python tools/bench_offload.py --blocks 16 --output result.json --picture result.png
+  opensora-accel bench offload                          small on a CPU (accounting only), large on a GPU
+  opensora-accel bench offload --only offload           only the schemes whose name holds this text, and "full"
+  opensora-accel bench offload --hidden 3072 --tokens 30000 75000 --budget-gib 80 --verify-longest
+  opensora-accel bench offload --blocks 16 --output result.json --picture result.png
 
 how to read the table:
   step ms    median over the rounds and its quartiles; the schemes take turns, in an order that changes
@@ -41,7 +41,7 @@ how to read the table:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, with what was left out filled in for the device. Exits on what cannot be."""
     parser = argparse.ArgumentParser(
-        prog="bench_offload",
+        prog="opensora-accel bench offload",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

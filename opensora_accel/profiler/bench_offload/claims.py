@@ -35,10 +35,10 @@ def claims(case: Case, results: Results) -> list[dict[str, Any]]:
             "at least",
         ),
     ]
-    for name in (OFFLOADED, "selective+offload"):
+    for name in (name for name in (OFFLOADED, "selective+offload") if name in results):
         found.append(_moved(name, results, on_device))
         found.append(_resident(name, name.partition("+")[0], results))
-    for peer in OFFLOADING_PEERS:
+    for peer in (peer for peer in OFFLOADING_PEERS if peer in results):
         time_value = _over_ours(results, peer, lambda result: result.median_ms) if on_device else None
         found.append(_claim(f"step time of {peer} over that of {OFFLOADED}", time_value, 1.0, "above"))
         peak_value = _over_ours(results, peer, _peak)

@@ -59,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for case in cases:
             _measure(case, options, result)
+            _store(parsed.output, result)
     except GradientsDiffer as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    _write(parsed, result)
+    _draw(parsed.picture, result)
     return 0
 
 
@@ -75,17 +76,21 @@ def _measure(case: Case, options: Options, result: dict[str, Any]) -> None:
     print("\n" + "\n".join([*table(result["cases"][-1]), "claims:", *map(claim_line, found)]), flush=True)
 
 
-def _write(parsed: argparse.Namespace, result: dict[str, Any]) -> None:
-    for path in filter(None, (parsed.output, parsed.picture)):
+def _store(path: Path | None, result: dict[str, Any]) -> None:
+    """After every case: hours later the next one may run into a limit of time."""
+    if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-    if parsed.output:
-        parsed.output.write_text(_as_json(result), encoding="utf-8")
-        print(f"written to {parsed.output}")
-    if parsed.picture:
+        path.write_text(_as_json(result), encoding="utf-8")
+        print(f"written to {path}")
+
+
+def _draw(path: Path | None, result: dict[str, Any]) -> None:
+    if path:
         from opensora_accel.profiler.bench_offload.picture import draw
 
-        draw(result, parsed.picture)
-        print(f"drawn to {parsed.picture}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(result, path)
+        print(f"drawn to {path}")
 
 
 def _as_json(result: dict[str, Any]) -> str:
@@ -132,4 +137,4 @@ def _command(arguments: Sequence[str]) -> str:
     for argument in arguments:
         option, equals, value = argument.rpartition("=")
         shown.append(option + equals + (Path(value).name if "/" in value else value))
-    return shlex.join(["python", "tools/bench_offload.py", *shown])
+    return shlex.join(["opensora-accel", "bench", "offload", *shown])

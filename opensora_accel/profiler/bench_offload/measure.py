@@ -180,10 +180,7 @@ class _CaseRun:
             self._attempt(scheme, partial(check, scheme))
 
     def _let_decide(self, workload: Workload, schemes: Sequence[Scheme]) -> None:
-        """ "auto" measures its second pass and decides as the third begins, by the peak that it finds then.
-
-        So no other scheme may run in between, and nothing may reset the peak.
-        """
+        """ "auto" measures its second pass and decides as the third begins. A larger peak before it would count."""
         for scheme in (scheme for scheme in self._running(schemes) if scheme.name == AUTOMATIC):
             self._note(f"{scheme.name}: deciding")
             set_up_arena(self.case)  # the slots of the others would count

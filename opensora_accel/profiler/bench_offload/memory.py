@@ -118,14 +118,9 @@ def _counted_step(workload: Workload, scheme: Scheme) -> MemoryFigures:
 
 
 def _ignore_held(live: LiveBytes, workload: Workload, scheme: Scheme) -> None:
-    for tensor in [*workload.held(), *scheme.host_memory]:
-        live.ignore(tensor)
     arena = GLOBAL_ACTIVATION_MANAGER.arena
-    found = arena.allocate(1) if arena is not None else None
-    if found is not None:
-        memory, release = found
-        live.ignore(memory)  # and with it the whole arena, which is one storage
-        release()
+    for tensor in [*workload.held(), *scheme.host_memory, *(arena.memory if arena is not None else ())]:
+        live.ignore(tensor)
 
 
 def _allocated_step(workload: Workload, scheme: Scheme) -> MemoryFigures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ HEADROOM = 1.45
 """Of the axis, above the greatest peak of the schemes that checkpoint; without checkpointing leaves the picture."""
 LEAST_WIDTH = 0.0025
 """Of the picture's width: what a copy is drawn with at least, so that it is seen."""
+
+ROOM = 0.019
+"""Of the picture's width: what a block's number needs."""
 
 
 def require_matplotlib() -> None:
@@ -191,7 +195,7 @@ def _draw_compute(axes: Any, queues: dict[str, Any], end: float) -> None:
         span[1] = stop
     for label, (start, stop) in spans.items():
         kind, _, number = label.partition(" ")
-        if stop - start > 0.012 * end:
+        if stop - start > ROOM * end:
             colour = INK if kind == "forward" else "white"
             axes.text((start + stop) / 2, 2, number, ha="center", va="center", color=colour, fontsize=9)
     for kind in ("forward", "backward"):
@@ -206,7 +210,8 @@ def _number_copies(axes: Any, queues: dict[str, Any], end: float) -> None:
     """One copy for each block that moves: out in their order, in the other way round."""
     for row, key, step in ((1, "out_ms", 1), (0, "in_ms", -1)):
         numbers = range(len(queues[key]))[::step]
-        if len(numbers) > 16:
+        starts = [start for start, _ in queues[key]]
+        if any(later - start < 1.4 * ROOM * end for start, later in pairwise(starts)):
             continue
         for (_, stop), number in zip(queues[key], numbers, strict=True):
             axes.text(stop + 0.004 * end, row, str(number), va="center", ha="left", fontsize=9, color=INK)
