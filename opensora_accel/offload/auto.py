@@ -70,16 +70,15 @@ def choose(
     in_bytes_per_s: float | None,
     overlaps: bool = True,
     memory: Memory | None = None,
-    measured_moved: int = 0,
 ) -> Decision:
-    """The number of blocks to move, from one measured pass.
+    """The number of blocks to move, from one measured pass in which all but the last `keep_last` were moved.
 
     Args:
-        costs: one per block, in forward order; `size_bytes` of the ones that were not moved may be 0.
+        costs: one per block, in forward order; those that were not moved have no size.
         keep_last: blocks at the end that never leave.
         overlaps: whether copies run beside compute on this device.
-        memory: peak while the first `measured_moved` blocks were moved, and the target; None where the device
-            tells neither: then as many are moved as hide.
+        memory: peak of that pass, and the target; None where the device tells neither: then as many are moved as
+            hide.
     """
     most = max(0, len(costs) - keep_last)
     stalls = _stalls(costs, most, out_bytes_per_s, in_bytes_per_s)
@@ -89,8 +88,7 @@ def choose(
     def peak(moved: int) -> int | None:
         if memory is None:
             return None
-        back = sum(cost.size_bytes for cost in costs[moved:measured_moved])
-        return memory.peak_bytes + back - sum(cost.size_bytes for cost in costs[measured_moved:moved])
+        return memory.peak_bytes + sum(cost.size_bytes for cost in costs[moved:most])
 
     def decide(moved: int, limited_by: LimitedBy, reason: str) -> Decision:
         return Decision(
@@ -205,7 +203,6 @@ class AutoOffload:
             in_bytes_per_s=measured.bandwidth_bytes_per_s(Queue.IN),
             overlaps=queues.overlaps,
             memory=self._memory(measured),
-            measured_moved=self._most,
         )
         self._manager.decisions.append(decision)
         logger.info("offload: %s", decision.reason)

@@ -99,6 +99,14 @@ def test_a_model_compiled_as_a_whole_is_right(device):
     assert MANAGER.counters.moved == 3
 
 
+def test_a_full_graph_over_a_checkpoint_says_what_to_compile(device):
+    blocks = model(device)
+    ck.checkpoint_blocks(blocks, "full")
+    x, t = data()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile what is inside by block\.compile\(\)"):
+        torch.compile(lambda x, t: blocks[0](x, t), backend="eager", fullgraph=True)(x, t)
+
+
 def test_an_order_that_cannot_work_is_refused(device):
     blocks = model(device)
     blocks[2].compile(backend="eager")

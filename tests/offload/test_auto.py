@@ -28,7 +28,6 @@ def decide(bandwidth=2 * GIB, keep_last=1, **options):
         keep_last=keep_last,
         out_bytes_per_s=bandwidth,
         in_bytes_per_s=bandwidth,
-        measured_moved=9,
         **options,
     )
 
@@ -52,9 +51,7 @@ def test_a_link_that_is_too_slow_limits_the_number():
 
 
 def test_a_slow_copy_in_counts_as_well():
-    decision = choose(
-        costs(), keep_last=1, out_bytes_per_s=2 * GIB, in_bytes_per_s=GIB / 3.5, measured_moved=9
-    )
+    decision = choose(costs(), keep_last=1, out_bytes_per_s=2 * GIB, in_bytes_per_s=GIB / 3.5)
     assert decision.moved == 1 and decision.stall_s == pytest.approx(0.5)
 
 
