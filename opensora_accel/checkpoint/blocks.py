@@ -20,6 +20,8 @@ from opensora_accel.wrapping import Forward, wrap_forward
 Scope = Callable[[], AbstractContextManager[Any]]
 Mode = Literal["full", "selective"]
 
+_NOT_COMPILED = "a checkpoint is no part of a compiled region; compile what is inside by block.compile()"
+
 KEEP_LAST = 1
 """Blocks at the end that never leave: backward needs them at once."""
 
