@@ -77,18 +77,6 @@ def test_microbatches_in_flight_in_any_order():
         del outs
 
 
-def test_retain_graph_fetches_twice():
-    model, inputs = blocks(), data()
-    MANAGER.setup_arena(1 << 20)
-    ck.checkpoint_blocks(model, "full", 1.0)
-    loss = run(model, inputs).square().sum()
-    loss.backward(retain_graph=True)
-    once = gradients(model, inputs)
-    loss.backward()
-    for a, b in zip(gradients(model, inputs), once, strict=True):
-        assert torch.equal(a, 2 * b)
-
-
 def test_no_grad_moves_nothing():
     model, inputs = blocks(), data()
     MANAGER.setup_arena(1 << 20)

@@ -187,18 +187,16 @@ def test_every_size_is_decided_for_itself():
     assert manager.counters.moved == 9 + 9 + 9 + 9 + 9 + 1 + 9 + 1
 
 
-def test_a_pass_that_never_ends_is_measured_again():
+@pytest.fixture
+def four_blocks():
+    """On a link that hides everything; with the manager that decides."""
     queues = SimulatedQueues(ENTRY / 0.5)
     manager = ActivationManager(lambda _device: queues)
     blocks = nn.ModuleList([Timed(queues) for _ in range(4)])
     with engine(manager):
         manager.setup_arena(1 << 16)
         ck.checkpoint_blocks(blocks, "full", "auto")
-        for number in range(14):
-            loss = forward(blocks)
-            if number != 1:  # the one that is measured: its graph is dropped
-                loss.backward()
-            assert bool(manager.decisions) == (number >= 10)
+        yield blocks, manager
 
 
 def forward(blocks, tokens=4):
@@ -208,17 +206,21 @@ def forward(blocks, tokens=4):
     return hidden.sum()
 
 
-def test_two_microbatches_in_flight_are_measured_apart():
-    queues = SimulatedQueues(ENTRY / 0.5)
-    manager = ActivationManager(lambda _device: queues)
-    blocks = nn.ModuleList([Timed(queues) for _ in range(4)])
-    with engine(manager):
-        manager.setup_arena(1 << 16)
-        ck.checkpoint_blocks(blocks, "full", "auto")
-        waiting = []
-        for _ in range(8):
-            waiting.append(forward(blocks))
-            if len(waiting) == 2:
-                waiting.pop(0).backward()
+def test_a_pass_that_never_ends_is_measured_again(four_blocks):
+    blocks, manager = four_blocks
+    for number in range(14):
+        loss = forward(blocks)
+        if number != 1:  # the one that is measured: its graph is dropped
+            loss.backward()
+        assert bool(manager.decisions) == (number >= 10)
+
+
+def test_two_microbatches_in_flight_are_measured_apart(four_blocks):
+    blocks, manager = four_blocks
+    waiting = []
+    for _ in range(8):
+        waiting.append(forward(blocks))
+        if len(waiting) == 2:
+            waiting.pop(0).backward()
     assert [d.moved for d in manager.decisions] == [3]
     assert manager.decisions[0].pass_s == pytest.approx(4 * 4)
