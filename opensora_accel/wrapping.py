@@ -14,16 +14,27 @@ Forward = Callable[..., Any]
 def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Callable[[], None]:
     """Replaces `module.forward` by `wrap(module.forward)` on this instance; returns the function that undoes it.
 
-    Wrappers nest; they are undone in reverse order. Module hooks run outside of the wrapper.
+    Wrappers nest; they are undone in reverse order. Module hooks run outside of the wrapper. Until then the module
+    refuses `copy.deepcopy`.
     """
-    before = vars(module).get("forward")
+    before = {name: vars(module).get(name) for name in ("forward", "__deepcopy__")}
     original = module.forward
     module.forward = functools.wraps(original)(wrap(original))
+    module.__deepcopy__ = refuse_copy  # type: ignore[assignment]
 
     def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+        for name, value in before.items():
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
 
     return undo
+
+
+def refuse_copy(_memo: dict[int, Any]) -> None:
+    """Wrapped forwards are functions, which `deepcopy` does not copy: they would run the original's weights."""
+    raise ValueError(
+        "a model whose forward was wrapped (sharded or checkpointed) cannot be deep-copied; copy it before "
+        "shardformer.shard() or checkpoint_blocks(), or build a second model and load this one's state_dict()"
+    )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_accel.attention import ulysses_attention
-from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, Scope, checkpoint_blocks, chunk_tokens
+from opensora_accel.checkpoint import Scope, checkpoint_blocks, chunk_tokens
 from opensora_accel.communications import (
     gather_forward_split_backward,
     share_sizes,
@@ -25,6 +25,7 @@ from opensora_accel.communications import (
 from opensora_accel.fsdp import shard_parameters
 from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
+from opensora_accel.wrapping import refuse_copy
 from shardformer.modeling import NORMS, redirect_attention
 from shardformer.policy import find_policy
 from shardformer.policy.base import GatherOutput, NormSwap, Policy, SplitInput, SplitOutput
@@ -77,7 +78,7 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
             _checkpoint(model, plan, policy, tokens, undo)
         if plan.sharding != "none":
             shard_parameters(model, plan, blocks_of(model, policy))
-        model.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
+        model.__deepcopy__ = refuse_copy  # type: ignore[assignment]
         undo.callback(delattr, model, "__deepcopy__")
         setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none"))
     return model
@@ -95,14 +96,6 @@ def unshard(model: ModelT) -> ModelT:
     applied.undo.close()
     delattr(model, _ATTRIBUTE)
     return model
-
-
-def _refuse_copy(_memo: dict[int, Any]) -> None:
-    """Wrapped forwards are functions, which `deepcopy` does not copy: they would run the original's weights."""
-    raise ValueError(
-        "a sharded model cannot be deep-copied; copy it before shardformer.shard(), or build a second model and "
-        "load this one's state_dict()"
-    )
 
 
 def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
@@ -243,9 +236,6 @@ def _gather_output(module: nn.Module, entry: GatherOutput, tokens: _Tokens) -> U
 def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, tokens: _Tokens, undo: ExitStack) -> None:
     if not policy.blocks:
         raise ValueError(f'checkpoint="{plan.checkpoint}" needs a policy that names the model\'s blocks')
-    if plan.offload != 0 and not GLOBAL_ACTIVATION_MANAGER.enable:
-        GLOBAL_ACTIVATION_MANAGER.setup_arena()
-        undo.callback(GLOBAL_ACTIVATION_MANAGER.close)
     assert plan.checkpoint != "none"
     names = {
         id(block): entry.boundary for entry in policy.blocks for block in _get(model, entry.module).children()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ def checkpoint_blocks(
     The wrapper sits inside `block.__call__`, so hooks of the block (FSDP's, for one) run outside of it, and names
     and parameters stay as they are. `block.compile()` afterwards compiles what is inside of the wrapper.
 
+    Where something moves and there is no arena yet, an open one is set up, until this is undone.
+
     Args:
         blocks: in the order in which they run.
         mode: "full" recomputes everything; "selective" keeps what self-attention kernels return (output
@@ -52,13 +54,14 @@ def checkpoint_blocks(
         capture_scope: called at every forward; the scope that it returns is entered around the recomputation.
         keep_last: blocks at the end that never leave, whatever `offload` says.
     """
-    if keep_last < 0:
-        raise ValueError(f"keep_last is a number of blocks, at least 0; got {keep_last}")
+    _check_options(mode, offload, keep_last)
     auto = AutoOffload(GLOBAL_ACTIVATION_MANAGER, len(blocks), keep_last) if offload == "auto" else None
     share = 1.0 if offload == "auto" else float(offload)
     num_moved = min(round(share * len(blocks)), max(0, len(blocks) - keep_last))
     undo_each: list[Callable[[], None]] = []
     try:
+        if num_moved:
+            undo_each.append(GLOBAL_ACTIVATION_MANAGER.use())
         for index, block in enumerate(blocks):
             positions = _positions(block, boundary(block) if callable(boundary) else boundary)
             moved = _Moved(index, positions if index < num_moved else [], auto)
@@ -67,6 +70,15 @@ def checkpoint_blocks(
         _undo_all(undo_each)
         raise
     return partial(_undo_all, undo_each)
+
+
+def _check_options(mode: str, offload: float | str, keep_last: int) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
+    if offload != "auto" and not (isinstance(offload, (int, float)) and 0.0 <= offload <= 1.0):
+        raise ValueError(f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {offload!r}')
+    if keep_last < 0:
+        raise ValueError(f"keep_last is a number of blocks, at least 0; got {keep_last}")
 
 
 def _undo_all(steps: Sequence[Callable[[], None]]) -> None:
@@ -84,7 +96,7 @@ class _Moved:
 
     def now(self, args: Sequence[Any]) -> list[Tensor]:
         marked = [args[i] for i in self.positions if i < len(args) and isinstance(args[i], Tensor)]
-        if self.auto is None:
+        if self.auto is None or not GLOBAL_ACTIVATION_MANAGER.is_open():
             return marked
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in marked)
         device = marked[0].device if marked else torch.device("cpu")

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Call
@@ -37,6 +39,11 @@ def checkpointed(
         options: of `torch.utils.checkpoint.checkpoint`.
     """
     assert torch.is_grad_enabled()
+    if marked and any(map(_loses_its_class, args)):
+        GLOBAL_ACTIVATION_MANAGER.keep(
+            marked, "an argument is of a subclass of Tensor, which autograd's hooks lose"
+        )
+        marked = ()
     with GLOBAL_ACTIVATION_MANAGER.call(marked, measurement) as call:
         is_recomputation = False
 
@@ -50,3 +57,13 @@ def checkpointed(
         if contexts is not None:
             options["context_fn"] = contexts(call)
         return torch_checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _loses_its_class(argument: Any) -> bool:
+    """Autograd rebuilds what its hooks return as a plain tensor, except of wrappers (DTensor)."""
+    return (
+        isinstance(argument, Tensor)
+        and type(argument) not in (Tensor, nn.Parameter)
+        and not is_traceable_wrapper_subclass(argument)
+        and not is_fake(argument)
+    )

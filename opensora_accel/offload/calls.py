@@ -90,6 +90,15 @@ class Call:
     device: torch.device | None = None
     """Of all that it moved."""
 
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError where the block wrote into what its recomputation starts from."""
+        for leaving in self.leaving:
+            if leaving.source._version != leaving.ticket.version:
+                raise RuntimeError(
+                    f"a checkpointed block changed a tensor of shape {list(leaving.source.shape)} in place that its "
+                    "recomputation starts from; let it work on a copy (hidden = hidden + x, not hidden += x)"
+                )
+
     def alive(self) -> list[Saved]:
         found = (reference() for reference in self.saved)
         return [saved for saved in found if saved is not None]

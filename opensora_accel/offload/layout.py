@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import is_fake
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,23 @@ def from_bytes(memory: Tensor, layout: Layout) -> Tensor:
 
 
 def can_move(tensor: Tensor) -> bool:
-    """Plain strided memory: no DTensor or other wrapper, not sparse, no lazily conjugated or negated values."""
+    """Plain strided memory: no subclass, not sparse, no lazily conjugated or negated values."""
     return (
-        tensor.layout is torch.strided
-        and not is_traceable_wrapper_subclass(tensor)
+        (type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor))
+        and tensor.layout is torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
     )
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two Python objects of one tensor: autograd may hand hooks a new object."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    lies = (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return (*lies, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _once(tensor: Tensor) -> Tensor:

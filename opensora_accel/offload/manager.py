@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opensora_accel.offload.arena import Arena, aligned, free_host_bytes
+from opensora_accel.offload.arena import Arena, aligned, default_limit_bytes
 from opensora_accel.offload.auto import Decision
 from opensora_accel.offload.calls import Call, Fetched, Kept, Leaving, Saved, Ticket
-from opensora_accel.offload.layout import can_move, from_bytes, layout_of, to_bytes
+from opensora_accel.offload.layout import can_move, from_bytes, identity, layout_of, to_bytes
 from opensora_accel.offload.measure import CallTimes, Measurement
 from opensora_accel.offload.queues import Queue, Queues, queues_for
 from opensora_accel.offload.slots import Slots
@@ -76,6 +75,8 @@ class ActivationManager:
         self._tickets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._last_call: weakref.ref[Call] | None = None
         self._warned: set[str] = set()
+        self._num_users = 0
+        self._is_for_users = False
 
     # ---- set-up
 
@@ -103,20 +104,52 @@ class ActivationManager:
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative; got {value}")
         if size_bytes is None and limit_bytes is None:
-            limit_bytes = free_host_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            limit_bytes = default_limit_bytes()
         self.close()
-        self.arena = Arena(size_bytes, limit_bytes)
-        self.enable = True
+        self.arena = Arena(size_bytes, limit_bytes, before_freeing=self._synchronize)
+        self.enable, self._is_for_users = True, False
         self._warned.clear()
 
     def close(self) -> None:
         """Stops moving, and lets slots and arena go as soon as the last ticket does."""
         self._take_back()
         with self._lock:
-            for queues in self._queues.values():
-                queues.synchronize()  # the host takes memory back at once, under a copy or not
+            self._synchronize()
             self.enable, self.arena = False, None
             self._slots.clear()
+
+    def use(self) -> Callable[[], None]:
+        """For as long as somebody moves blocks: an arena, if there is none. Call what it returns when done.
+
+        The last one closes the arena, unless it was set up by hand.
+        """
+        with self._lock:
+            if not self.enable:
+                self.setup_arena()
+                self._is_for_users = True
+            self._num_users += 1
+        return partial(self._end_use, [True])
+
+    def _end_use(self, is_using: list[bool]) -> None:
+        with self._lock:
+            if is_using:
+                is_using.clear()
+                self._num_users -= 1
+                if self._num_users == 0 and self._is_for_users:
+                    self.close()
+
+    def trim(self) -> None:
+        """Gives back what nothing uses: the slots, and what an open arena has grown by. Both come again."""
+        self._take_back()
+        with self._lock:
+            self._synchronize()
+            self._slots.clear()
+            if self.arena is not None:
+                self.arena.trim()
+
+    def is_open(self) -> bool:
+        """Whether a call that begins now could move anything."""
+        return self.enable and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
     def reset_counters(self) -> None:
         in_use = self.counters.in_use_bytes
@@ -144,7 +177,11 @@ class ActivationManager:
     # ---- checkpointed calls
 
     @contextlib.contextmanager
-    def call(self, marked: Sequence[Tensor] = (), measurement: Measurement | None = None) -> Iterator[Call]:
+    def call(
+        self,
+        marked: Sequence[Tensor] = (),
+        measurement: Measurement | None = None,
+    ) -> Iterator[Call]:
         """One checkpointed call: within it, what autograd saves of the marked tensors goes through the arena.
 
         Everything else is saved as always. So is all of it inside of another checkpoint, which recomputes it.
@@ -154,20 +191,21 @@ class ActivationManager:
             yield Call()
             return
         call = self._begin(measurement)
-        by_identity = {_identity(tensor): tensor for tensor in marked}
+        by_identity = {identity(tensor): tensor for tensor in marked}
 
         def pack(tensor: Tensor) -> Saved | Kept:
-            found = by_identity.get(_identity(tensor))
-            saved = None if found is None else self.save(found, call)
+            key = identity(tensor)
+            saved = self.save(by_identity[key], call) if key in by_identity else None
             return saved or Kept(tensor, tensor._version)
 
         def unpack(packed: Saved | Kept) -> Tensor:
             return self.load(packed) if isinstance(packed, Saved) else packed.tensor_unchanged()
 
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with hooks if marked else contextlib.nullcontext():
                 yield call
-            _check_unchanged(call)
+            call.check_unchanged()
         finally:
             by_identity.clear()  # autograd keeps `pack`, and with it all that it refers to, as long as the graph
             self._end(call)
@@ -184,11 +222,17 @@ class ActivationManager:
             weakref.finalize(saved, self._ended.append, call)
             return saved
 
+    def keep(self, marked: Sequence[Tensor], why: str) -> None:
+        """Counts tensors that were marked and stay on the device, and warns of it once."""
+        for tensor in marked if self.enable else ():
+            self._keep(tensor.nbytes)
+            self._warn_once(why, f"a block's input stays on the device: {why}")
+
     def load(self, saved: Saved) -> Tensor:
         """The tensor, in a slot. The compute queue waits for its copy in, which mostly is under way or done."""
         with self._lock:
             if saved.call.times is not None:
-                saved.call.times.measurement.end_backward()
+                saved.call.times.begin_load()
             return self._take(saved)
 
     def begin_backward(self, call: Call) -> None:
@@ -209,6 +253,11 @@ class ActivationManager:
         return self._queues[device]
 
     # ---- how it is done
+
+    def _synchronize(self) -> None:
+        """The host takes memory back at once, under a copy or not."""
+        for queues in self._queues.values():
+            queues.synchronize()
 
     def _begin(self, measurement: Measurement | None) -> Call:
         with self._lock:
@@ -372,11 +421,12 @@ class ActivationManager:
 
     def _is_inside_other_hooks(self, marked: Sequence[Tensor]) -> bool:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is not None and marked and hooks[0].__module__ != "torch.utils.checkpoint":
+        if hooks is not None and marked and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+            name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
             self._warn_once(
                 "hooks",
-                f"nothing is offloaded inside of other saved-tensor hooks ({hooks[0].__module__}."
-                f"{hooks[0].__qualname__}); leave them (save_on_cpu, for one) or set offload=0",
+                f"nothing is offloaded inside of other saved-tensor hooks ({name}); leave them (save_on_cpu, for "
+                "one) or set offload=0",
             )
         return hooks is not None
 
@@ -394,19 +444,4 @@ def _copy(queues: Queues, queue: Queue, destination: Tensor, source: Tensor, tim
             queues.copy(queue, destination, source)
 
 
-def _check_unchanged(call: Call) -> None:
-    for leaving in call.leaving:
-        if leaving.source._version != leaving.ticket.version:
-            raise RuntimeError(
-                f"a checkpointed block changed a tensor of shape {list(leaving.source.shape)} in place that its "
-                "recomputation starts from; let it work on a copy (hidden = hidden + x, not hidden += x)"
-            )
-
-
 GLOBAL_ACTIVATION_MANAGER = ActivationManager()
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two Python objects of one tensor: autograd may hand hooks a new object."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -15,6 +15,8 @@ class CallTimes:
     """Marks of one checkpointed call on the compute queue, without its waits for copies."""
 
     measurement: Measurement
+    index: int
+    """Of the block."""
     entered: Any
     left: Any = None
     recompute: Any = None
@@ -26,8 +28,13 @@ class CallTimes:
     def end_forward(self) -> None:
         self.left = self.measurement.queues.mark(Queue.COMPUTE)
 
+    def begin_load(self) -> None:
+        """Before the compute queue waits for this call's inputs: the one before it has computed."""
+        if self.measurement.computing is not self:
+            self.measurement.end_backward()
+
     def begin_backward(self) -> None:
-        self.measurement.end_backward()
+        self.begin_load()
         self.measurement.sample_peak()
         self.recompute = self.measurement.queues.mark(Queue.COMPUTE)
         self.measurement.computing = self
@@ -61,13 +68,14 @@ class Measurement:
     """Whose backward runs now."""
     peak_bytes: int | None = None
     """Of the device. Taken within the pass: a training loop may reset the statistics at the end of a step."""
+    next_index: int = 0
+    """Of the block that is about to be called."""
 
     def begin_call(self) -> CallTimes:
-        self.calls.append(CallTimes(self, self.queues.mark(Queue.COMPUTE)))
+        self.calls.append(CallTimes(self, self.next_index, self.queues.mark(Queue.COMPUTE)))
         return self.calls[-1]
 
     def end_backward(self) -> None:
-        """Before the compute queue waits for the next call's inputs."""
         if self.computing is not None:
             self.computing.ended = self.queues.mark(Queue.COMPUTE)
             self.computing = None
@@ -83,11 +91,12 @@ class Measurement:
         yield
         self.copies.append(CopyTimes(queue, size_bytes, start, self.queues.mark(queue)))
 
-    def is_complete(self, num_calls: int) -> bool:
-        return len(self.calls) == num_calls and all(times.recompute is not None for times in self.calls)
+    def is_complete(self) -> bool:
+        """Backward has reached every call of the forward."""
+        return bool(self.calls) and all(times.recompute is not None for times in self.calls)
 
-    def costs(self) -> list[BlockCost]:
-        """Forward order. The host waits for the queues."""
+    def costs(self, num_blocks: int) -> list[BlockCost]:
+        """Of every block in forward order; one that was skipped costs nothing. The host waits for the queues."""
         seconds = self.queues.seconds
         forward = [seconds(times.entered, times.left) for times in self.calls]
         backward = [
@@ -96,10 +105,10 @@ class Measurement:
         known = [value for value in backward if value is not None]
         # The last one's end is not seen; nothing is fetched behind it either.
         missing = sum(known) / len(known) if known else 0.0
-        return [
-            BlockCost(times.moved_bytes, there, missing if back is None else back)
-            for times, there, back in zip(self.calls, forward, backward, strict=True)
-        ]
+        costs = [BlockCost(0, 0.0, 0.0)] * num_blocks
+        for times, there, back in zip(self.calls, forward, backward, strict=True):
+            costs[times.index] = BlockCost(times.moved_bytes, there, missing if back is None else back)
+        return costs
 
     def bandwidth_bytes_per_s(self, queue: Queue) -> float | None:
         """Bytes per second of copying in one direction; None when nothing was copied."""

@@ -47,7 +47,10 @@ class Queues(Protocol):
         """Time between two marks; the host waits for them."""
 
     def peak_bytes(self) -> int | None:
-        """The most that has been used of the device's memory; None where nothing counts it."""
+        """The most that has been used of the device's memory since `reset_peak`; None where nothing counts it."""
+
+    def reset_peak(self) -> None:
+        """Begins to count anew."""
 
     def total_bytes(self) -> int | None:
         """All of the device's memory."""
@@ -77,6 +80,9 @@ class HostQueues:
         return end - start
 
     def peak_bytes(self) -> None:
+        return None
+
+    def reset_peak(self) -> None:
         return None
 
     def total_bytes(self) -> None:
@@ -123,6 +129,9 @@ class CudaQueues:
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def total_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).total_memory

@@ -35,7 +35,8 @@ class LiveBytes(TorchDispatchMode):
     def ignore(self, tensor: Tensor) -> None:
         """Does not count this tensor's memory, nor anything that shares it: an arena on the host, for one."""
         storage = tensor.untyped_storage()
-        self._set(storage._cdata, 0)
+        if storage._cdata in self._sizes:
+            self._set(storage._cdata, 0)
         self._ignored.add(storage._cdata)
         weakref.finalize(storage, self._ignored.discard, storage._cdata).atexit = False
 

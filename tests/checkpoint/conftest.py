@@ -18,6 +18,7 @@ CUDA = pytest.param(
 def device(request, monkeypatch):
     """The global manager, new, on one kind of queues; nothing of a test stays in it."""
     monkeypatch.setattr(MANAGER, "_queues", {})
+    monkeypatch.setattr(MANAGER, "_num_users", 0)  # models of other tests, which nobody has unwrapped
     if request.param == "late":
         monkeypatch.setattr(MANAGER, "_make_queues", LateQueues)
     if request.param == "cuda":

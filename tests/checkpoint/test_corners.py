@@ -1,7 +1,10 @@
 """The corners of training loops: the gradients there are those of torch's plain checkpointing, bit for bit."""
 
+import copy
+import functools
 import gc
 import logging
+import re
 
 import pytest
 import torch
@@ -152,8 +155,8 @@ def test_other_saved_tensor_hooks_go_first(caplog):
         run(model, inputs, ck.checkpoint).float().square().sum().backward()
     assert MANAGER.counters.moved == 0
     assert [record.message for record in caplog.records] == [
-        "nothing is offloaded inside of other saved-tensor hooks (torch.autograd.graph.save_on_cpu.__init__.<locals>."
-        "pack_to_cpu); leave them (save_on_cpu, for one) or set offload=0"
+        "nothing is offloaded inside of other saved-tensor hooks (save_on_cpu.__init__.<locals>.pack_to_cpu); "
+        "leave them (save_on_cpu, for one) or set offload=0"
     ]
     assert_identical(gradients(model, inputs), baseline())
 
@@ -327,3 +330,92 @@ def test_a_graph_that_is_dropped_gives_everything_back():
         run(model, inputs)
         gc.collect()
         assert MANAGER.counters.in_use_bytes == 0
+
+
+class Conjugated(nn.Module):
+    def forward(self, h, other):
+        return torch.view_as_real(h * h + 2 * other * h.sin()).sum()
+
+
+def test_a_lazily_conjugated_argument_is_another_tensor(device):
+    results = []
+    for call in (lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False), ck.checkpoint):
+        h = torch.complex(
+            *torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+        ).requires_grad_()
+        moved = h * 1
+        call(Conjugated(), moved, moved.conj()).backward()
+        results.append([h.grad])
+    assert_identical(results[1], results[0])
+    assert MANAGER.counters.moved == 1
+
+
+def test_a_sparse_argument_beside_the_moved_one(device):
+    results = []
+    for call in (lambda f, *a: torch_checkpoint(f, *a, use_reentrant=False), ck.checkpoint):
+        (x, _) = data()
+        mask = torch.eye(5, device=device).to_sparse()
+        call(
+            lambda h, m: torch.stack([torch.sparse.mm(m, part) for part in h]).sin(), x * 1, mask
+        ).sum().backward()
+        results.append([x.grad])
+    assert_identical(results[1], results[0])
+
+
+def test_a_subclass_stays_what_it_is(device):
+    class Named(torch.Tensor):
+        pass
+
+    seen = []
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    moved = (x * 1).as_subclass(Named)
+    ck.checkpoint(lambda h: seen.append(type(h)) or h.sin(), moved).sum().backward()
+    assert seen == [Named, Named] and MANAGER.counters.kept == 1
+
+
+def test_hooks_without_a_name_go_first_too(caplog):
+    (x, _) = data()
+    with torch.autograd.graph.saved_tensors_hooks(functools.partial(lambda t: t), lambda t: t):
+        ck.checkpoint(Block().to(x.device), x * 1).sum().backward()
+    assert "other saved-tensor hooks (partial)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("selectve", 0.0), "mode must be one of full, selective; got 'selectve'"),
+        (("full", -1.0), 'from 0.0 to 1.0, or "auto"; got -1.0'),
+        (("full", 7), 'from 0.0 to 1.0, or "auto"; got 7'),
+        (("full", "all"), "from 0.0 to 1.0, or \"auto\"; got 'all'"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ck.checkpoint_blocks(blocks(), *arguments)
+    with pytest.raises(ValueError, match="keep_last is a number of blocks, at least 0; got -1"):
+        ck.checkpoint_blocks(blocks(), "full", keep_last=-1)
+
+
+def test_blocks_that_move_bring_an_arena_along():
+    MANAGER.close()
+    model, inputs = blocks(), data()
+    undo = ck.checkpoint_blocks(model, "full", 1.0)
+    run(model, inputs).sum().backward()
+    assert MANAGER.counters.moved == 3
+    undo()
+    assert not MANAGER.enable
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: ck.checkpoint_blocks(m, "full"), lambda m: ck.chunk_tokens(m[0].up, 2)]
+)
+def test_a_wrapped_model_is_not_copied(wrap):
+    """Its copy would run the original's weights: an average of weights that never moves."""
+    model = blocks()
+    undo = wrap(model)
+    with pytest.raises(ValueError, match=r"cannot be deep-copied; copy it before"):
+        copy.deepcopy(model)
+    undo()
+    assert_identical(
+        [p.data for p in copy.deepcopy(model).parameters()], [p.data for p in model.parameters()]
+    )

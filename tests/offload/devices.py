@@ -179,7 +179,7 @@ class SimulatedQueues(HostQueues):
 
     def __init__(self, bandwidth_bytes_per_s, memory=None):
         self.now = dict.fromkeys(Queue, 0.0)
-        self.waited_s = 0.0
+        self.waited_s, self.num_resets = 0.0, 0
         self._bandwidth = bandwidth_bytes_per_s
         self._memory = memory
         """With `peak_bytes` and `total_bytes`."""
@@ -203,6 +203,9 @@ class SimulatedQueues(HostQueues):
 
     def peak_bytes(self):
         return None if self._memory is None else self._memory.peak_bytes
+
+    def reset_peak(self):
+        self.num_resets += 1
 
     def total_bytes(self):
         return None if self._memory is None else self._memory.total_bytes

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from opensora_accel import checkpoint as ck
 from opensora_accel.offload import ActivationManager, Memory, Queue, choose
@@ -86,7 +87,7 @@ def test_a_target_out_of_reach_moves_all_and_says_so():
 def test_a_device_that_does_not_overlap_gains_nothing():
     decision = decide(overlaps=False)
     assert (decision.moved, decision.limited_by) == (0, "nothing to gain")
-    assert "computes in host memory" in decision.reason
+    assert "do not run beside compute" in decision.reason
 
 
 class Timed(nn.Module):
@@ -107,6 +108,10 @@ class Timed(nn.Module):
 ENTRY = 4 * 16 * 4
 
 
+def optimizer_step():
+    torch.optim.SGD([torch.zeros(1)]).step()
+
+
 def train(bandwidth, passes, memory=None, offload="auto", num=10, sizes=None, target=None, queues=None):
     """The manager after some passes, and the simulated seconds of each."""
     queues = queues or SimulatedQueues(bandwidth, memory)
@@ -121,6 +126,7 @@ def train(bandwidth, passes, memory=None, offload="auto", num=10, sizes=None, ta
         for number in range(passes):
             before = queues.now[Queue.COMPUTE]
             forward(blocks, sizes[number] if sizes else 4).backward()
+            optimizer_step()
             seconds.append(max(queues.now.values()) - before)
     return manager, seconds, queues
 
@@ -196,7 +202,7 @@ def four_blocks():
     with engine(manager):
         manager.setup_arena(1 << 16)
         ck.checkpoint_blocks(blocks, "full", "auto")
-        yield blocks, manager
+        yield blocks, manager, queues
 
 
 def forward(blocks, tokens=4):
@@ -207,20 +213,128 @@ def forward(blocks, tokens=4):
 
 
 def test_a_pass_that_never_ends_is_measured_again(four_blocks):
-    blocks, manager = four_blocks
+    blocks, manager, _ = four_blocks
     for number in range(14):
         loss = forward(blocks)
         if number != 1:  # the one that is measured: its graph is dropped
             loss.backward()
-        assert bool(manager.decisions) == (number >= 10)
+        optimizer_step()
+        assert bool(manager.decisions) == (number >= 11)
+
+
+def test_a_pass_that_never_ends_does_not_hold_up_another_size(four_blocks):
+    blocks, manager, _ = four_blocks
+    for number in range(14):
+        loss = forward(blocks, tokens=4 if number < 2 else 8)
+        if number != 1:
+            loss.backward()
+        optimizer_step()
+    assert len(manager.decisions) == 1
 
 
 def test_two_microbatches_in_flight_are_measured_apart(four_blocks):
-    blocks, manager = four_blocks
+    blocks, manager, _ = four_blocks
     waiting = []
     for _ in range(8):
         waiting.append(forward(blocks))
         if len(waiting) == 2:
             waiting.pop(0).backward()
+            optimizer_step()
     assert [d.moved for d in manager.decisions] == [3]
     assert manager.decisions[0].pass_s == pytest.approx(4 * 4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_nothing_is_measured_before_the_optimizer_has_its_state(four_blocks, accumulation):
+    """Two block inputs fit besides the state that the first step makes; before it all would."""
+    blocks, manager, queues = four_blocks
+    queues._memory = memory = SimpleNamespace(peak_bytes=10 * ENTRY, total_bytes=24 * ENTRY)
+    for step in range(3):
+        for _ in range(accumulation):
+            forward(blocks).backward()
+        optimizer_step()
+        memory.peak_bytes = 20 * ENTRY
+        assert bool(manager.decisions) == (step == 2 or (step == 1 and accumulation > 1))
+    assert manager.decisions[0].moved == 2
+
+
+def test_without_an_optimizer_of_torch_it_is_measured_all_the_same(four_blocks):
+    blocks, manager, _ = four_blocks
+    for number in range(12):
+        forward(blocks).backward()
+        assert bool(manager.decisions) == (number >= 9)
+
+
+def test_where_memory_grows_later_it_is_decided_once_more(four_blocks):
+    blocks, manager, queues = four_blocks
+    queues._memory = memory = SimpleNamespace(peak_bytes=10 * ENTRY, total_bytes=24 * ENTRY)
+    for number in range(12):
+        forward(blocks).backward()
+        optimizer_step()
+        if number == 5:
+            memory.peak_bytes = 30 * ENTRY
+    assert [d.moved for d in manager.decisions] == [0, 3]
+    assert queues.num_resets == 2
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_blocks_that_are_skipped(four_blocks, skipped):
+    blocks, manager, _ = four_blocks
+    for _ in range(4):
+        forward([block for index, block in enumerate(blocks) if index != skipped]).backward()
+        optimizer_step()
+    (decision,) = manager.decisions
+    assert decision.num_blocks == 4 and decision.pass_s == pytest.approx(3 * 4)
+
+
+def test_inside_of_another_checkpoint_nothing_is_counted(four_blocks):
+    blocks, manager, _ = four_blocks
+    for _ in range(3):
+        torch_checkpoint(forward, blocks, use_reentrant=False).backward()
+        optimizer_step()
+    assert manager.decisions == [] and manager.counters.moved == 0
+    for _ in range(3):
+        forward(blocks).backward()
+        optimizer_step()
+    assert len(manager.decisions) == 1
+
+
+def test_sizes_that_are_close_share_a_decision():
+    manager, _, _ = train(ENTRY / 0.5, passes=20, sizes=[1000 + 3 * number for number in range(20)])
+    assert len(manager.decisions) == 1
+
+
+def test_after_a_decision_to_move_nothing_nothing_is_held(four_blocks):
+    blocks, manager, queues = four_blocks
+    manager.setup_arena()
+    queues._memory = SimpleNamespace(peak_bytes=10 * ENTRY, total_bytes=100 * ENTRY)
+    for number in range(4):
+        forward(blocks).backward()
+        optimizer_step()
+        assert (manager.slot_bytes > 0) == (manager.arena.size_bytes > 0) == (number < 2)
+    assert manager.decisions[0].moved == 0
+
+
+class TimedAttention(Timed):
+    """A second for attention and its projections, which the selective mode computes once less."""
+
+    def forward(self, hidden):
+        q = self.linear(hidden).view(1, 1, -1, 16)
+        attended = nn.functional.scaled_dot_product_attention(q, q, q).view(-1, 16)
+        return super().forward(attended)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_times_are_of_whole_blocks_in_every_mode(mode):
+    """What a block loads while it recomputes does not end it."""
+    queues = SimulatedQueues(ENTRY / 0.1)
+    manager = ActivationManager(lambda _device: queues)
+    blocks = nn.ModuleList([TimedAttention(queues) for _ in range(6)])
+    with engine(manager):
+        manager.setup_arena(1 << 16)
+        ck.checkpoint_blocks(blocks, mode, "auto")
+        for _ in range(3):
+            forward(blocks).backward()
+            optimizer_step()
+    assert manager.decisions[0].moved == 5
+    assert manager.decisions[0].pass_s == pytest.approx(6 * 4)

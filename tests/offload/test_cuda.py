@@ -51,8 +51,8 @@ def test_an_arena_is_page_locked_to_the_byte():
     arena = Arena(1_000_001)
     (memory,) = arena.memory
     assert memory.numel() == 1_000_001 and memory.is_pinned()
-    view, _ = arena.allocate(1000)
-    del arena, memory
+    view, release = arena.allocate(1000)
+    del arena, memory, release
     assert view.is_pinned(), "locked as long as anything uses it"
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opensora_accel.offload import ActivationManager, Arena
+from opensora_accel.offload import arena as arena_module
 
 
 def manager(size_bytes=1 << 16):
@@ -171,3 +172,71 @@ def test_nothing_is_saved_by_a_call_that_has_ended():
     with mine.call() as call:
         pass
     assert mine.save(torch.randn(8), call) is None and mine.counters.moved == 0
+
+
+def test_an_open_arena_gives_up_what_is_empty_for_other_sizes():
+    """Clips of many lengths: what the first one grew is of no use to the second."""
+    mine = ActivationManager()
+    mine.setup_arena(limit_bytes=40 * 1024)
+    for size in (500, 600, 700, 800, 1000):
+        held = [mine.offload(torch.full((size,), n, dtype=torch.uint8)) for n in range(30)]
+        assert all(held) and mine.counters.kept == 0
+        assert all(bool((mine.onload(ticket) == n).all()) for n, ticket in enumerate(held))
+        assert mine.arena.size_bytes <= 40 * 1024
+        held.clear()
+    mine.trim()
+    assert mine.arena.size_bytes == 0
+
+
+def test_memory_goes_back_to_the_host_after_the_copies():
+    settled = []
+    arena = Arena(limit_bytes=256, before_freeing=lambda: settled.append(arena.size_bytes))
+    arena.allocate(100)[1]()
+    assert arena.allocate(200) is not None and settled == [128], "asked while it was still there"
+    assert Arena(256).trim() is None, "a fixed one stays"
+
+
+def test_the_arena_is_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert Arena(64).memory[0].device.type == "cpu"
+
+
+def test_an_arena_for_users_lasts_as_long_as_they_do():
+    mine = ActivationManager()
+    first, second = mine.use(), mine.use()
+    assert mine.enable
+    first()
+    first()
+    assert mine.enable, "the other one still moves"
+    second()
+    assert not mine.enable
+    mine.setup_arena(64)
+    mine.use()()
+    assert mine.enable, "what was set up by hand is closed by hand"
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"SLURM_NTASKS_PER_NODE": "8(x2)"}, 8),
+        ({}, 1),
+    ],
+)
+def test_the_ranks_of_a_machine_share_its_memory(variables, ranks, monkeypatch):
+    for name in arena_module._LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(arena_module, "_free_host_bytes", lambda: 1600)
+    assert arena_module.default_limit_bytes() == 800 // ranks
+
+
+def test_files_that_were_read_do_not_count_as_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(arena_module, "_CGROUP", tmp_path)
+    for name, text in (("max", "1000"), ("current", "900"), ("stat", "anon 400\ninactive_file 450\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert arena_module._free_container_bytes() == 550
+    (tmp_path / "memory.max").write_text("max")
+    assert arena_module._free_container_bytes() > 1 << 60

@@ -32,7 +32,9 @@ def runtime(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.calls.append(("synchronize",)))
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device: fake.calls.append(("synchronize", device))
+        )
         monkeypatch.setattr(numa, "_pci_address", lambda _index: "gpu")
         monkeypatch.setattr(numa, "node_cpus", lambda _address: {max(os.sched_getaffinity(0))})
         return fake
@@ -52,7 +54,7 @@ def test_exactly_the_bytes_asked_for_are_locked_near_the_gpu(runtime):
     del arena, memory
     assert len(fake.calls) == 1, "a view still uses the pages"
     del view, _release
-    assert fake.calls[1:] == [("synchronize",), ("unlock", address)]
+    assert fake.calls[1:] == [("synchronize", 0), ("unlock", address)]
 
 
 def test_pages_that_cannot_be_locked_are_used_all_the_same(runtime, caplog, monkeypatch):

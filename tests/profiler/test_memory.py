@@ -60,3 +60,14 @@ def test_resized_storages_are_followed():
         x.untyped_storage().resize_(400)
         assert live.now_bytes == 400
     assert torch.UntypedStorage.resize_ is original
+
+
+def test_a_storage_at_an_ignored_address_is_counted_again():
+    live = LiveBytes()
+    for _ in range(50):
+        live.ignore(torch.zeros(1000))
+        with live:
+            made = torch.ones(1000)
+            assert live.now_bytes == 4000
+            del made
+        assert live.now_bytes == 0

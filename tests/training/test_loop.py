@@ -308,6 +308,6 @@ def test_the_choice_of_offload_and_its_reason_are_kept(ranks, folder, tmp_path):
     assert ranks(1, trained_with_auto, config) == [2**29]
     record = json.loads((tmp_path / "offload.json").read_text())
     (decision,) = record["decisions"]
-    assert decision["limited_by"] == "nothing to gain" and "computes in host memory" in decision["reason"]
+    assert decision["limited_by"] == "nothing to gain" and "do not run beside compute" in decision["reason"]
     assert (decision["moved"], decision["num_blocks"]) == (0, 2)
     assert record["counters"]["moved"] == 2, "two passes, before anything was decided"
