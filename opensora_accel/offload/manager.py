@@ -142,7 +142,6 @@ class ActivationManager:
         """Gives back what nothing uses: the slots, and what an open arena has grown by. Both come again."""
         self._take_back()
         with self._lock:
-            self._synchronize()
             self._slots.clear()
             if self.arena is not None:
                 self.arena.trim()
@@ -177,11 +176,7 @@ class ActivationManager:
     # ---- checkpointed calls
 
     @contextlib.contextmanager
-    def call(
-        self,
-        marked: Sequence[Tensor] = (),
-        measurement: Measurement | None = None,
-    ) -> Iterator[Call]:
+    def call(self, marked: Sequence[Tensor] = (), measurement: Measurement | None = None) -> Iterator[Call]:
         """One checkpointed call: within it, what autograd saves of the marked tensors goes through the arena.
 
         Everything else is saved as always. So is all of it inside of another checkpoint, which recomputes it.

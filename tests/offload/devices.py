@@ -122,9 +122,14 @@ class RaceQueues(HostQueues):
     def _watch_host(self, storage):
         if storage.data_ptr() not in self._host:
             self._host.add(storage.data_ptr())
-            used = storage_lines(storage)
-            # The host gives pages back without asking any queue.
-            weakref.finalize(storage, lambda: self.access(HOST, "pages given back", writes=used))
+            weakref.finalize(storage, self._freed_on_host, storage.data_ptr(), storage_lines(storage))
+
+    def _freed_on_host(self, start, used):
+        """The host gives pages back without asking any queue. What comes to lie there is other memory."""
+        self.access(HOST, "pages given back", writes=used)
+        self._host.discard(start)
+        for line in used:
+            self.handler._handle_memory_deallocation(line)
 
 
 class Compute(TorchDispatchMode):

@@ -131,10 +131,9 @@ def two_asked_back_apart(manager, mode):
     return found
 
 
-def closed_in_mid_backward(manager, mode):
-    """The arena goes while a copy from it is under way."""
+def left_in_mid_backward(manager, mode, leave):
+    """A step that fails while a block is being fetched; `leave()`, and another step."""
     blocks = model()
-    manager.setup_arena(1 << 14)
     ck.checkpoint_blocks(blocks, mode, 1.0)
     loss = forward(blocks)
     handle = blocks[2].qkv.register_forward_hook(lambda *_: (_ for _ in ()).throw(Aborted()))
@@ -142,12 +141,41 @@ def closed_in_mid_backward(manager, mode):
         loss.backward()
     handle.remove()
     del loss
+    # After a backward that failed, autograd keeps what it did not reach until the next one (torch 2.13).
+    torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
-    manager.close()
+    leave()
     blocks.zero_grad()
-    manager.setup_arena(1 << 14)
     forward(blocks, 2).backward()
     return gradients(blocks)
+
+
+def closed_in_mid_backward(manager, mode):
+    """The arena goes while a copy from it is under way."""
+
+    def leave():
+        manager.close()
+        manager.setup_arena(1 << 14)
+
+    manager.setup_arena(1 << 14)
+    return left_in_mid_backward(manager, mode, leave)
+
+
+def trimmed_in_mid_backward(manager, mode):
+    """An arena gives its empty slabs back while a copy from them is under way."""
+    manager.setup_arena(limit_bytes=1 << 14)
+    return left_in_mid_backward(manager, mode, manager.trim)
+
+
+def no_room_in_mid_backward(manager, mode):
+    """As above, because another size needs the room."""
+    manager.setup_arena(limit_bytes=1 << 14)
+
+    def leave():
+        tickets = [manager.offload(torch.full((500,), 1.0, device=DEVICE)) for _ in range(8)]
+        assert any(tickets)
+
+    return left_in_mid_backward(manager, mode, leave)
 
 
 def single_tensors(manager, mode):
@@ -164,6 +192,8 @@ SCENARIOS = {
         backward_inside_of_the_call,
         two_asked_back_apart,
         closed_in_mid_backward,
+        trimmed_in_mid_backward,
+        no_room_in_mid_backward,
         single_tensors,
     )
 }

@@ -55,11 +55,11 @@ def test_every_access_is_ordered(scenario, mode):
 
 
 def is_order(node):
-    """A call that states an order: `x.wait(...)`, `x.record(...)`, `x.synchronize()`, `self._wait_for_...(...)`."""
+    """A call that states an order: `x.wait(...)`, `x.record(...)`, `x.synchronize()`, `self._wait_for_...()`."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return False
     name = node.func.attr
-    return name in ("wait", "record", "synchronize") or name.startswith("_wait_for_copies")
+    return name in ("wait", "record", "synchronize", "_synchronize") or name.startswith("_wait_for_copies")
 
 
 def order_sites():
