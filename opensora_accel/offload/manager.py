@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,35 +21,15 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opensora_accel.offload.arena import Arena, aligned, default_limit_bytes
-from opensora_accel.offload.auto import Decision
 from opensora_accel.offload.calls import Call, Fetched, Kept, Leaving, Saved, Ticket
+from opensora_accel.offload.choose import Decision
+from opensora_accel.offload.counters import OffloadCounters
 from opensora_accel.offload.layout import can_move, from_bytes, identity, layout_of, to_bytes
 from opensora_accel.offload.measure import CallTimes, Measurement
 from opensora_accel.offload.queues import Queue, Queues, queues_for
 from opensora_accel.offload.slots import Slots
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class OffloadCounters:
-    """What happened to the marked tensors since the last `reset_counters()`."""
-
-    moved: int = 0
-    moved_bytes: int = 0
-    shared: int = 0
-    """Marked again while already in the arena: one copy serves all."""
-    kept: int = 0
-    """Stayed on the device: the arena was full, or the tensor is of a kind that cannot move."""
-    kept_bytes: int = 0
-    fetched: int = 0
-    fetched_bytes: int = 0
-    prefetched: int = 0
-    """Calls whose copies in started while another block computed."""
-    overflows: int = 0
-    """Calls fetched into memory of their own, because both slots were in use."""
-    in_use_bytes: int = 0
-    peak_bytes: int = 0
 
 
 class ActivationManager:
