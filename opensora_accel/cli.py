@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(str(error))
     except KeyboardInterrupt:
-        return _fail("interrupted; what was saved before is whole (--resume goes on from there)", status=130)
+        saved = "; what was saved before is whole (--resume goes on from there)" if name == "train" else ""
+        return _fail(f"interrupted{saved}", status=130)
 
 
 def _fail(message: str, status: int = 2) -> int:

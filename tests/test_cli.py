@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from opensora_accel.cli import main
+from opensora_accel.cli import COMMANDS, main
 from tests.test_layers import ROOT
 from tests.training.runs import make_folder, tiny_config
 
@@ -249,3 +249,13 @@ def test_bench_names_its_benchmarks(run):
     assert status == 2 and "there is no benchmark 'ofload'; the benchmarks are offload" in text
     status, text = run("bench", "offload", "--help")
     assert status == 0 and "how to read the table" in text and "usage: opensora-accel bench offload" in text
+
+
+@pytest.mark.parametrize(("command", "hint"), [("train", True), ("bench", False)])
+def test_an_interrupt_says_what_is_left(run, monkeypatch, command, hint):
+    def interrupted(_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, command, interrupted)
+    status, text = run(command)
+    assert status == 130 and "interrupted" in text and ("--resume" in text) == hint
