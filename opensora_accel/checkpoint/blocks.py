@@ -147,9 +147,7 @@ def _checkpointed(
 ) -> Forward:
     signature = inspect.signature(original)
 
-    @torch.compiler.disable(
-        reason="a checkpoint is no part of a compiled region; compile what is inside by block.compile()"
-    )
+    @torch.compiler.disable(reason=_NOT_COMPILED)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner.call(*args, **kwargs)
