@@ -24,6 +24,13 @@ SEQUENCE_AXES = ("ring", "ulysses")
 MIXED_AXES = DATA_AXES + SEQUENCE_AXES
 
 
+def check_offload(offload: object) -> None:
+    """Raises ValueError unless it is a share from 0 to 1, or "auto"."""
+    is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
+    if offload != "auto" and not (is_number and 0.0 <= float(offload) <= 1.0):  # type: ignore[arg-type]
+        raise ValueError(f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {offload!r}')
+
+
 @dataclass(frozen=True)
 class Plan:
     """Degrees of every mesh axis, and what is done to activations, parameters and precision.
@@ -72,12 +79,8 @@ class Plan:
             )
 
     def _check_offload(self) -> None:
+        check_offload(self.offload)
         automatic = self.offload == "auto"
-        valid = isinstance(self.offload, (int, float)) and not isinstance(self.offload, bool)
-        if not automatic and (not valid or not 0.0 <= float(self.offload) <= 1.0):
-            raise ValueError(
-                f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {self.offload!r}'
-            )
         if self.checkpoint == "none" and (automatic or float(self.offload) > 0):
             raise ValueError(
                 f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from opensora_accel.checkpoint.core import checkpointed
 from opensora_accel.checkpoint.selective import attention_contexts
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, AutoOffload
+from opensora_accel.plan import check_offload
 from opensora_accel.wrapping import Forward, wrap_forward
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -47,8 +48,8 @@ def checkpoint_blocks(
         mode: "full" recomputes everything; "selective" keeps what self-attention kernels return (output
             and log-sum-exp) and recomputes the rest.
         offload: share of the blocks, from the first, whose boundary tensors wait in host memory, and in the
-            selective mode what their attention returned. "auto" measures the second pass, then moves as many
-            blocks as the memory needs and the link carries; until then all.
+            selective mode what their attention returned. "auto" measures a pass after the first optimizer step,
+            then moves as many blocks as the memory needs and the link carries; until then all.
         boundary: names of the forward arguments that are moved, for all blocks or as a function of the block;
             by default the first one.
         capture_scope: called at every forward; the scope that it returns is entered around the recomputation.
@@ -75,8 +76,7 @@ def checkpoint_blocks(
 def _check_options(mode: str, offload: float | str, keep_last: int) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
-    if offload != "auto" and not (isinstance(offload, (int, float)) and 0.0 <= offload <= 1.0):
-        raise ValueError(f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {offload!r}')
+    check_offload(offload)
     if keep_last < 0:
         raise ValueError(f"keep_last is a number of blocks, at least 0; got {keep_last}")
 
@@ -111,7 +111,7 @@ def _wrap(
             f"this {type(block).__name__} is compiled already, which would put its checkpoint inside of the compiled "
             "region; checkpoint first (shardformer.shard), then call block.compile()"
         )
-    inner = _Compilable(block, block.forward, mode)
+    inner = _Compilable(block.forward, mode)
     undo_forward = wrap_forward(block, partial(_checkpointed, inner, mode, moved, capture_scope))
     block.compile = inner.compile  # type: ignore[method-assign]
 
@@ -128,8 +128,8 @@ def _wrap(
 class _Compilable:
     """A block's own forward, which `block.compile()` compiles without the checkpoint around it."""
 
-    def __init__(self, block: nn.Module, forward: Forward, mode: Mode):
-        self.call, self._block, self._forward, self._mode = forward, block, forward, mode
+    def __init__(self, forward: Forward, mode: Mode):
+        self.call, self._forward, self._mode = forward, forward, mode
         self.options: tuple[Any, Any] | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Call
+from opensora_accel.offload.layout import is_plain
 from opensora_accel.offload.measure import Measurement
 
 Contexts = Callable[[Call], Callable[[], tuple[Any, Any]]]
@@ -63,7 +63,6 @@ def _loses_its_class(argument: Any) -> bool:
     """Autograd rebuilds what its hooks return as a plain tensor, except of wrappers (DTensor)."""
     return (
         isinstance(argument, Tensor)
-        and type(argument) not in (Tensor, nn.Parameter)
+        and not is_plain(argument)
         and not is_traceable_wrapper_subclass(argument)
-        and not is_fake(argument)
     )

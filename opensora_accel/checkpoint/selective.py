@@ -62,7 +62,7 @@ class _KeptOutputs:
         if position >= len(self.outputs) or self.outputs[position][0] is not operation:
             raise RuntimeError(
                 f"recomputation called {operation} as attention number {position + 1}, the forward did not: "
-                'blocks must do the same in both (checkpoint="full" would find out less surely)'
+                "a block must do the same in both"
             )
         outputs = tree_map_only(Saved, GLOBAL_ACTIVATION_MANAGER.load, self.outputs[position][1])
         # Aliases: autograd will write its history onto what it is given.

@@ -62,10 +62,15 @@ def from_bytes(memory: Tensor, layout: Layout) -> Tensor:
     return tensor.data
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Of no subclass with a behaviour of its own."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor)
+
+
 def can_move(tensor: Tensor) -> bool:
     """Plain strided memory: no subclass, not sparse, no lazily conjugated or negated values."""
     return (
-        (type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor))
+        is_plain(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -168,6 +168,11 @@ class TrainConfig:
         _at_least("keep_checkpoints", self.keep_checkpoints, 1)
         _at_least("num_samples", self.num_samples, 0)
         _at_least("memory_target_gib", self.memory_target_gib, 0)
+        if self.memory_target_gib and self.plan.offload != "auto":
+            raise ValueError(
+                f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '
+                f"is {self.plan.offload}; set it to auto, or leave memory_target_gib out"
+            )
 
 
 def load_config(path: str | Path) -> TrainConfig:

@@ -44,6 +44,7 @@ def test_toml_and_defaults(tmp_path):
         ("[optim]\nbetas = [0.9]", "optim.betas must be a list of 2 numbers; got [0.9]"),
         ('[optim]\nschedule = "linear"', "optim.schedule must be one of constant, cosine; got 'linear'"),
         ("plan = 3", "plan must be a table of options; got 3"),
+        ("memory_target_gib = 8", "is 0.0; set it to auto, or leave memory_target_gib out"),
         ("[plan]\noffload = 0.5", 'checkpoint is none; set checkpoint="full"'),
         ("[flow]\nshift = -1", "flow.shift must be above 0, or auto"),
         ("steps = ", "cannot be read as toml"),
