@@ -1,10 +1,17 @@
-"""Attention on one rank, in the layout that every parallel attention here shares: [B, S, H, D]."""
+"""Attention on one rank, in the layout that every parallel attention here shares: [B, S, H, D].
+
+`local_attention` is the whole of it. `attend` and `attend_backward` are one block of keys of it: they give and take
+the log-sum-exp by which blocks are merged.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from opensora_accel.attention.kernels import Choice, Problem, choose_kernel
+from opensora_accel.attention.kernels.base import Grads
 
 
 def local_attention(
@@ -60,25 +67,52 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_zeros(*q.shape[:3], v.size(3)) + connection
 
 
-def check_attention_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """Raises ValueError unless the shapes, dtypes and mask are those of one attention."""
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"q, k and v must be [B, S, H, D]; got {shapes}")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"k and v must agree in batch, tokens and heads; got {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if q.size(0) != k.size(0) or q.size(3) != k.size(3):
-        raise ValueError(f"q and k must agree in batch and head dim; got {tuple(q.shape)}, {tuple(k.shape)}")
-    if k.size(2) == 0 or q.size(2) % k.size(2):
-        raise ValueError(
-            f"query heads ({q.size(2)}) must be a multiple of key heads ({k.size(2)}); repeat the key heads"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:2]):
-        raise ValueError(
-            f"mask must be a bool key mask [B, S_kv] = {tuple(k.shape[:2])}, true where a key may be seen; "
-            f"got {mask.dtype} {tuple(mask.shape)}"
-        )
+def explain_kernel(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Choice:
+    """The kernel that ring attention takes for these tensors, and why not the ones before it: `print` it."""
+    return choose_kernel(Problem.of(q, k, v, mask))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over one block of keys: output [B, S_q, H, D_v] and log-sum-exp [B, H, S_q].
+
+    Arguments as `local_attention`. A row that sees no key has output 0 and log-sum-exp −inf. Not differentiable.
+    """
+    if q.numel() == 0 or k.numel() == 0:
+        lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=accumulator_dtype(q.dtype))
+        return q.new_zeros(*q.shape[:3], v.size(3)), lse
+    kernel = choose_kernel(Problem.of(q, k, v, mask)).kernel
+    out, lse = kernel.forward(q, k, v, mask, causal, scale)
+    if mask is not None:
+        # [B, S_q] or [B, 1]: kernels differ in what they make of a row that sees nothing.
+        sees_none = mask.cumsum(1) == 0 if causal else ~mask.any(1, keepdim=True)
+        out = out.masked_fill(sees_none[:, :, None, None], 0)
+        lse = lse.masked_fill(sees_none[:, None, :], float("-inf"))
+    return out, lse
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    """Gradients of q, k and v through one block of keys, where `out` and `lse` are those of the whole row.
+
+    `lse` must be finite: 0 in place of −inf, for a row without keys, gives all of its masked keys the weight 0.
+    """
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kernel = choose_kernel(Problem.of(q, k, v, mask)).kernel
+    return kernel.backward(grad, q, k, v, out, lse, mask, causal, scale)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results are added up in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,86 @@
+"""What a kernel is asked, and what it must answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts of one call that decide which kernels can take it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    grouped: bool
+    masked: bool
+    deterministic: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Problem:
+        return cls(
+            device=q.device,
+            dtype=q.dtype,
+            head_dim=q.size(3),
+            value_dim=v.size(3),
+            grouped=q.size(2) != k.size(2),
+            masked=mask is not None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+class Kernel(Protocol):
+    """Softmax attention of one block of keys; q [B, S_q, H, D], k and v [B, S_kv, H_kv, D], none of them empty.
+
+    `mask` is a key mask [B, S_kv], true where a key may be seen; `causal` needs S_q = S_kv. Rows that see no key may
+    hold anything: the caller knows them.
+    """
+
+    name: str
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Why it cannot take the problem; None if it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, S_q, H, D_v] and log-sum-exp [B, H, S_q], fp32 or fp64."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        """Gradients of q, k and v through this block, where `out` and `lse` are those of all blocks together."""
+        ...
+
+
+def expand_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """[B, S, H_kv, D] → [B, S, H, D], each key head repeated for its group of query heads."""
+    return tensor.repeat_interleave(num_heads // tensor.size(2), 2)
+
+
+def sum_groups(grad: Tensor, num_heads: int) -> Tensor:
+    """The gradient of `expand_heads`."""
+    return grad if grad.size(2) == num_heads else grad.unflatten(2, (num_heads, -1)).sum(3)
+
+
+def key_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, S_kv] of 0 where a key may be seen and −inf where not."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

@@ -1,0 +1,63 @@
+"""torch's fused kernel for CPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opensora_accel.attention.kernels.base import Grads, Problem, key_bias
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuFlashKernel:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: any mask, grouped heads, fp64 too.
+
+    bf16 and fp16 are computed in fp32. The kernel's own low precision rounds the output of every block, which alone
+    raises the mean error of merged blocks to 1.1–1.4 times that of one call (16 blocks, torch 2.13, 2026-11); its
+    price is 2.3 times the forward's time where the CPU multiplies bf16 itself (AMX), nothing elsewhere.
+    """
+
+    name = "aten flash (CPU)"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {problem.device.type}"
+        if problem.head_dim != problem.value_dim:
+            return f"it needs values as wide as keys, they are {problem.value_dim} and {problem.head_dim}"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (_heads_first(tensor) for tensor in (q, k, v))
+        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        grad, q, k, v, out = (_heads_first(tensor) for tensor in (grad, q, k, v, out))
+        bias = _bias(mask, q)
+        grads = _backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        grad_q, grad_k, grad_v = (tensor.transpose(1, 2) for tensor in grads)
+        return grad_q, grad_k, grad_v
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    tensor = tensor.transpose(1, 2)
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if mask is None else key_bias(mask, q.dtype)[:, None, None, :]

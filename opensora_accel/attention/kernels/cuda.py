@@ -1,0 +1,204 @@
+"""torch's fused kernels for NVIDIA and AMD GPUs: flash, cuDNN and memory-efficient attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opensora_accel.attention.kernels.base import Grads, Problem, expand_heads, key_bias, sum_groups
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _refuses_on_any(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if problem.device.type != "cuda":
+        return f"it runs on CUDA, the tensors are on {problem.device.type}"
+    if problem.dtype not in dtypes:
+        return f"it takes {' or '.join(map(str, dtypes))}, not {problem.dtype}"
+    if problem.head_dim != problem.value_dim:
+        return f"it needs values as wide as keys, they are {problem.value_dim} and {problem.head_dim}"
+    if problem.head_dim % 8:
+        return f"it needs a head dim that is a multiple of 8, not {problem.head_dim}"
+    return None
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+def _whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Grouped heads written out, for kernels that do not group."""
+    return (k, v) if k.size(2) == q.size(2) else (expand_heads(k, q.size(2)), expand_heads(v, q.size(2)))
+
+
+def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """A key mask as the bias [B, H, S_q, S_kv] that the kernels add, one row in memory a sample.
+
+    They read it in runs of 16 bytes: rows are as long as a multiple of 16 elements, and cut to size.
+    """
+    if mask is None:
+        return None
+    size, padded = mask.size(1), -(-mask.size(1) // 16) * 16
+    bias = q.new_zeros(mask.size(0), padded)
+    bias[:, :size] = key_bias(mask, q.dtype)
+    return bias[:, None, None, :size].expand(q.size(0), q.size(2), q.size(1), size)
+
+
+def _unused_seed(q: Tensor) -> Tensor:
+    """The state of a dropout that is not used."""
+    return torch.empty(2, dtype=torch.uint64, device=q.device)
+
+
+class FlashKernel:
+    """`aten::_scaled_dot_product_flash_attention`; grouped heads are written out."""
+
+    name = "aten flash"
+
+    def refuses(self, problem: Problem) -> str | None:
+        unfit = _refuses_on_any(problem, _HALF)
+        if unfit is None and problem.masked:
+            return "it takes no key mask"
+        if unfit is None and problem.head_dim > 256:
+            return f"it needs a head dim of at most 256, not {problem.head_dim}"
+        return unfit
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        inputs = _heads_first(q, *_whole_heads(q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        num_kv_heads, sizes = k.size(2), (q.size(1), k.size(1))
+        k, v = _whole_heads(q, k, v)
+        seed = _unused_seed(q)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *_heads_first(grad, q, k, v, out), lse, None, None, *sizes, 0.0, causal, seed, seed, scale=scale
+        )
+        grad_q, grad_k, grad_v = _heads_first(*grads)
+        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+
+
+class CudnnKernel:
+    """`aten::_scaled_dot_product_cudnn_attention`, for Hopper and newer; grouped heads are written out."""
+
+    name = "cuDNN"
+
+    def refuses(self, problem: Problem) -> str | None:
+        unfit = _refuses_on_any(problem, _HALF)
+        if unfit is None and problem.deterministic:
+            return "its backward is not deterministic"
+        if unfit is None and problem.head_dim > 128:
+            return f"its backward needs a head dim of at most 128, not {problem.head_dim}"
+        if unfit is None and torch.cuda.get_device_capability(problem.device) < (9, 0):
+            return "it is slower than the others before Hopper"
+        return unfit
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        bias, inputs = _bias(mask, q), _heads_first(q, *_whole_heads(q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *inputs, bias, True, 0.0, causal, scale=scale
+        )
+        return out.transpose(1, 2), lse.reshape(out.shape[:3])
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        num_kv_heads, sizes = k.size(2), (q.size(1), k.size(1))
+        k, v = _whole_heads(q, k, v)
+        bias, seed = _bias(mask, q), _unused_seed(q)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *_heads_first(grad, q, k, v, out),
+            lse.unsqueeze(-1),
+            seed,
+            seed,
+            bias,
+            None,
+            None,
+            *sizes,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        grad_q, grad_k, grad_v = _heads_first(*grads)
+        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+
+
+class EfficientKernel:
+    """`aten::_scaled_dot_product_efficient_attention`: key masks and fp32; grouped heads are written out."""
+
+    name = "aten efficient"
+
+    def refuses(self, problem: Problem) -> str | None:
+        unfit = _refuses_on_any(problem, (torch.float32, *_HALF))
+        if unfit is None and problem.deterministic:
+            return "its backward is not deterministic"
+        return unfit
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        bias, inputs = _bias(mask, q), _heads_first(q, *_whole_heads(q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            *inputs, bias, True, 0.0, causal, scale=scale
+        )
+        return out.transpose(1, 2), lse[:, :, : q.size(1)]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        num_kv_heads = k.size(2)
+        k, v = _whole_heads(q, k, v)
+        bias, seed = _bias(mask, q), torch.zeros((), dtype=torch.int64, device=q.device)
+        grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *_heads_first(grad, q, k, v),
+            bias,
+            out.transpose(1, 2),
+            _padded_rows(lse),
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+        grad_q, grad_k, grad_v = _heads_first(grad_q, grad_k, grad_v)
+        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+
+
+def _padded_rows(lse: Tensor) -> Tensor:
+    """The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing."""
+    missing = -lse.size(2) % 32
+    return torch.nn.functional.pad(lse, (0, missing), value=float("inf")) if missing else lse.contiguous()

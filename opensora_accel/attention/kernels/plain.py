@@ -1,0 +1,66 @@
+"""Attention written out, for whatever no fused kernel takes: fp64 on a GPU, values wider than keys, meta tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opensora_accel.attention.kernels.base import Grads, Problem, expand_heads, sum_groups
+
+
+class PlainKernel:
+    """The definition, in fp32 (fp64 where the inputs are). Holds one S_q × S_kv matrix a head."""
+
+    name = "plain"
+
+    def refuses(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _widened(q, k, v)
+        scores = _scores(q, expand_heads(k, q.size(2)), mask, causal, scale)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp_()
+        return torch.einsum("bhst,bthd->bshd", weights, expand_heads(v, q.size(2))), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        grad, q, k, v, out = _widened(grad, q, k, v, out)
+        num_heads, num_kv_heads = q.size(2), k.size(2)
+        k, v = expand_heads(k, num_heads), expand_heads(v, num_heads)
+        weights = (_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).exp_()
+        grad_v = torch.einsum("bhst,bshd->bthd", weights, grad)
+        # What softmax's backward takes away from every score of a row; out is the whole row's.
+        row = (grad * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+        grad_scores = weights * (torch.einsum("bshd,bthd->bhst", grad, v) - row) * scale
+        grad_q = torch.einsum("bhst,bthd->bshd", grad_scores, k)
+        grad_k = torch.einsum("bhst,bshd->bthd", grad_scores, q)
+        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """[B, H, S_q, S_kv], −inf where a key is not seen."""
+    scores = torch.einsum("bshd,bthd->bhst", q * scale, k)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores

@@ -1,0 +1,355 @@
+"""Kernels that return the log-sum-exp: each against the definition, block by block, with the whole row's lse.
+
+Those of a GPU run against stand-ins that have their signatures and their demands, written in plain maths, unless there
+is a GPU.
+"""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+
+from opensora_accel.attention import explain_kernel
+from opensora_accel.attention.kernels import Problem, choose_kernel
+from opensora_accel.attention.kernels import flash_attn as flash_attn_file
+from opensora_accel.attention.kernels.cpu import CpuFlashKernel
+from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
+from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
+from opensora_accel.attention.kernels.plain import PlainKernel
+from opensora_accel.attention.local import attend, attend_backward
+from opensora_accel.attention.merge import merge_
+from tests.attention.reference import full_attention, random_inputs, weights_like
+
+PLAIN = PlainKernel()
+SCALE = 8**-0.5
+
+
+def blockwise(kernel, q, k, v, mask, grad, sizes):
+    """Output and gradients from blocks of keys, each seen by the kernel alone."""
+    out, scale = torch.zeros_like(q, dtype=torch.float64), q.size(-1) ** -0.5
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+    blocks = list(zip(*(t.split(sizes, 1) for t in (k, v, mask)), strict=True))
+    for block_k, block_v, block_mask in blocks:
+        part, part_lse = kernel.forward(q, block_k, block_v, block_mask, False, scale)
+        assert part.shape == q.shape and part_lse.shape == (q.size(0), q.size(2), q.size(1))
+        merge_(out, lse, part, part_lse.transpose(1, 2))
+    grads = [torch.zeros_like(q), [], []]
+    for block_k, block_v, block_mask in blocks:
+        parts = kernel.backward(
+            grad, q, block_k, block_v, out.to(q.dtype), lse.transpose(1, 2).to(part_lse.dtype), block_mask,
+            False, scale,
+        )  # fmt: skip
+        grads[0] += parts[0]
+        grads[1].append(parts[1])
+        grads[2].append(parts[2])
+    return out, grads[0], torch.cat(grads[1], 1), torch.cat(grads[2], 1)
+
+
+def expected(q, k, v, mask, grad, causal=False):
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    out = full_attention(q, k, v, mask, causal)
+    out.backward(grad.double())
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), PLAIN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_blocks_add_up_to_the_definition(kernel, heads, dtype):
+    q, k, v, mask = random_inputs(9, 14, *heads, True, dtype=dtype)
+    mask[:, ::3] = True  # some key in every block: rows that see none are the caller's
+    grad = weights_like(q)
+    found = blockwise(kernel, q, k, v, mask, grad, [3, 7, 4])
+    for actual, wanted in zip(found, expected(q, k, v, mask, grad), strict=True):
+        torch.testing.assert_close(
+            actual.double(), wanted, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-5
+        )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), PLAIN], ids=lambda kernel: kernel.name)
+def test_causal_squares(kernel, masked):
+    q, k, v, mask = random_inputs(9, 9, 4, 2, masked)
+    if masked:
+        mask[:, 0] = True
+    grad = weights_like(q)
+    out, lse = kernel.forward(q, k, v, mask, True, SCALE)
+    found = out, *kernel.backward(grad, q, k, v, out, lse, mask, True, SCALE)
+    for actual, wanted in zip(found, expected(q, k, v, mask, grad, causal=True), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_see_no_key(causal):
+    q, k, v, mask = random_inputs(6, 6, 2, 2, True)
+    mask[0] = torch.tensor([False, False, True, False, True, True])
+    out, lse = attend(q, k, v, mask, causal=causal, scale=SCALE)
+    torch.testing.assert_close(out, full_attention(q, k, v, mask, causal), rtol=0, atol=1e-12)
+    sees = torch.zeros(2, 6, dtype=torch.bool)
+    sees[0, 2 if causal else 0 :] = True
+    assert torch.equal(lse == -math.inf, ~sees[:, None, :].expand_as(lse))
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    grads = attend_backward(torch.ones_like(q), q, k, v, out, lse, mask, causal, SCALE)
+    for grad, wanted in zip(
+        grads, expected(q, k, v, mask, torch.ones_like(q), causal=causal)[1:], strict=True
+    ):
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_attend(shape):
+    """torch's CPU kernel ends the process with a floating point exception on these (2.13)."""
+    q, k, v, _ = random_inputs(*shape, 2, 2, False)
+    out, lse = attend(q, k, v, None, causal=False, scale=SCALE)
+    assert out.shape == q.shape and not out.any() and bool((lse == -math.inf).all())
+    grads = attend_backward(q, q, k, v, out, lse, None, False, SCALE)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and not any(g.any() for g in grads)
+
+
+def problem(**changes):
+    facts = {
+        "device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64, "value_dim": 64, "grouped": False,
+        "masked": False, "deterministic": False,
+    }  # fmt: skip
+    return Problem(**{**facts, **changes})
+
+
+def test_the_choice_can_be_asked_for_its_reason():
+    q, k, v, _ = random_inputs(4, 4, 2, 2, False)
+    text = str(explain_kernel(q, k, v))
+    assert text.startswith("aten flash (CPU) (not flash-attn 3: it runs on CUDA, the tensors are on cpu; ")
+    wide = choose_kernel(problem(value_dim=32))
+    assert wide.kernel.name == "plain"
+    assert dict(wide.refused)["aten flash (CPU)"] == "it needs values as wide as keys, they are 32 and 64"
+
+
+def test_choosing_the_unfused_kernel_warns(caplog):
+    choose_kernel.cache_clear()
+    choose_kernel(problem(value_dim=16))
+    assert "runs unfused and holds S_q × S_kv scores a head" in caplog.text
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    choose_kernel.cache_clear()
+    flash_attn_file._load.cache_clear()
+    yield
+    choose_kernel.cache_clear()
+    flash_attn_file._load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"dtype": torch.bfloat16}, "aten flash"),
+        ({"dtype": torch.bfloat16, "masked": True}, "cuDNN"),
+        ({"dtype": torch.bfloat16, "masked": True, "head_dim": 256, "value_dim": 256}, "aten efficient"),
+        ({"dtype": torch.float32}, "aten efficient"),
+        ({"dtype": torch.float64}, "plain"),
+        ({"dtype": torch.bfloat16, "deterministic": True}, "aten flash"),
+        ({"dtype": torch.bfloat16, "deterministic": True, "masked": True}, "plain"),
+        ({"dtype": torch.float32, "head_dim": 20, "value_dim": 20}, "plain"),
+    ],
+)
+def test_choice_on_a_hopper_gpu(hopper, changes, name):
+    assert choose_kernel(problem(device=torch.device("cuda", 0), **changes)).kernel.name == name
+
+
+class AtenStandIns:
+    """torch's GPU operations by name, in plain maths: bound to the real schemas, with the real demands."""
+
+    def __init__(self, monkeypatch):
+        for name in ("flash", "cudnn", "efficient"):
+            for suffix in ("", "_backward"):
+                operation = f"_scaled_dot_product_{name}_attention{suffix}"
+                schema = getattr(torch.ops.aten, operation).default._schema
+                function = getattr(self, "backward" if suffix else "forward")
+                monkeypatch.setattr(torch.ops.aten, operation, self.bound(schema, name, function))
+
+    @staticmethod
+    def bound(schema, name, function):
+        def call(*args, **kwargs):
+            names = [a.name.rstrip("_") for a in schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            assert set(given) <= set(names)
+            for argument in schema.arguments:
+                known = argument.name.rstrip("_") in given or argument.has_default_value()
+                assert known, f"{argument.name} is missing"
+            return function(name, given)
+
+        return call
+
+    @staticmethod
+    def mask(name, given):
+        bias = given.get("attn_bias")
+        if bias is None:
+            return None
+        q, k = given["query"], given["key"]
+        assert bias.shape == (q.size(0), q.size(1), q.size(2), k.size(2)) and bias.dtype == q.dtype
+        assert bias.stride(-1) == 1 and bias.stride(0) % 16 == 0
+        assert bool((bias == bias[:, :1, :1]).all())
+        return bias[:, 0, 0] == 0
+
+    def forward(self, name, given):
+        q, k, v = (given[n].transpose(1, 2) for n in ("query", "key", "value"))
+        assert q.size(2) == k.size(2), "this kernel does not group heads"
+        out, lse = PLAIN.forward(q, k, v, self.mask(name, given), given["is_causal"], given["scale"])
+        out = out.transpose(1, 2).contiguous()
+        if name == "efficient":
+            assert given["compute_log_sumexp"] is True
+            lse = torch.nn.functional.pad(lse, (0, -lse.size(2) % 32), value=math.inf)
+            return out, lse, None, None
+        if name == "cudnn":
+            assert given["compute_log_sumexp"] is True
+            lse = lse.unsqueeze(-1)
+        return out, lse, None, None, q.size(1), k.size(1), None, None, None
+
+    def backward(self, name, given):
+        grad, q, k, v, out = (given[n].transpose(1, 2) for n in ("grad_out", "query", "key", "value", "out"))
+        lse = given["logsumexp"]
+        if name == "efficient":
+            assert lse.size(2) % 32 == 0 and given["grad_input_mask"] == [True, True, True, False]
+            assert bool((lse[:, :, q.size(1) :] == math.inf).all())
+            lse = lse[:, :, : q.size(1)]
+        elif name == "cudnn":
+            lse = lse.squeeze(-1)
+        if name != "efficient":
+            assert (given["max_q"], given["max_k"]) == (q.size(1), k.size(1))
+        assert lse.shape == (q.size(0), q.size(2), q.size(1)) and given["dropout_p"] == 0.0
+        mask = self.mask(name, given)
+        grads = PLAIN.backward(grad, q, k, v, out, lse, mask, given["is_causal"], given["scale"])
+        grads = [tensor.transpose(1, 2) for tensor in grads]
+        return (*grads, None) if name == "efficient" else tuple(grads)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("kernel", [FlashKernel(), CudnnKernel(), EfficientKernel()], ids=lambda k: k.name)
+def test_how_the_gpu_kernels_of_torch_are_called(monkeypatch, kernel, heads):
+    AtenStandIns(monkeypatch)
+    masked = kernel.name != "aten flash"
+    q, k, v, mask = random_inputs(9, 14, *heads, True)
+    mask[:, ::3] = True
+    if not masked:
+        mask = torch.ones_like(mask)
+    grad = weights_like(q)
+    given_mask = mask if masked else _NoMask(mask)
+    found = blockwise(kernel, q, k, v, given_mask, grad, [3, 7, 4])
+    for actual, wanted in zip(found, expected(q, k, v, mask, grad), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+class _NoMask:
+    """Splits like a mask, into None."""
+
+    def __init__(self, mask):
+        self.size = mask.size(1)
+
+    def split(self, sizes, _dim):
+        return [None for _ in sizes]
+
+
+class FlashAttnStandIn(types.ModuleType):
+    """flash-attn's own functions, with the names of their arguments in 2.8 and 3.0."""
+
+    __version__ = "2.8.3"
+
+    @staticmethod
+    def two_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is None and return_softmax is False
+        return *PLAIN.forward(q, k, v, None, causal, softmax_scale), None, None
+
+    @staticmethod
+    def two_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert softmax_lse.is_contiguous() and isinstance(deterministic, bool) and alibi_slopes is None
+        for target, grad in zip(
+            (dq, dk, dv),
+            PLAIN.backward(dout, q, k, v, out, softmax_lse, None, causal, softmax_scale),
+            strict=True,
+        ):
+            target.copy_(grad)
+
+    @staticmethod
+    def three_forward(q, k, v, k_new=None, *, softmax_scale=None, causal=False, num_splits=1):
+        return *PLAIN.forward(q, k, v, None, causal, softmax_scale), None, None
+
+    @staticmethod
+    def three_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, *, dq, dk, dv, softmax_scale,
+        is_causal, deterministic,
+    ):  # fmt: skip
+        FlashAttnStandIn.two_backward(
+            *(dout, q, k, v, out, softmax_lse, dq, dk, dv),
+            *(0.0, softmax_scale, is_causal, -1, -1, 0.0, None, deterministic),
+        )
+
+
+@pytest.fixture
+def flash_attn(monkeypatch, hopper):
+    package, two, three = (
+        FlashAttnStandIn(n) for n in ("flash_attn", "flash_attn_interface", "flash_attn_interface")
+    )
+    two._flash_attn_forward, two._flash_attn_backward = two.two_forward, two.two_backward
+    three._flash_attn_forward, three._flash_attn_backward = three.three_forward, three.three_backward
+    package.flash_attn_interface = two
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", two)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", three)
+    return package
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("kernel", [FlashAttn2Kernel(), FlashAttn3Kernel()], ids=lambda kernel: kernel.name)
+def test_how_flash_attn_is_called(flash_attn, kernel, heads):
+    q, k, v, mask = random_inputs(9, 14, *heads, True)
+    grad = weights_like(q)
+    found = blockwise(kernel, q, k, v, _NoMask(mask), grad, [3, 7, 4])
+    for actual, wanted in zip(found, expected(q, k, v, None, grad), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
+    on_gpu = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    assert choose_kernel(on_gpu).kernel.name == "flash-attn 3"
+    choose_kernel.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
+    assert choose_kernel(on_gpu).kernel.name == "flash-attn 2"
+    choose_kernel.cache_clear()
+    flash_attn.__version__ = "2.5.1"
+    choice = choose_kernel(on_gpu)
+    assert choice.kernel.name == "aten flash" and "install 2.7 or newer" in str(choice)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "kernel",
+    [FlashAttn3Kernel(), FlashAttn2Kernel(), FlashKernel(), CudnnKernel(), EfficientKernel()],
+    ids=lambda kernel: kernel.name,
+)
+def test_gpu_kernels_add_up_to_the_definition(kernel, masked, heads):
+    q, k, v, mask = random_inputs(300, 430, *heads, True, dtype=torch.bfloat16, head_dim=64)
+    mask[:, ::3] = True
+    reason = kernel.refuses(Problem.of(*(t.cuda() for t in (q, k, v)), mask.cuda() if masked else None))
+    if reason:
+        pytest.skip(reason)
+    grad = weights_like(q)
+    given = mask.cuda() if masked else _NoMask(mask)
+    on_gpu = [t.cuda() for t in (q, k, v)]
+    found = blockwise(kernel, *on_gpu, given, grad.cuda(), [100, 257, 73])
+    for actual, wanted in zip(found, expected(q, k, v, mask if masked else None, grad), strict=True):
+        torch.testing.assert_close(actual.double().cpu(), wanted, rtol=0, atol=0.05)
