@@ -25,7 +25,7 @@ class RankError(Exception):
 
 
 class RankPool:
-    def __init__(self, size: int = 4):
+    def __init__(self, size: int = 6):
         # Spawned, not forked: a fork would inherit autograd's threads.
         self._context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opensora_accel.communications.checks import check_agreement, check_dim, check_group
 from opensora_accel.communications.sizes import splits_of_locals, splits_of_total
+from opensora_accel.communications.traced import all_to_all_traced
 from opensora_accel.communications.transfer import Handle
 
 
@@ -197,7 +198,8 @@ def all_to_all(
     Communication: one `all_to_all_single`, (P−1)/P of the input's bytes sent. Gradient: the inverse all-to-all,
     unscaled. Raises ValueError for dims that are out of range or equal, and for splits that do not fit.
     """
-    return all_to_all_async(input_, process_group, scatter_dim, gather_dim, splits=splits).wait()
+    (output,) = all_to_all_packed([input_], process_group, scatter_dim, gather_dim, splits=[splits])
+    return output
 
 
 def all_to_all_async(
@@ -233,10 +235,11 @@ def all_to_all_packed(
             f"tensors packed into one all-to-all must share one dtype; got {[str(t.dtype) for t in tensors]}"
         )
     nothing = [None] * len(tensors)
-    handle = _launch(
-        tensors, process_group, scatter_dim, gather_dim, splits or nothing, scatter_splits or nothing
-    )
-    return handle.wait_all()
+    splits, scatter_splits = splits or nothing, scatter_splits or nothing
+    if torch.compiler.is_compiling():
+        group = check_group(process_group)
+        return all_to_all_traced(tensors, group, scatter_dim, gather_dim, splits, scatter_splits)
+    return _launch(tensors, process_group, scatter_dim, gather_dim, splits, scatter_splits).wait_all()
 
 
 def _launch(

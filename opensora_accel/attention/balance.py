@@ -1,0 +1,204 @@
+"""Which tokens a rank holds, so that all have the same work under a causal mask, and what each sees of another's keys.
+
+Layouts, for the P ranks of a ring:
+    contiguous: rank r holds the r-th run of tokens. Causal, the last rank does 2P−1 times the work of the first.
+    zigzag: rank r holds the r-th run from the front and the r-th from the rear.
+    striped: rank r holds tokens r, r + P, r + 2P, …
+
+Bring the whole sequence, and whatever belongs to a token (rotary tables, masks, targets), into a layout with
+`rearrange` before it is split by the rule of `torch.tensor_split`, and back with `restore` after it is gathered.
+
+Source: zigzag as in Llama 3 (arXiv:2407.21783, section 3.3.2), stripes arXiv:2311.09431.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from opensora_accel.communications import share_sizes
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tokens start, start + stride, … of the sequence."""
+
+    start: int
+    length: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows `rows` of this rank's queries see keys `keys` of a block: all of them, or as a square triangle."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+    @property
+    def num_pairs(self) -> int:
+        """Scores that are not masked."""
+        num_rows, num_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        return num_rows * (num_rows + 1) // 2 if self.causal else num_rows * num_keys
+
+
+def layout_number(layout: str) -> int:
+    """For ranks to compare; −1 for a layout that `check_layout` refuses."""
+    return LAYOUTS.index(layout) if layout in LAYOUTS else -1
+
+
+def check_layout(layout: str, *all_splits: Sequence[int]) -> None:
+    """Raises ValueError for an unknown layout, and for sizes that stripes cannot have."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+    for splits in all_splits:
+        expected = share_sizes(sum(splits), len(splits))
+        if layout == "striped" and tuple(splits) != expected:
+            raise ValueError(
+                f"stripes of {sum(splits)} tokens have the sizes {expected}; got {tuple(splits)}; use zigzag"
+            )
+
+
+def positions(
+    total: int,
+    num_ranks: int,
+    rank: int,
+    layout: Layout = "zigzag",
+    *,
+    splits: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """[S/P]: the places in the sequence of the tokens that `rank` holds, ascending.
+
+    `splits`: every rank's number of tokens, by default those of `torch.tensor_split`.
+    """
+    sizes = share_sizes(total, num_ranks) if splits is None else tuple(splits)
+    if len(sizes) != num_ranks or sum(sizes) != total:
+        raise ValueError(f"splits={sizes} must be {num_ranks} sizes that add up to {total}")
+    check_layout(layout, sizes)
+    return torch.cat(
+        [
+            torch.arange(run.length, device=device) * run.stride + run.start
+            for run in _runs(layout, sizes, rank)
+        ]
+    )
+
+
+def rearrange(
+    input_: Tensor,
+    num_ranks: int,
+    layout: Layout = "zigzag",
+    *,
+    dim: int = 1,
+    splits: Sequence[int] | None = None,
+) -> Tensor:
+    """The whole sequence in the order in which `splits` of it, rank by rank, are the layout's shares."""
+    return input_.index_select(dim, _order(input_, num_ranks, layout, dim, splits))
+
+
+def restore(
+    input_: Tensor,
+    num_ranks: int,
+    layout: Layout = "zigzag",
+    *,
+    dim: int = 1,
+    splits: Sequence[int] | None = None,
+) -> Tensor:
+    """The inverse of `rearrange`."""
+    return input_.index_select(dim, _order(input_, num_ranks, layout, dim, splits).argsort())
+
+
+def _order(input_: Tensor, num_ranks: int, layout: Layout, dim: int, splits: Sequence[int] | None) -> Tensor:
+    total, device = input_.size(dim), input_.device
+    parts = [positions(total, num_ranks, r, layout, splits=splits, device=device) for r in range(num_ranks)]
+    return torch.cat(parts)
+
+
+def rotary_tables(at: Tensor, head_dim: int, *, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [S/P, D/2] in fp32, of tokens at the places `at`: `positions` of a rank, say.
+
+    Source: RoPE, arXiv:2104.09864. Angles are made in fp64: in fp32 token 100,000 is off by 4e-3 rad.
+    """
+    if head_dim % 2:
+        raise ValueError(f"rotary embedding turns pairs of channels; head_dim ({head_dim}) must be even")
+    exponents = torch.arange(0, head_dim, 2, device=at.device, dtype=torch.float64) / head_dim
+    angles = at.double().unsqueeze(-1) * theta**-exponents
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rotary(input_: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[B, S/P, H, D] with the channels 2i and 2i + 1 of every head turned by the tables [S/P, D/2], in their dtype."""
+    pairs = input_.unflatten(-1, (-1, 2)).to(torch.promote_types(input_.dtype, cos.dtype))
+    even, odd = pairs.unbind(-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return turned.flatten(-2).to(input_.dtype)
+
+
+def _runs(layout: str, splits: Sequence[int], rank: int) -> list[_Run]:
+    if layout == "striped":
+        return [_Run(rank, splits[rank], len(splits))]
+    if layout == "contiguous":
+        return [_Run(sum(splits[:rank]), splits[rank])]
+    fronts, rears = [-(-size // 2) for size in splits], [size // 2 for size in splits]
+    return [
+        _Run(sum(fronts[:rank]), fronts[rank]),
+        _Run(sum(fronts) + sum(rears[rank + 1 :]), rears[rank]),
+    ]
+
+
+@lru_cache(maxsize=4096)
+def causal_tiles(
+    layout: str, splits: tuple[int, ...], kv_splits: tuple[int, ...], rank: int, owner: int
+) -> tuple[Tile, ...]:
+    """What the queries of `rank` see of the keys of `owner`. Every pair that may be seen is in one tile."""
+    tiles: list[Tile] = []
+    for first, num_rows, seen, grows in _stairs(_runs(layout, splits, rank), _runs(layout, kv_splits, owner)):
+        rows = slice(first, first + num_rows)
+        if seen:
+            tiles.append(Tile(rows, slice(0, seen), causal=False))
+        if grows:
+            tiles.append(Tile(rows, slice(seen, seen + num_rows), causal=True))
+    return tuple(tiles)
+
+
+def _stairs(q_runs: Sequence[_Run], kv_runs: Sequence[_Run]) -> list[tuple[int, int, int, bool]]:
+    """(first row, number of rows, keys that all of them see, whether each row sees one more than the one before).
+
+    Positions ascend in both, so the number of keys that a row sees never falls from row to row.
+    """
+    stairs: list[tuple[int, int, int, bool]] = []
+    first = 0
+    for run in q_runs:
+        # Row i sees the first i − delay + 1 keys of a run.
+        delays = [(-(-(kv.start - run.start) // run.stride), kv.length) for kv in kv_runs]
+        edges = {0, run.length}
+        for delay, length in delays:
+            edges |= {min(max(edge, 0), run.length) for edge in (delay, delay + length)}
+        steps = sorted(edges)
+        for begin, end in itertools.pairwise(steps):
+            grows = any(delay <= begin < delay + length for delay, length in delays)
+            seen = sum(min(max(begin - delay + 1, 0), length) for delay, length in delays) - grows
+            _append(stairs, (first + begin, end - begin, seen, grows))
+        first += run.length
+    return stairs
+
+
+def _append(stairs: list[tuple[int, int, int, bool]], step: tuple[int, int, int, bool]) -> None:
+    """Joins a step to the one before where one kernel call does for both."""
+    if stairs:
+        first, num_rows, seen, grows = stairs[-1]
+        if grows == step[3] and step[2] == seen + (num_rows if grows else 0):
+            stairs[-1] = (first, num_rows + step[1], seen, grows)
+            return
+    stairs.append(step)

@@ -1,0 +1,138 @@
+"""One rank fails in the middle of the ring: nobody waits for ever, and nothing wrong looks right."""
+
+import datetime
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opensora_accel.attention import ring
+from opensora_accel.attention import ring_attention
+from tests.attention.reference import full_attention, random_inputs
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+def failing(function, at_call):
+    """`function`, which raises at its call number `at_call`."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at_call:
+            raise OutOfMemory("no memory for this block")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def shares(rank, num_ranks):
+    *full, mask = random_inputs(13, 13, 2, 2, True)
+    mine = [t.tensor_split(num_ranks, 1)[rank].clone().requires_grad_() for t in full]
+    return full, mask, mine, mask.tensor_split(num_ranks, 1)[rank]
+
+
+def failing_forward(failing_rank, at_call):
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    full, mask, mine, own_mask = shares(rank, num_ranks)
+    original = ring.attend
+    if rank == failing_rank:
+        ring.attend = failing(ring.attend, at_call)
+    try:
+        out = ring_attention(*mine, dist.group.WORLD, mask=own_mask)
+        verdict = (out - full_attention(*full, mask).tensor_split(num_ranks, 1)[rank]).abs().max().item()
+    except OutOfMemory:
+        verdict = "failed"
+    finally:
+        ring.attend = original
+    dist.barrier()  # nothing is pending: the group can be used again
+    again = ring_attention(*mine, dist.group.WORLD, mask=own_mask)
+    assert (again - full_attention(*full, mask).tensor_split(num_ranks, 1)[rank]).abs().max() < 1e-12
+    return verdict
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 4])
+def test_a_rank_that_fails_in_forward_leaves_the_others_exact(ranks, at_call):
+    found = ranks(4, failing_forward, 1, at_call)
+    assert found.pop(1) == "failed"
+    assert max(found) < 1e-12
+
+
+def failing_backward(failing_rank, at_call):
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    full, mask, mine, own_mask = shares(rank, num_ranks)
+    full = [t.requires_grad_() for t in full]
+    full_attention(*full, mask).sum().backward()
+    out = ring_attention(*mine, dist.group.WORLD, mask=own_mask)
+    original = ring.attend_backward
+    if rank == failing_rank:
+        ring.attend_backward = failing(ring.attend_backward, at_call)
+    try:
+        out.sum().backward()
+        verdict = []
+        for tensor, whole in zip(mine, full, strict=True):
+            expected = whole.grad.tensor_split(num_ranks, 1)[rank]
+            exact = bool((tensor.grad - expected).abs().max() < 1e-12)
+            verdict.append("exact" if exact else "nan" if bool(tensor.grad.isnan().all()) else "wrong")
+    except OutOfMemory:
+        verdict = "failed"
+    finally:
+        ring.attend_backward = original
+    dist.barrier()
+    return verdict
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 4])
+def test_a_rank_that_fails_in_backward_leaves_no_wrong_gradient(ranks, at_call):
+    """Rank 1 sees the keys of ranks 1, 0, 3, 2 in turn; what it has passed on before it failed is whole."""
+    found = ranks(4, failing_backward, 1, at_call)
+    assert found[1] == "failed"
+    passed = [0, 3, 2][: max(0, at_call - 2)]
+    for rank in (0, 2, 3):
+        keys = "exact" if rank in passed else "nan"
+        assert found[rank] == ["exact", keys, keys], rank
+
+
+def absent():
+    """Rank 1 never comes: the others get an error after the group's timeout, which names it."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    q, k, v, _ = random_inputs(6, 6, 2, 2, False)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        ring_attention(q, k, v, group, splits=(6, 6), kv_splits=(6, 6))
+    return time.monotonic() - start
+
+
+def test_a_rank_that_never_comes_is_a_timeout(ranks):
+    waited = ranks(2, absent)[0]
+    assert 1.5 < waited < 20
+
+
+def interrupted(at_call):
+    """Ctrl-C on one rank is passed on like any failure."""
+    rank = dist.get_rank()
+    _, _, mine, own_mask = shares(rank, dist.get_world_size())
+
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        original, ring.attend = ring.attend, interrupt
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                ring_attention(*mine, dist.group.WORLD, mask=own_mask)
+        finally:
+            ring.attend = original
+    else:
+        assert ring_attention(*mine, dist.group.WORLD, mask=own_mask).isfinite().all()
+    return torch.ones(1).item()
+
+
+def test_an_interrupt_is_passed_on_too(ranks):
+    assert ranks(3, interrupted, 1) == [1.0] * 3
