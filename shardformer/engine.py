@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_accel.attention import ulysses_attention
+from opensora_accel.attention import ulysses_attention, usp_attention
+from opensora_accel.attention.overlap import OverlapWatch
 from opensora_accel.checkpoint import Scope, checkpoint_blocks, chunk_tokens
 from opensora_accel.communications import (
     gather_forward_split_backward,
@@ -23,7 +24,7 @@ from opensora_accel.communications import (
     split_forward_gather_backward,
 )
 from opensora_accel.fsdp import shard_parameters
-from opensora_accel.parallel_states import get_sequence_parallel_group
+from opensora_accel.parallel_states import get_parallel_group, get_sequence_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_copy
 from shardformer.modeling import NORMS, redirect_attention
@@ -71,7 +72,7 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
         for swap in policy.norm_swaps:
             undo.callback(_swap_norms(model, swap))
         if group is not None:
-            _split_sequence(model, policy, tokens, undo)
+            _split_sequence(model, plan, policy, tokens, undo)
         if plan.mlp_chunks > 1:
             _chunk_mlps(model, plan.mlp_chunks, policy, undo)
         if plan.checkpoint != "none":
@@ -107,11 +108,6 @@ def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]
 def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     if plan.tp > 1:
         raise ValueError(f"tp={plan.tp}: tensor parallelism is not available yet; put its ranks on ulysses")
-    if plan.ring > 1:
-        raise ValueError(
-            f"ring={plan.ring}: ring attention is not available yet; use ulysses={plan.ring * plan.ulysses}, "
-            "ring=1 (heads need not divide)"
-        )
     if plan.sequence == 1:
         return None
     group = get_sequence_parallel_group()
@@ -121,7 +117,20 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
             f"the plan needs a sequence group of {plan.sequence} ranks, but {registered}; "
             "call opensora_accel.init_parallel(plan), or set_sequence_parallel_group(group)"
         )
+    if plan.ring > 1:
+        _check_axes(plan)
     return group
+
+
+def _check_axes(plan: Plan) -> None:
+    """Both axes must be registered as the plan has them: a sequence group alone does not tell who is on which."""
+    for axis in ("ring", "ulysses"):
+        size = get_parallel_group(axis).size()
+        if size != getattr(plan, axis):
+            raise ValueError(
+                f"the plan has {axis}={getattr(plan, axis)}, but the registered {axis} group has {size} ranks; "
+                "call opensora_accel.init_parallel(plan)"
+            )
 
 
 class _Tokens:
@@ -168,7 +177,7 @@ class _Tokens:
         self.splits, self._in_forward = None, False
 
 
-def _split_sequence(model: nn.Module, policy: Policy, tokens: _Tokens, undo: ExitStack) -> None:
+def _split_sequence(model: nn.Module, plan: Plan, policy: Policy, tokens: _Tokens, undo: ExitStack) -> None:
     for split_input in policy.split_inputs:
         undo.callback(_split_input(_get(model, split_input.module), split_input, tokens))
     for split_output in policy.split_outputs:
@@ -176,17 +185,32 @@ def _split_sequence(model: nn.Module, policy: Policy, tokens: _Tokens, undo: Exi
     for gather in policy.gather_outputs:
         undo.callback(_gather_output(_get(model, gather.module), gather, tokens))
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return ulysses_attention(
-            q, k, v, tokens.group, splits=tokens.splits, kv_splits=tokens.splits, **options
-        )
-
+    attention = _attention(plan, tokens)
     for pattern in policy.self_attention:
         for name, module in _match(model, pattern):
             undo.callback(redirect_attention(module, name, attention))
     # Also after an exception, so that the next forward does not meet this one's shares.
     undo.callback(model.register_forward_pre_hook(tokens.begin).remove)
     undo.callback(model.register_forward_hook(tokens.end, always_call=True).remove)
+
+
+def _attention(plan: Plan, tokens: _Tokens) -> Callable[..., Tensor]:
+    """Self-attention over the plan's axes: Ulysses, where that is all of them, needs the sequence group only."""
+    if plan.ring == 1:
+
+        def ulysses(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            return ulysses_attention(
+                q, k, v, tokens.group, splits=tokens.splits, kv_splits=tokens.splits, **options
+            )
+
+        return ulysses
+    watch = OverlapWatch(get_parallel_group("ring"), plan.ulysses)
+
+    def usp(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **options: Any) -> Tensor:
+        watch.check(q, k, causal)
+        return usp_attention(q, k, v, splits=tokens.splits, kv_splits=tokens.splits, causal=causal, **options)
+
+    return usp
 
 
 def _split(tensor: Tensor, dim: int, tokens: _Tokens, what: str) -> Tensor:

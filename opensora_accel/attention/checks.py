@@ -63,12 +63,12 @@ class Signature:
     options: Mapping[str, float]
 
     @classmethod
-    def of(cls, tensors: Tensors, **options: float) -> Signature:
+    def of(cls, tensors: Tensors, options: Mapping[str, float | None]) -> Signature:
         described = {
             name: None if tensor is None else _Described(tensor.dtype, tuple(tensor.shape))
             for name, tensor in tensors.items()
         }
-        return cls(described, options)
+        return cls(described, {name: -1.0 if value is None else value for name, value in options.items()})
 
     def encode(self) -> tuple[int, ...]:
         fields = itertools.chain.from_iterable(
@@ -101,43 +101,40 @@ def _from_bits(number: int) -> float:
     return value
 
 
+_SIZES_UNKNOWN = (
+    "the ranks exchange their sizes here, which no graph can hold; to stay within one, pass splits= and kv_splits=, "
+    "every rank's number of tokens (opensora_accel.communications.share_sizes for the shares of tensor_split)"
+)
+
+
 def agreed_splits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
+    tensors: Tensors,
+    options: Mapping[str, float | None],
     groups: Sequence[dist.ProcessGroup],
     splits: Sequence[int] | None,
     kv_splits: Sequence[int] | None,
-    **options: float,
 ) -> tuple[Sizes, Sizes]:
-    """Every rank's number of queries and of keys, after the checks of this file."""
+    """Every rank's number of queries and of keys; ValueError, on every rank, where the calls are not one attention.
+
+    `tensors`: q, k, v and mask by name, and those of the text with text_ before it. `groups` from the innermost axis
+    outwards; ranks are numbered with the last one outermost.
+    """
     if torch.compiler.is_compiling() and splits is not None and kv_splits is not None:
         return tuple(splits), tuple(
             kv_splits
-        )  # while tracing nothing can be exchanged; shapes fail by themselves
-    signature = Signature.of(
-        {"q": q, "k": k, "v": v, "mask": mask},
-        causal=causal,
-        scale=-1.0 if scale is None else scale,
-        **options,
-    )
-    return agree(signature, groups, q.device, splits, kv_splits)
+        )  # checked where the call ran uncompiled, or by what it is traced into
+    device = tensors["q"].device  # type: ignore[union-attr]
+    return _agree(Signature.of(tensors, options), groups, device, splits, kv_splits)
 
 
-def agree(
+@torch.compiler.disable(reason=_SIZES_UNKNOWN)
+def _agree(
     mine: Signature,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     splits: Sequence[int] | None,
     kv_splits: Sequence[int] | None,
 ) -> tuple[Sizes, Sizes]:
-    """Every rank's number of queries and of keys; ValueError, on every rank, where the calls are not one attention.
-
-    `groups` from the innermost axis outwards; ranks are numbered with the last one outermost.
-    """
     num_ranks, rank = 1, 0
     for group in groups:
         rank += group.rank() * num_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opensora_accel.attention.checks import Signature, agree
+from opensora_accel.attention.checks import agreed_splits
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import Heads, scatter_heads
 from opensora_accel.attention.usp import SequenceGroups
@@ -65,10 +65,8 @@ def joint_attention(
     groups = SequenceGroups.of(mesh)
     tensors = {"q": q, "k": k, "v": v, "mask": mask}
     tensors |= {"text_q": text_q, "text_k": text_k, "text_v": text_v, "text_mask": text_mask}
-    signature = Signature.of(
-        tensors, causal=False, text_first=text_first, scale=-1.0 if scale is None else scale
-    )
-    splits, _ = agree(signature, groups.inner_first, q.device, splits, splits)
+    options = {"causal": False, "text_first": text_first, "scale": scale}
+    splits, _ = agreed_splits(tensors, options, groups.inner_first, splits, splits)
     num_heads, own, ulysses = q.size(2), groups.of_ulysses(splits), groups.ulysses
     if mask is None and text_mask is not None:
         mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)

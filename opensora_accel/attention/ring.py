@@ -64,7 +64,11 @@ def ring_attention(
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
     splits, kv_splits = agreed_splits(
-        q, k, v, mask, causal, scale, [group], splits, kv_splits, layout=layout_number(layout)
+        {"q": q, "k": k, "v": v, "mask": mask},
+        {"causal": causal, "scale": scale, "layout": layout_number(layout)},
+        [group],
+        splits,
+        kv_splits,
     )
     check_layout(layout, *((splits, kv_splits) if causal else ()))
     return ring_attend(q, k, v, group, mask, causal, scale, layout, splits, kv_splits)

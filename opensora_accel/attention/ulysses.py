@@ -57,7 +57,13 @@ def ulysses_attention(
     Raises ValueError, before any data is sent, for shapes that are no attention.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
-    splits, kv_splits = agreed_splits(q, k, v, mask, causal, scale, [group], splits, kv_splits)
+    splits, kv_splits = agreed_splits(
+        {"q": q, "k": k, "v": v, "mask": mask},
+        {"causal": causal, "scale": scale},
+        [group],
+        splits,
+        kv_splits,
+    )
     if group.size() == 1:
         return local_attention(q, k, v, mask=mask, causal=causal, scale=scale)
     num_heads = q.size(2)

@@ -92,7 +92,11 @@ def usp_attention(
     """
     groups = SequenceGroups.of(mesh)
     splits, kv_splits = agreed_splits(
-        q, k, v, mask, causal, scale, groups.inner_first, splits, kv_splits, layout=layout_number(layout)
+        {"q": q, "k": k, "v": v, "mask": mask},
+        {"causal": causal, "scale": scale, "layout": layout_number(layout)},
+        groups.inner_first,
+        splits,
+        kv_splits,
     )
     ring_splits, ring_kv_splits = groups.of_ring(splits), groups.of_ring(kv_splits)
     check_layout(layout, *((ring_splits, ring_kv_splits) if causal else ()))

@@ -29,6 +29,7 @@ ATTENTION_KERNELS = {
     "aten::_scaled_dot_product_cudnn_attention": -2,
     "aten::_scaled_dot_product_fused_attention_overrideable": -2,
     "flash_attn::_flash_attn_forward": -3,
+    "opensora_accel::ring_attention": -3,
 }
 """Operations that are kept, with the token dim of their queries and keys."""
 

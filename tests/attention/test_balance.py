@@ -145,5 +145,5 @@ def test_bad_layouts_are_refused():
         positions(8, 2, 0, "striped", splits=(5, 3))
     with pytest.raises(ValueError, match="2 sizes that add up to 8"):
         positions(8, 2, 0, "zigzag", splits=(5, 4))
-    with pytest.raises(ValueError, match="head_dim .7. must be even"):
+    with pytest.raises(ValueError, match=r"head_dim .7. must be even"):
         rotary_tables(torch.arange(3), 7)

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_accel.attention import ring
-from opensora_accel.attention import ring_attention
+from opensora_accel.attention import ring, ring_attention
 from tests.attention.reference import full_attention, random_inputs
 
 

@@ -1,4 +1,4 @@
-"""Bad input: a ValueError with the remedy, on every rank and before any data is sent, also where one rank alone errs."""
+"""Bad input: a ValueError with the remedy, on every rank, before data is sent, also where one rank alone errs."""
 
 import pytest
 import torch

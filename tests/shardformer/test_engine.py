@@ -73,7 +73,7 @@ def test_an_unknown_model_names_the_closest_policy():
     ("plan", "message"),
     [
         (Plan(ulysses=2), "sequence group of 2 ranks, but none is registered"),
-        (Plan(ring=2, ulysses=2), "use ulysses=4, ring=1"),
+        (Plan(ring=2, ulysses=2), "sequence group of 4 ranks, but none is registered"),
         (Plan(tp=2), "tensor parallelism is not available yet"),
     ],
 )
@@ -90,6 +90,17 @@ def group_of_another_size():
 
 def test_a_group_of_another_size_is_refused(ranks):
     ranks(2, group_of_another_size)
+
+
+def axes_of_another_shape():
+    init_parallel(Plan(ulysses=2))
+    with pytest.raises(ValueError, match="the plan has ring=2, but the registered ring group has 1 ranks"):
+        shardformer.shard(wan(), Plan(ring=2))
+
+
+def test_axes_of_another_shape_are_refused(ranks):
+    """As many ranks of the sequence, but they would exchange heads where the plan wants keys to go round."""
+    ranks(2, axes_of_another_shape)
 
 
 class Tower(nn.Module):

@@ -8,6 +8,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.verify import lift_casts
+from tests.attention.counting import counted
 from tests.models import wan, wan_inputs
 from tests.tolerances import RELATIVE, relative_error
 
@@ -26,6 +27,9 @@ def average(tensors, group):
     for tensor in tensors:
         dist.all_reduce(tensor, group=group)
         tensor /= group.size()
+
+
+RINGS = [Plan(ring=2), Plan(ring=3), Plan(ring=4), Plan(ring=2, ulysses=2)]
 
 
 def compared(plan, options, use_diffusers_checkpointing=False):
@@ -63,15 +67,28 @@ def test_wan_matches_one_device(ranks, num_ranks, options):
         assert error < RELATIVE[torch.float64], name
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_wan_matches_one_device_with_checkpointing_and_offload(ranks, mode):
-    plan = Plan(ulysses=2, checkpoint=mode, offload=1.0)
-    for name, error in ranks(2, compared, plan, {}):
+@pytest.mark.parametrize("plan", RINGS, ids=lambda plan: f"{plan.ring}x{plan.ulysses}")
+@pytest.mark.parametrize("options", [{}, {"per_token_time": True}], ids=["text", "time per token"])
+def test_wan_on_a_ring_matches_one_device(ranks, plan, options):
+    for name, error in ranks(plan.world_size, compared, plan, options):
         assert error < RELATIVE[torch.float64], name
 
 
-def test_wan_under_the_models_own_checkpointing(ranks):
-    for name, error in ranks(3, compared, Plan(ulysses=3), {}, True):
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "plan", [Plan(ulysses=2), *RINGS[::3]], ids=lambda plan: f"{plan.ring}x{plan.ulysses}"
+)
+def test_wan_matches_one_device_with_checkpointing_and_offload(ranks, mode, plan):
+    plan = plan.replace(checkpoint=mode, offload=1.0)
+    for name, error in ranks(plan.world_size, compared, plan, {}):
+        assert error < RELATIVE[torch.float64], name
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(ulysses=3), Plan(ring=3)], ids=lambda plan: f"{plan.ring}x{plan.ulysses}"
+)
+def test_wan_under_the_models_own_checkpointing(ranks, plan):
+    for name, error in ranks(3, compared, plan, {}, True):
         assert error < RELATIVE[torch.float64], name
 
 
@@ -89,10 +106,27 @@ def identical(plan, other):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_checkpointing_and_offload_are_bit_identical(ranks, mode, num_ranks):
-    plain = Plan(ulysses=num_ranks)
-    assert all(ranks(num_ranks, identical, plain, plain.replace(checkpoint=mode, offload=1.0)))
+@pytest.mark.parametrize(
+    "plain", [Plan(), Plan(ulysses=2), Plan(ring=2)], ids=lambda plan: f"{plan.ring}x{plan.ulysses}"
+)
+def test_checkpointing_and_offload_are_bit_identical(ranks, mode, plain):
+    assert all(ranks(plain.world_size, identical, plain, plain.replace(checkpoint=mode, offload=1.0)))
+
+
+def hops_in_backward(mode):
+    plan = Plan(ring=2, checkpoint=mode)
+    init_parallel(plan)
+    model = shardformer.shard(wan(torch.float32), plan)
+    loss = model(**wan_inputs(torch.float32), return_dict=False)[0].square().mean()
+    with counted() as sent:
+        loss.backward()
+    return sent.num_collectives
+
+
+def test_selective_checkpointing_sends_no_keys_round_again(ranks):
+    """Two blocks on two ranks: backward takes a hop of keys and one of their gradients; "full" a forward besides."""
+    assert ranks(2, hops_in_backward, "selective") == [2 * 2] * 2
+    assert ranks(2, hops_in_backward, "full") == [2 * 3] * 2
 
 
 def two_sizes_in_flight(own_checkpointing):

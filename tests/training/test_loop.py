@@ -53,6 +53,8 @@ PLANS = [
     Plan(),
     Plan(ulysses=2),
     Plan(ulysses=4),
+    Plan(ring=2),
+    Plan(ring=2, ulysses=2, checkpoint="selective", offload=1.0),
     Plan(dp_replicate=2, ulysses=2),
     Plan(dp_shard=2, ulysses=2, sharding="zero3", checkpoint="full", offload=1.0),
 ]

@@ -1,0 +1,187 @@
+"""Whether a ring's transfers hide behind its compute, and from which size on they do.
+
+One step computes 4·B·c²·H·D operations (c tokens a rank) while 2·B·c·H·D elements of keys and values travel. In bf16
+that hides where c ≥ F/W, for F operations and W bytes a second (Ring Attention, arXiv:2310.01889, section 3). Backward
+computes 2.5 times as much, and gradients in fp32 travel too: c ≥ 1.2 F/W.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opensora_accel.attention.local import accumulator_dtype, attend
+from opensora_accel.communications import ring_exchange
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RingHardware:
+    """What one rank computes and what it sends to the next rank of the ring."""
+
+    flops_per_s: float
+    """Of the attention kernel: about half of the peak that a data sheet gives."""
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_s > 0 and self.bandwidth_bytes_per_s > 0):
+            raise ValueError(f"flops_per_s and bandwidth_bytes_per_s must be positive; got {self}")
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """One layer of ring attention as a rank sees it: B samples of c = `block_tokens`, H heads of D."""
+
+    num_ranks: int
+    batch: int
+    block_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool = False
+    """With a balanced layout: half of the scores of every step."""
+
+    @property
+    def step_flops(self) -> float:
+        half = 0.5 if self.causal else 1.0
+        return 4 * half * self.batch * self.block_tokens**2 * self.heads * self.head_dim
+
+    @property
+    def block_elements(self) -> int:
+        return 2 * self.batch * self.block_tokens * self.kv_heads * self.head_dim
+
+
+_BACKWARD_FLOPS = 2.5
+"""Five products of matrices instead of two."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The steps of one layer, in seconds."""
+
+    forward_compute_s: float
+    forward_transfer_s: float
+    backward_compute_s: float
+    backward_transfer_s: float
+    exposed_s: float
+    """Of one layer, forward and backward: what is waited for, with the last hop of the gradients, which has nothing
+    to hide behind."""
+    smallest_block_tokens: int
+    """Tokens a rank from which every step but that hop hides."""
+
+    @property
+    def hides(self) -> bool:
+        return (
+            self.forward_transfer_s <= self.forward_compute_s
+            and self.backward_transfer_s <= self.backward_compute_s
+        )
+
+
+def ring_overlap(shape: RingShape, hardware: RingHardware) -> Overlap:
+    """How the transfers of one layer of ring attention lie beside its compute. A model, not a measurement."""
+    forward = shape.step_flops / hardware.flops_per_s
+    keys = shape.block_elements * shape.dtype.itemsize / hardware.bandwidth_bytes_per_s
+    grads = shape.block_elements * accumulator_dtype(shape.dtype).itemsize / hardware.bandwidth_bytes_per_s
+    backward, both = _BACKWARD_FLOPS * forward, keys + grads
+    exposed = _waited_s(shape.num_ranks, forward, keys, 0.0) + _waited_s(
+        shape.num_ranks, backward, keys, grads
+    )
+    # Compute grows with the square of the block and transfers with the block itself.
+    missing = max(keys / forward, both / backward) if forward else 0.0
+    return Overlap(forward, keys, backward, both, exposed, math.ceil(shape.block_tokens * missing))
+
+
+def _waited_s(num_ranks: int, compute_s: float, keys_s: float, sums_s: float) -> float:
+    """What the trip of `circulate` takes beyond its compute: one processor, one link each way, event by event."""
+    now = link = keys_arrive = sums_arrive = 0.0
+    for step in range(num_ranks):
+        now = max(now, keys_arrive)
+        if step < num_ranks - 1:
+            keys_arrive = link = max(link, now) + keys_s
+        now += compute_s
+        if sums_s and step > 0:
+            now = max(now, sums_arrive)
+            sums_arrive = link = max(link, now) + sums_s
+    return max(now, sums_arrive) - num_ranks * compute_s
+
+
+def measure_ring_hardware(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> RingHardware:
+    """The slowest rank's attention kernel and slowest link of the ring, by a few short runs. Every rank calls it."""
+    tokens, heads, head_dim = (4096, 16, 64) if device.type == "cuda" else (512, 4, 64)
+    q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device).to(dtype) for _ in range(3))
+    message = torch.zeros(64 * 2**20 if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
+    compute_s = _time_s(lambda: attend(q, k, v, None, causal=False, scale=head_dim**-0.5), device)
+    transfer_s = _time_s(lambda: ring_exchange(message, group), device)
+    slowest = torch.tensor([compute_s, transfer_s], device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    compute_s, transfer_s = slowest.tolist()
+    return RingHardware(4 * tokens**2 * heads * head_dim / compute_s, message.nbytes / transfer_s)
+
+
+def _time_s(run: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
+    """The fastest of a few runs after one to warm up."""
+    times = []
+    for _ in range(num_runs + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class OverlapWatch:
+    """Warns once, at the first call of a ring whose transfers take longer than its compute."""
+
+    def __init__(self, ring: dist.ProcessGroup, ulysses_degree: int):
+        self._ring, self._ulysses_degree = ring, ulysses_degree
+        self._is_done = ring.size() == 1 or dist.get_backend(ring) == "fake"
+
+    def check(self, q: Tensor, k: Tensor, causal: bool = False) -> None:
+        """`q`, `k`: [B, S/P, H, D] of this rank. Measures, on all ranks of the ring, at its first call."""
+        if self._is_done or torch.compiler.is_compiling():
+            return
+        self._is_done = True
+        shape = RingShape(
+            num_ranks=self._ring.size(),
+            batch=q.size(0),
+            block_tokens=q.size(1) * self._ulysses_degree,
+            heads=max(1, q.size(2) // self._ulysses_degree),
+            kv_heads=max(1, k.size(2) // self._ulysses_degree),
+            head_dim=q.size(3),
+            dtype=q.dtype,
+            causal=causal,
+        )
+        # Not for the modes of a checkpoint to see, which would keep what the kernel returns here.
+        with torch.no_grad(), _disable_current_modes():
+            hardware = measure_ring_hardware(self._ring, q.device, q.dtype)
+        overlap = ring_overlap(shape, hardware)
+        if not overlap.hides and self._ring.rank() == 0:
+            logger.warning("%s", exposed_message(shape, hardware, overlap))
+
+
+def exposed_message(shape: RingShape, hardware: RingHardware, overlap: Overlap) -> str:
+    """What a plan whose ring does not hide costs, and what to change."""
+    return (
+        f"the ring of {shape.num_ranks} ranks does not hide its transfers: a block of {shape.block_tokens:,} tokens "
+        f"computes {1e3 * overlap.forward_compute_s:.2f} ms and sends for {1e3 * overlap.forward_transfer_s:.2f} ms "
+        f"(backward {1e3 * overlap.backward_compute_s:.2f} and {1e3 * overlap.backward_transfer_s:.2f}), at "
+        f"{hardware.flops_per_s / 1e12:.3g} TFLOP/s and {hardware.bandwidth_bytes_per_s / 1e9:.3g} GB/s. About "
+        f"{1e3 * overlap.exposed_s:.1f} ms of every layer's step are waited for; blocks of "
+        f"{overlap.smallest_block_tokens:,} tokens would hide it. Move ranks from the ring to ulysses"
+    )
