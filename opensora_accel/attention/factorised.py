@@ -1,8 +1,8 @@
 """Factorised attention (Open-Sora's STDiT): frames attend along space, places attend along time.
 
 A layer needs one dimension whole and may have the other one spread over the ranks. So the dimension that is spread
-is switched between the two, by one all-to-all of the tokens, where Ulysses would exchange four times as much in each
-attention (q, k, v and the output).
+is switched between the two, by one all-to-all of one tensor. Ulysses would send four (q, k, v and the output) around
+the attention along the dimension that is spread: a switch there and one back are half of that.
 
 Source: dynamic sequence parallelism, arXiv:2403.10266.
 """
