@@ -1,0 +1,64 @@
+"""The kernel call inside a model's attention, led elsewhere: with the arguments that the kernel would have got."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from opensora_accel.attention import local_attention
+from shardformer.modeling.attention import RedirectAttention
+
+
+def call(q, k, v, **options):
+    seen = {}
+
+    def attention(q, k, v, **given):
+        seen.update(given, dtypes={t.dtype for t in (q, k, v)})
+        return local_attention(q, k, v, **given)
+
+    with RedirectAttention(attention) as mode:
+        out = F.scaled_dot_product_attention(q, k, v, **options)
+    assert mode.num_calls == 1
+    return out, seen
+
+
+def tensors(*dtypes):
+    return [torch.randn(2, 3, 5, 8).to(dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}])
+def test_the_result_is_the_kernels(options):
+    q, k, v = tensors(*[torch.float64] * 3)
+    out, _ = call(q, k, v, **options)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, **options))
+
+
+def test_a_key_mask_is_passed_on_without_its_other_dims():
+    q, k, v = tensors(*[torch.float64] * 3)
+    mask = torch.tensor([[True] * 4 + [False], [True, False] * 2 + [True]])[:, None, None]
+    out, seen = call(q, k, v, attn_mask=mask)
+    assert torch.equal(seen["mask"], mask[:, 0, 0])
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def test_autocast_casts_as_it_does_for_the_kernel():
+    """Norms leave queries and keys in fp32 there, where values are bf16."""
+    q, k, v = tensors(torch.float32, torch.float32, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, seen = call(q, k, v)
+        assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype
+    assert seen["dtypes"] == {torch.bfloat16}
+    double, _ = call(*tensors(*[torch.float64] * 3))
+    assert double.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 0.1}, "set it to 0"),
+        ({"attn_mask": torch.zeros(2, 1, 1, 5)}, "takes a bool key mask"),
+        ({"attn_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, "takes a bool key mask"),
+    ],
+)
+def test_what_cannot_be_led_elsewhere_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        call(*tensors(*[torch.float32] * 3), **options)
