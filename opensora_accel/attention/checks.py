@@ -119,22 +119,24 @@ def agreed_splits(
     `tensors`: q, k, v and mask by name, and those of the text with text_ before it. `groups` from the innermost axis
     outwards; ranks are numbered with the last one outermost.
     """
-    if torch.compiler.is_compiling() and splits is not None and kv_splits is not None:
-        return tuple(splits), tuple(
-            kv_splits
-        )  # checked where the call ran uncompiled, or by what it is traced into
-    device = tensors["q"].device  # type: ignore[union-attr]
-    return _agree(Signature.of(tensors, options), groups, device, splits, kv_splits)
+    if torch.compiler.is_compiling():
+        if splits is not None and kv_splits is not None:
+            return tuple(splits), tuple(kv_splits)  # shapes are checked by what they are traced into
+        torch._dynamo.graph_break(msg=_SIZES_UNKNOWN)
+        agree = torch.compiler.disable(_agree)
+        return agree(tensors, options, groups, splits, kv_splits)
+    return _agree(tensors, options, groups, splits, kv_splits)
 
 
-@torch.compiler.disable(reason=_SIZES_UNKNOWN)
 def _agree(
-    mine: Signature,
+    tensors: Tensors,
+    options: Mapping[str, float | None],
     groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
     splits: Sequence[int] | None,
     kv_splits: Sequence[int] | None,
 ) -> tuple[Sizes, Sizes]:
+    mine = Signature.of(tensors, options)
+    device = tensors["q"].device  # type: ignore[union-attr]
     num_ranks, rank = 1, 0
     for group in groups:
         rank += group.rank() * num_ranks
