@@ -4,7 +4,7 @@
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
-BENCH ?= communications offload
+BENCH ?= communications offload attention
 ARGS ?=
 
 BIN := .venv/bin
@@ -20,7 +20,8 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
 	@echo "make test    run every test"
-	@echo "make bench   measure on this machine: communications, offload (BENCH=offload: only that one)"
+	@echo "make bench   measure on this machine: communications, offload, attention (BENCH=offload: only that one)"
+	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make lint    ruff and mypy"
 
 train: .venv/.train data/bunny/metadata.jsonl
@@ -60,4 +61,4 @@ data/bunny/metadata.jsonl: | .venv/.train
 	$(BIN)/python tools/prepare_bunny.py data/bunny
 
 clean:
-	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .bench-venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

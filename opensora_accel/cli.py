@@ -3,7 +3,7 @@
 commands:
   train     train a diffusers video transformer on a folder of clips
   doctor    check this machine: torch, GPUs, backends, threads, packages
-  bench     measure on this machine: offload
+  bench     measure on this machine: offload, attention
 
 `opensora-accel COMMAND --help` tells each command's options. On several ranks, start the same program with a
 launcher: torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
@@ -36,19 +36,35 @@ def _bench(arguments: Sequence[str]) -> int:
         print(_BENCH_HELP)
         return 0
     name, *rest = arguments
-    if name != "offload":
-        raise ValueError(f"there is no benchmark {name!r}; the benchmarks are offload")
+    if name not in BENCHMARKS:
+        raise ValueError(f"there is no benchmark {name!r}; the benchmarks are {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[name](rest)
+
+
+def _bench_offload(arguments: Sequence[str]) -> int:
     from opensora_accel.profiler.bench_offload import main as bench_offload
 
-    return bench_offload(rest)
+    return bench_offload(arguments)
 
+
+def _bench_attention(arguments: Sequence[str]) -> int:
+    from opensora_accel.profiler.bench_attention import main as bench_attention
+
+    return bench_attention(arguments)
+
+
+BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
+    "offload": _bench_offload,
+    "attention": _bench_attention,
+}
 
 _BENCH_HELP = """\
 opensora-accel bench NAME: measures on this machine, beside what others do, in one run.
 
-  offload   activation checkpointing and offload, every mode: step time, memory, bytes moved, a picture
+  offload     activation checkpointing and offload, every mode: step time, memory, bytes moved, a picture
+  attention   attention over ranks, ours beside yunchang, DeepSpeed, diffusers, torch: gradient errors, bytes, times
 
-`opensora-accel bench offload --help` tells its options."""
+`opensora-accel bench NAME --help` tells its options."""
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor, "bench": _bench}
 
