@@ -2,6 +2,7 @@
 
 commands:
   train     train a diffusers video transformer on a folder of clips
+  shard     derive what a sharded einsum communicates, forward and backward
   doctor    check this machine: torch, GPUs, backends, threads, packages
   bench     measure on this machine: offload, attention
 
@@ -23,6 +24,12 @@ def _train(arguments: Sequence[str]) -> int:
     from opensora_accel.training.run import run
 
     return run(arguments)
+
+
+def _shard(arguments: Sequence[str]) -> int:
+    from opensora_accel.sharding.command import main as shard
+
+    return shard(arguments)
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -66,7 +73,12 @@ opensora-accel bench NAME: measures on this machine, beside what others do, in o
 
 `opensora-accel bench NAME --help` tells its options."""
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor, "bench": _bench}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "shard": _shard,
+    "doctor": _doctor,
+    "bench": _bench,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,18 @@
+"""What a sharded einsum communicates, forward and backward, derived from its letters. Imports no torch."""
+
+from opensora_accel.sharding.einsum import Derivation, ShardingError, derive, derive_gradients
+from opensora_accel.sharding.equation import Equation
+from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard, dual
+
+__all__ = [
+    "Derivation",
+    "Equation",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "ShardingError",
+    "derive",
+    "derive_gradients",
+    "dual",
+]

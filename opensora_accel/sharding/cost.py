@@ -1,0 +1,128 @@
+"""What a collective sends and takes, and how much compute stands beside it. Models, not measurements.
+
+Bytes are those that one rank sends, for algorithms that send the least: rings, and pairwise exchange for the
+all-to-all. Time is latency times steps plus bytes over bandwidth (the alpha-beta model of Thakur et al.,
+doi:10.1177/1094342005051521).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from opensora_accel.sharding.equation import Equation
+from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "split", "send"]
+
+LEAST_RATIO = 3.0
+"""Compute over communication below which a step is likely to wait: nothing overlaps all of the time."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of one rank to the others of an axis."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 5e-6
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
+            raise ValueError(f"a link needs a bandwidth above 0 and a latency of at least 0; got {self}")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective on a tensor that is `size_bytes` as a whole (of what the other axes leave of it)."""
+
+    kind: Kind
+    axis: str
+    degree: int
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"a collective is one of {', '.join(get_args(Kind))}; got {self.kind!r}")
+        if self.degree < 1:
+            raise ValueError(f"{self.axis} must have at least 1 rank; got {self.degree}")
+
+    @property
+    def sent_bytes(self) -> float:
+        """By one rank."""
+        away = (self.degree - 1) / self.degree
+        return {
+            "all-reduce": 2 * away * self.size_bytes,
+            "all-gather": away * self.size_bytes,
+            "reduce-scatter": away * self.size_bytes,
+            "all-to-all": away * self.size_bytes / self.degree,
+            "split": 0.0,
+            "send": self.size_bytes if self.degree > 1 else 0.0,
+        }[self.kind]
+
+    @property
+    def num_steps(self) -> int:
+        if self.degree == 1 or self.kind == "split":
+            return 0
+        return {"all-reduce": 2 * (self.degree - 1), "send": 1}.get(self.kind, self.degree - 1)
+
+    def time_s(self, link: Link) -> float:
+        return self.num_steps * link.latency_s + self.sent_bytes / link.bandwidth_bytes_per_s
+
+
+def redistribution(
+    before: Placement, after: Placement, axis: str, degree: int, size_bytes: int
+) -> Collective | None:
+    """What brings a tensor from one placement to another; None where nothing is to be done.
+
+    Raises ValueError for what no single collective does: making a Partial of something.
+    """
+    if before == after or degree == 1:
+        return None
+    if isinstance(after, Partial):
+        raise ValueError(
+            f"{before} → {after} over {axis}: terms are what an einsum leaves, not what one communicates"
+        )
+    kinds: dict[tuple[type, type], Kind] = {
+        (Partial, Replicate): "all-reduce",
+        (Partial, Shard): "reduce-scatter",
+        (Shard, Replicate): "all-gather",
+        (Shard, Shard): "all-to-all",
+        (Replicate, Shard): "split",
+    }
+    return Collective(kinds[type(before), type(after)], axis, degree, size_bytes)
+
+
+def num_elements(labels: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[label] for label in labels)
+
+
+def einsum_flops(equation: Equation, sizes: Mapping[str, int]) -> int:
+    """Multiplications and additions, contracted two operands at a time from the left, as torch does without a path."""
+    flops, left = 0, equation.operands[0]
+    for number, right in enumerate(equation.operands[1:], start=1):
+        joined = tuple(dict.fromkeys((*left, *right)))
+        later = set(equation.output).union(*equation.operands[number + 1 :])
+        kept = tuple(label for label in joined if label in later)
+        contracts = len(kept) < len(joined)
+        flops += (2 if contracts else 1) * num_elements(joined, sizes)
+        left = kept
+    return flops
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Compute beside communication, on one rank."""
+
+    compute_s: float
+    communication_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.compute_s / self.communication_s if self.communication_s else math.inf
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether communication is too much to count on hiding it."""
+        return self.ratio < LEAST_RATIO

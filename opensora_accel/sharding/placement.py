@@ -1,0 +1,63 @@
+"""How one tensor lies along one mesh axis: whole on every rank, cut along a label, or as terms still to be combined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Reduction = Literal["sum", "avg", "max", "min"]
+LINEAR = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank holds the tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every rank holds its share of `label`, by any sizes that all operands agree on."""
+
+    label: str
+
+    def __str__(self) -> str:
+        return f"S({self.label})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank holds a term of the tensor's size; the tensor is their sum (average, largest, smallest)."""
+
+    reduction: Reduction = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise ValueError(
+                f"a Partial is reduced by {', '.join(get_args(Reduction))}; got {self.reduction!r}"
+            )
+
+    def __str__(self) -> str:
+        return "P" if self.reduction == "sum" else f"P({self.reduction})"
+
+
+Placement = Replicate | Shard | Partial
+
+
+def dual(placement: Placement) -> Placement:
+    """The placement of a tensor's gradient, where every rank differentiates the sum of all ranks' losses.
+
+    Each use of a replicated tensor on a rank of its own gives a term of the gradient: R ↔ P. A shard's gradient is
+    the shard of the gradient: S ↔ S. Raises ValueError for what a largest or smallest term has no such rule for.
+    """
+    if isinstance(placement, Replicate):
+        return Partial()
+    if isinstance(placement, Shard):
+        return placement
+    if placement.reduction == "sum":
+        return Replicate()
+    raise ValueError(
+        f"{placement} has no dual: a {placement.reduction} is not the sum of its terms; reduce it in forward"
+    )

@@ -1,0 +1,146 @@
+"""`opensora-accel shard`: the field's worked examples, figures, errors with the remedy, and no torch."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from opensora_accel.cli import main as cli
+
+
+def shard(capsys, *arguments):
+    assert cli(["shard", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def placed(report):
+    result = {axis: found["placement"] for axis, found in report["result"].items()}
+    gradients = {n: {a: f["placement"] for a, f in found.items()} for n, found in report["gradients"].items()}
+    needs = {(each["why"].partition(":")[0], each["kind"], each["axis"]) for each in report["collectives"]}
+    return result, gradients, needs
+
+
+WORKED_EXAMPLES = {
+    "Megatron, column-parallel: all-reduce of the input's gradient": (
+        ["sbi,io->sbo", "--axis", "tp: weight=o"],
+        {"tp": "S(o)"},
+        {"input": {"tp": "P"}, "weight": {"tp": "S(o)"}},
+        {("backward", "all-reduce", "tp")},
+    ),
+    "Megatron, row-parallel: all-reduce of the output": (
+        ["sbi,io->sbo", "--axis", "tp: input=i weight=i"],
+        {"tp": "P"},
+        {"input": {"tp": "S(i)"}, "weight": {"tp": "S(i)"}},
+        {("forward", "all-reduce", "tp")},
+    ),
+    "norm under sequence parallelism: all-reduce of the weight's gradient": (
+        ["sbc,c->sbc", "--axis", "sp: input=s"],
+        {"sp": "S(s)"},
+        {"input": {"sp": "S(s)"}, "weight": {"sp": "P"}},
+        {("backward", "all-reduce", "sp")},
+    ),
+    "Ulysses: attention itself communicates nothing": (
+        ["bshd,bthd->bhst", "--names", "q,k", "--axis", "ulysses: q=h k=h"],
+        {"ulysses": "S(h)"},
+        {"q": {"ulysses": "S(h)"}, "k": {"ulysses": "S(h)"}},
+        set(),
+    ),
+    "vocabulary-parallel embedding: all-reduce of the rows": (
+        ["sv,vc->sc", "--axis", "tp: input=v weight=v"],
+        {"tp": "P"},
+        {"input": {"tp": "S(v)"}, "weight": {"tp": "S(v)"}},
+        {("forward", "all-reduce", "tp")},
+    ),
+    "MoE dispatch: tokens are whole, experts are spread": (
+        ["te,tc->ec", "--names", "dispatch,tokens", "--axis", "ep: dispatch=e"],
+        {"ep": "S(e)"},
+        {"dispatch": {"ep": "S(e)"}, "tokens": {"ep": "P"}},
+        {("backward", "all-reduce", "ep")},
+    ),
+    "data parallelism": (
+        ["bi,io->bo", "--axis", "dp: input=b"],
+        {"dp": "S(b)"},
+        {"input": {"dp": "S(b)"}, "weight": {"dp": "P"}},
+        {("backward", "all-reduce", "dp")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKED_EXAMPLES)
+def test_worked_examples_of_the_field(capsys, name):
+    arguments, *expected = WORKED_EXAMPLES[name]
+    assert list(placed(shard(capsys, *arguments))) == expected
+
+
+def test_ulysses_needs_an_all_to_all_where_tokens_meet_heads(capsys):
+    assert cli(["shard", "bshd,bthd->bhst", "--names", "q,k", "--axis", "ulysses: q=s k=h"]) == 2
+    error = capsys.readouterr().err
+    assert "all-to-all" in error and "blocks of a diagonal" in error
+
+
+FIGURES = [
+    "--sizes",
+    "s=4096,b=8,i=5120,o=13824",
+    "--degrees",
+    "dp=4,tp=8",
+    "--bandwidth",
+    "200e9",
+    "--flops",
+    "400e12",
+]
+
+
+def test_bytes_seconds_and_the_ratio(capsys):
+    axes = ["--axis", "dp: input=b", "--axis", "tp: weight=o"]
+    report = shard(capsys, "sbi,io->sbo", *axes, *FIGURES)
+    of_input, of_weight = report["collectives"]
+    # The input's gradient is a quarter of the samples, the weight's an eighth of the columns; bf16, all-reduced.
+    assert of_input["sent_bytes"] == 2 * 7 / 8 * 4096 * 2 * 5120 * 2
+    assert of_weight["sent_bytes"] == 2 * 3 / 4 * 5120 * 13824 / 8 * 2
+    assert of_input["time_s"] == pytest.approx(of_input["sent_bytes"] / 200e9 + 14 * 5e-6)
+    compute_s = 3 * 2 * 4096 * 8 * 5120 * 13824 / 32 / 400e12
+    expected = compute_s / (of_input["time_s"] + of_weight["time_s"])
+    assert report["compute_over_communication"] == pytest.approx(expected)
+    assert cli(["shard", "sbi,io->sbo", *axes, *FIGURES]) == 0
+    text = capsys.readouterr().out
+    assert "140 MiB sent by a rank" in text and "warning: under 3:1" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sbi,io->sbo"], 'name an axis and what lies how: --axis "tp: weight=o"'),
+        (["sbi,io->sbo", "--axis", "tp"], "--axis is \"AXIS: OPERAND=PLACEMENT ...\"; got 'tp'"),
+        (["sbi,io->sbo", "--axis", "tp: w=o"], "'w=o' is no OPERAND=PLACEMENT; operands: input, weight"),
+        (["sbi,io->sbo", "--axis", "tp: weight=1"], "a placement is a label, R, P"),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", "--axis", "tp: input=s"], "--axis tp is given twice"),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", "--names", "a"], "has 2 operands; --names gives a"),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", "--sizes", "s=2"], "b, i, o is missing"),
+        (
+            ["sbi,io->sbo", "--axis", "tp: weight=o", "--sizes", "z=2"],
+            "'z=2' is no NAME=NUMBER; the names are s, b, i, o",
+        ),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", "--degrees", "dp=2"], "the names are tp"),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", "--flops", "1e12"], "need --sizes"),
+        (["sbi,io->sbo", "--axis", "tp: input=i"], "split weight along 'i'"),
+        (["ii->i", "--axis", "tp: input=i"], "repeats the label 'i'"),
+    ],
+)
+def test_errors_name_the_remedy(capsys, arguments, message):
+    assert cli(["shard", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_answers_in_two_seconds_without_torch():
+    code = "import sys; from opensora_accel.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "shard", "sbi,io->sbo", "--axis", "tp: weight=o"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 2.0
+    assert "all-reduce over tp; backward: the gradient of input" in done.stdout
