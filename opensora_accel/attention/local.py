@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.kernels import Choice, Problem, choose_kernel
+from opensora_accel.attention.kernels import Choice, Problem, Scores, choose_kernel
 from opensora_accel.attention.kernels.base import Grads
 
 
@@ -72,9 +72,7 @@ def explain_kernel(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = Non
     return choose_kernel(Problem.of(q, k, v, mask))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention over one block of keys: output [B, S_q, H, D_v] and log-sum-exp [B, H, S_q].
 
     Arguments as `local_attention`. A row that sees no key has output 0 and log-sum-exp −inf. Not differentiable.
@@ -82,26 +80,19 @@ def attend(
     if q.numel() == 0 or k.numel() == 0:
         lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=accumulator_dtype(q.dtype))
         return q.new_zeros(*q.shape[:3], v.size(3)), lse
+    mask = scores.mask
     kernel = choose_kernel(Problem.of(q, k, v, mask)).kernel
-    out, lse = kernel.forward(q, k, v, mask, causal, scale)
+    out, lse = kernel.forward(q, k, v, scores)
     if mask is not None:
         # [B, S_q] or [B, 1]: kernels differ in what they make of a row that sees nothing.
-        sees_none = mask.cumsum(1) == 0 if causal else ~mask.any(1, keepdim=True)
+        sees_none = mask.cumsum(1) == 0 if scores.causal else ~mask.any(1, keepdim=True)
         out = out.masked_fill(sees_none[:, :, None, None], 0)
         lse = lse.masked_fill(sees_none[:, None, :], float("-inf"))
     return out, lse
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Grads:
     """Gradients of q, k and v through one block of keys, where `out` and `lse` are those of the whole row.
 
@@ -109,8 +100,8 @@ def attend_backward(
     """
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel = choose_kernel(Problem.of(q, k, v, mask)).kernel
-    return kernel.backward(grad, q, k, v, out, lse, mask, causal, scale)
+    kernel = choose_kernel(Problem.of(q, k, v, scores.mask)).kernel
+    return kernel.backward(grad, q, k, v, out, lse, scores)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.local import accumulator_dtype, attend
 from opensora_accel.communications import ring_exchange
 
@@ -120,7 +121,7 @@ def measure_ring_hardware(group: dist.ProcessGroup, device: torch.device, dtype:
     tokens, heads, head_dim = (4096, 16, 64) if device.type == "cuda" else (512, 4, 64)
     q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device).to(dtype) for _ in range(3))
     message = torch.zeros(64 * 2**20 if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
-    compute_s = _time_s(lambda: attend(q, k, v, None, causal=False, scale=head_dim**-0.5), device)
+    compute_s = _time_s(lambda: attend(q, k, v, Scores(head_dim**-0.5)), device)
     transfer_s = _time_s(lambda: ring_exchange(message, group), device)
     slowest = torch.tensor([compute_s, transfer_s], device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from opensora_accel.attention.balance import Layout, Tile, causal_tiles, check_layout, layout_number
 from opensora_accel.attention.checks import agreed_splits
 from opensora_accel.attention.circulate import Circulation
+from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.local import accumulator_dtype, attend, attend_backward, local_attention
 from opensora_accel.attention.merge import merge_
 from opensora_accel.communications.checks import check_group
@@ -134,9 +135,9 @@ class _Block:
         self._k, self._v = (p.view(k.dtype).view(shape) for p, shape in zip(parts, shapes, strict=False))
         self._mask = None if mask is None else parts[2].view(torch.bool).view(k.size(0), num_tokens)
 
-    def cut(self, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        mask = None if self._mask is None else self._mask[:, keys]
-        return self._k[:, keys], self._v[:, keys], mask
+    def cut(self, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Scores]:
+        mask = None if self._mask is None else self._mask[:, tile.keys]
+        return self._k[:, tile.keys], self._v[:, tile.keys], Scores(scale, mask, tile.causal)
 
     @staticmethod
     def pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -160,9 +161,7 @@ def _forward(
             buffer = trip.next_block()
             block = _Block(buffer, k, v, mask, ring.kv_splits[trip.owner])
             for tile in ring.tiles(trip.owner):
-                part, part_lse = attend(
-                    q[:, tile.rows], *block.cut(tile.keys), causal=tile.causal, scale=scale
-                )
+                part, part_lse = attend(q[:, tile.rows], *block.cut(tile, scale))
                 merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse.transpose(1, 2))
     return out.to(q.dtype, copy=True), lse.transpose(1, 2).contiguous()
 
@@ -213,9 +212,9 @@ def _backward(
             block, found = _Block(buffer, k, v, mask, num_tokens), _KeyGrads(k, v, num_tokens)
             for tile in ring.tiles(trip.owner):
                 rows = tile.rows
-                block_k, block_v, block_mask = block.cut(tile.keys)
-                rest = out[:, rows], lse[:, :, rows], block_mask, tile.causal, scale
-                parts = attend_backward(grad[:, rows], q[:, rows], block_k, block_v, *rest)
+                block_k, block_v, scores = block.cut(tile, scale)
+                whole = out[:, rows], lse[:, :, rows]
+                parts = attend_backward(grad[:, rows], q[:, rows], block_k, block_v, *whole, scores)
                 grad_q[:, rows] += parts[0]
                 found.append(tile.keys, *parts[1:])
             if step == 0:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from opensora_accel.attention import explain_kernel
-from opensora_accel.attention.kernels import Problem, choose_kernel
+from opensora_accel.attention.kernels import Problem, Scores, choose_kernel
 from opensora_accel.attention.kernels import flash_attn as flash_attn_file
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
@@ -32,14 +32,14 @@ def blockwise(kernel, q, k, v, mask, grad, sizes):
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
     blocks = list(zip(*(t.split(sizes, 1) for t in (k, v, mask)), strict=True))
     for block_k, block_v, block_mask in blocks:
-        part, part_lse = kernel.forward(q, block_k, block_v, block_mask, False, scale)
+        part, part_lse = kernel.forward(q, block_k, block_v, Scores(scale, block_mask))
         assert part.shape == q.shape and part_lse.shape == (q.size(0), q.size(2), q.size(1))
         merge_(out, lse, part, part_lse.transpose(1, 2))
     grads = [torch.zeros_like(q), [], []]
     for block_k, block_v, block_mask in blocks:
         parts = kernel.backward(
-            grad, q, block_k, block_v, out.to(q.dtype), lse.transpose(1, 2).to(part_lse.dtype), block_mask,
-            False, scale,
+            grad, q, block_k, block_v, out.to(q.dtype), lse.transpose(1, 2).to(part_lse.dtype),
+            Scores(scale, block_mask),
         )  # fmt: skip
         grads[0] += parts[0]
         grads[1].append(parts[1])
@@ -75,8 +75,8 @@ def test_causal_squares(kernel, masked):
     if masked:
         mask[:, 0] = True
     grad = weights_like(q)
-    out, lse = kernel.forward(q, k, v, mask, True, SCALE)
-    found = out, *kernel.backward(grad, q, k, v, out, lse, mask, True, SCALE)
+    out, lse = kernel.forward(q, k, v, Scores(SCALE, mask, True))
+    found = out, *kernel.backward(grad, q, k, v, out, lse, Scores(SCALE, mask, True))
     for actual, wanted in zip(found, expected(q, k, v, mask, grad, causal=True), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
@@ -85,13 +85,13 @@ def test_causal_squares(kernel, masked):
 def test_rows_that_see_no_key(causal):
     q, k, v, mask = random_inputs(6, 6, 2, 2, True)
     mask[0] = torch.tensor([False, False, True, False, True, True])
-    out, lse = attend(q, k, v, mask, causal=causal, scale=SCALE)
+    out, lse = attend(q, k, v, Scores(SCALE, mask, causal))
     torch.testing.assert_close(out, full_attention(q, k, v, mask, causal), rtol=0, atol=1e-12)
     sees = torch.zeros(2, 6, dtype=torch.bool)
     sees[0, 2 if causal else 0 :] = True
     assert torch.equal(lse == -math.inf, ~sees[:, None, :].expand_as(lse))
     lse = lse.masked_fill(lse == -math.inf, 0)
-    grads = attend_backward(torch.ones_like(q), q, k, v, out, lse, mask, causal, SCALE)
+    grads = attend_backward(torch.ones_like(q), q, k, v, out, lse, Scores(SCALE, mask, causal))
     for grad, wanted in zip(
         grads, expected(q, k, v, mask, torch.ones_like(q), causal=causal)[1:], strict=True
     ):
@@ -102,9 +102,9 @@ def test_rows_that_see_no_key(causal):
 def test_nothing_to_attend(shape):
     """torch's CPU kernel ends the process with a floating point exception on these (2.13)."""
     q, k, v, _ = random_inputs(*shape, 2, 2, False)
-    out, lse = attend(q, k, v, None, causal=False, scale=SCALE)
+    out, lse = attend(q, k, v, Scores(SCALE))
     assert out.shape == q.shape and not out.any() and bool((lse == -math.inf).all())
-    grads = attend_backward(q, q, k, v, out, lse, None, False, SCALE)
+    grads = attend_backward(q, q, k, v, out, lse, Scores(SCALE))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and not any(g.any() for g in grads)
 
 
@@ -196,7 +196,7 @@ class AtenStandIns:
     def forward(self, name, given):
         q, k, v = (given[n].transpose(1, 2) for n in ("query", "key", "value"))
         assert q.size(2) == k.size(2), "this kernel does not group heads"
-        out, lse = PLAIN.forward(q, k, v, self.mask(name, given), given["is_causal"], given["scale"])
+        out, lse = PLAIN.forward(q, k, v, Scores(given["scale"], self.mask(name, given), given["is_causal"]))
         out = out.transpose(1, 2).contiguous()
         if name == "efficient":
             assert given["compute_log_sumexp"] is True
@@ -219,8 +219,8 @@ class AtenStandIns:
         if name != "efficient":
             assert (given["max_q"], given["max_k"]) == (q.size(1), k.size(1))
         assert lse.shape == (q.size(0), q.size(2), q.size(1)) and given["dropout_p"] == 0.0
-        mask = self.mask(name, given)
-        grads = PLAIN.backward(grad, q, k, v, out, lse, mask, given["is_causal"], given["scale"])
+        scores = Scores(given["scale"], self.mask(name, given), given["is_causal"])
+        grads = PLAIN.backward(grad, q, k, v, out, lse, scores)
         grads = [tensor.transpose(1, 2) for tensor in grads]
         return (*grads, None) if name == "efficient" else tuple(grads)
 
@@ -263,7 +263,7 @@ class FlashAttnStandIn(types.ModuleType):
     ):  # fmt: skip
         assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
         assert alibi_slopes is None and return_softmax is False
-        return *PLAIN.forward(q, k, v, None, causal, softmax_scale), None, None
+        return *PLAIN.forward(q, k, v, Scores(softmax_scale, causal=causal)), None, None
 
     @staticmethod
     def two_backward(
@@ -274,14 +274,14 @@ class FlashAttnStandIn(types.ModuleType):
         assert softmax_lse.is_contiguous() and isinstance(deterministic, bool) and alibi_slopes is None
         for target, grad in zip(
             (dq, dk, dv),
-            PLAIN.backward(dout, q, k, v, out, softmax_lse, None, causal, softmax_scale),
+            PLAIN.backward(dout, q, k, v, out, softmax_lse, Scores(softmax_scale, causal=causal)),
             strict=True,
         ):
             target.copy_(grad)
 
     @staticmethod
     def three_forward(q, k, v, k_new=None, *, softmax_scale=None, causal=False, num_splits=1):
-        return *PLAIN.forward(q, k, v, None, causal, softmax_scale), None, None
+        return *PLAIN.forward(q, k, v, Scores(softmax_scale, causal=causal)), None, None
 
     @staticmethod
     def three_backward(

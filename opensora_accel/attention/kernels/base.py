@@ -36,11 +36,21 @@ class Problem:
         )
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become scores: times `scale`, and −inf where a key is not seen."""
+
+    scale: float
+    mask: Tensor | None = None
+    """[B, S_kv], true where a key may be seen."""
+    causal: bool = False
+    """Query i sees keys 0…i, of as many."""
+
+
 class Kernel(Protocol):
     """Softmax attention of one block of keys; q [B, S_q, H, D], k and v [B, S_kv, H_kv, D], none of them empty.
 
-    `mask` is a key mask [B, S_kv], true where a key may be seen; `causal` needs S_q = S_kv. Rows that see no key may
-    hold anything: the caller knows them.
+    Rows that see no key may hold anything: the caller knows them.
     """
 
     name: str
@@ -49,23 +59,12 @@ class Kernel(Protocol):
         """Why it cannot take the problem; None if it can."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output [B, S_q, H, D_v] and log-sum-exp [B, H, S_q], fp32 or fp64."""
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         """Gradients of q, k and v through this block, where `out` and `lse` are those of all blocks together."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, key_bias
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, key_bias
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,28 +28,17 @@ class CpuFlashKernel:
             return f"it needs values as wide as keys, they are {problem.value_dim} and {problem.head_dim}"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = (_heads_first(tensor) for tensor in (q, k, v))
-        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale)
+        out, lse = _forward(q, k, v, 0.0, scores.causal, attn_mask=_bias(scores, q), scale=scores.scale)
         return out.transpose(1, 2), lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         grad, q, k, v, out = (_heads_first(tensor) for tensor in (grad, q, k, v, out))
-        bias = _bias(mask, q)
-        grads = _backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        options = {"attn_mask": _bias(scores, q), "scale": scores.scale}
+        grads = _backward(grad, q, k, v, out, lse, 0.0, scores.causal, **options)
         grad_q, grad_k, grad_v = (tensor.transpose(1, 2) for tensor in grads)
         return grad_q, grad_k, grad_v
 
@@ -59,5 +48,5 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if mask is None else key_bias(mask, q.dtype)[:, None, None, :]
+def _bias(scores: Scores, q: Tensor) -> Tensor | None:
+    return None if scores.mask is None else key_bias(scores.mask, q.dtype)[:, None, None, :]

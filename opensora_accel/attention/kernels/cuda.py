@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, expand_heads, key_bias, sum_groups
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, expand_heads, key_bias, sum_groups
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -49,8 +51,38 @@ def _unused_seed(q: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.uint64, device=q.device)
 
 
-class FlashKernel:
-    """`aten::_scaled_dot_product_flash_attention`; grouped heads are written out."""
+class _AtenKernel:
+    """What they share: heads before tokens, grouped heads written out, a key mask as a bias."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        inputs = _heads_first(q, *_whole_heads(q, k, v))
+        out, lse = self._forward(inputs, _bias(scores.mask, q), scores)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
+        num_kv_heads = k.size(2)
+        inputs = _heads_first(grad, q, *_whole_heads(q, k, v), out)
+        grads = self._backward(inputs, lse, _bias(scores.mask, q), scores)
+        grad_q, grad_k, grad_v = _heads_first(*grads)
+        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+
+    def _forward(
+        self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """q, k, v [B, H, S, D] → output and log-sum-exp [B, H, S_q]."""
+        raise NotImplementedError
+
+    def _backward(
+        self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
+    ) -> Sequence[Tensor]:
+        """The output's gradient, q, k, v, the output → gradients of q, k, v."""
+        raise NotImplementedError
+
+
+class FlashKernel(_AtenKernel):
+    """`aten::_scaled_dot_product_flash_attention`."""
 
     name = "aten flash"
 
@@ -62,37 +94,29 @@ class FlashKernel:
             return f"it needs a head dim of at most 256, not {problem.head_dim}"
         return unfit
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    def _forward(
+        self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        inputs = _heads_first(q, *_whole_heads(q, k, v))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Grads:
-        num_kv_heads, sizes = k.size(2), (q.size(1), k.size(1))
-        k, v = _whole_heads(q, k, v)
-        seed = _unused_seed(q)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *_heads_first(grad, q, k, v, out), lse, None, None, *sizes, 0.0, causal, seed, seed, scale=scale
+        q, k, v = inputs
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, scores.causal, scale=scores.scale
         )
-        grad_q, grad_k, grad_v = _heads_first(*grads)
-        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+        return out, lse
+
+    def _backward(
+        self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
+    ) -> Sequence[Tensor]:
+        grad, q, k, v, out = inputs
+        seed = _unused_seed(q)
+        grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, scores.causal, seed, seed),
+            scale=scores.scale,
+        )
+        return grads
 
 
-class CudnnKernel:
-    """`aten::_scaled_dot_product_cudnn_attention`, for Hopper and newer; grouped heads are written out."""
+class CudnnKernel(_AtenKernel):
+    """`aten::_scaled_dot_product_cudnn_attention`, for Hopper and newer."""
 
     name = "cuDNN"
 
@@ -106,49 +130,44 @@ class CudnnKernel:
             return "it is slower than the others before Hopper"
         return unfit
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    def _forward(
+        self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        bias, inputs = _bias(mask, q), _heads_first(q, *_whole_heads(q, k, v))
+        q, k, v = inputs
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *inputs, bias, True, 0.0, causal, scale=scale
+            q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale
         )
-        return out.transpose(1, 2), lse.reshape(out.shape[:3])
+        return out, lse.reshape(out.shape[:3])
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Grads:
-        num_kv_heads, sizes = k.size(2), (q.size(1), k.size(1))
-        k, v = _whole_heads(q, k, v)
-        bias, seed = _bias(mask, q), _unused_seed(q)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *_heads_first(grad, q, k, v, out),
-            lse.unsqueeze(-1),
-            seed,
-            seed,
-            bias,
-            None,
-            None,
-            *sizes,
-            0.0,
-            causal,
-            scale=scale,
+    def _backward(
+        self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
+    ) -> Sequence[Tensor]:
+        grad, q, k, v, out = inputs
+        seed, sizes = _unused_seed(q), (q.size(2), k.size(2))
+        grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(
+                grad,
+                q,
+                k,
+                v,
+                out,
+                lse.unsqueeze(-1),
+                seed,
+                seed,
+                bias,
+                None,
+                None,
+                *sizes,
+                0.0,
+                scores.causal,
+            ),
+            scale=scores.scale,
         )
-        grad_q, grad_k, grad_v = _heads_first(*grads)
-        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+        return grads
 
 
-class EfficientKernel:
-    """`aten::_scaled_dot_product_efficient_attention`: key masks and fp32; grouped heads are written out."""
+class EfficientKernel(_AtenKernel):
+    """`aten::_scaled_dot_product_efficient_attention`: key masks and fp32."""
 
     name = "aten efficient"
 
@@ -158,44 +177,27 @@ class EfficientKernel:
             return "its backward is not deterministic"
         return unfit
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    def _forward(
+        self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        bias, inputs = _bias(mask, q), _heads_first(q, *_whole_heads(q, k, v))
+        q, k, v = inputs
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            *inputs, bias, True, 0.0, causal, scale=scale
+            q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale
         )
-        return out.transpose(1, 2), lse[:, :, : q.size(1)]
+        return out, lse[:, :, : q.size(2)]
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Grads:
-        num_kv_heads = k.size(2)
-        k, v = _whole_heads(q, k, v)
-        bias, seed = _bias(mask, q), torch.zeros((), dtype=torch.int64, device=q.device)
-        grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *_heads_first(grad, q, k, v),
-            bias,
-            out.transpose(1, 2),
-            _padded_rows(lse),
-            seed,
-            seed,
-            0.0,
+    def _backward(
+        self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
+    ) -> Sequence[Tensor]:
+        grad, q, k, v, out = inputs
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        *grads, _of_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *(grad, q, k, v, bias, out, _padded_rows(lse), seed, seed, 0.0),
             [True, True, True, False],
-            causal,
-            scale=scale,
+            scores.causal,
+            scale=scores.scale,
         )
-        grad_q, grad_k, grad_v = _heads_first(grad_q, grad_k, grad_v)
-        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+        return grads
 
 
 def _padded_rows(lse: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores
 
 
 @lru_cache
@@ -59,41 +59,30 @@ class FlashAttn2Kernel(_FlashAttnKernel):
                 return f"flash-attn {version} has another interface; install 2.7 or newer"
         return unusable
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _load(self._module)._flash_attn_forward(
-            q, k, v, **_options(scale, causal), return_softmax=False
+            q, k, v, **_options(scores), return_softmax=False
         )
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         _load(self._module)._flash_attn_backward(
             *(grad, q, k, v, out, lse.contiguous(), *grads),
-            **_options(scale, causal),
+            **_options(scores),
             deterministic=deterministic,
         )
         return grads
 
 
-def _options(scale: float, causal: bool) -> dict[str, Any]:
+def _options(scores: Scores) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "causal": causal,
+        "softmax_scale": scores.scale,
+        "causal": scores.causal,
         "window_size_left": -1,
         "window_size_right": -1,
         "softcap": 0.0,
@@ -110,23 +99,14 @@ class FlashAttn3Kernel(_FlashAttnKernel):
             return "it runs on Hopper"
         return super()._unusable(problem)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _load(self._module)._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _load(self._module)._flash_attn_forward(
+            q, k, v, softmax_scale=scores.scale, causal=scores.causal
+        )
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _load(self._module)._flash_attn_backward(
@@ -134,8 +114,8 @@ class FlashAttn3Kernel(_FlashAttnKernel):
             dq=grads[0],
             dk=grads[1],
             dv=grads[2],
-            softmax_scale=scale,
-            is_causal=causal,
+            softmax_scale=scores.scale,
+            is_causal=scores.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, expand_heads, sum_groups
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, expand_heads, sum_groups
 
 
 class PlainKernel:
@@ -16,37 +16,26 @@ class PlainKernel:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = _widened(q, k, v)
-        scores = _scores(q, expand_heads(k, q.size(2)), mask, causal, scale)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp_()
+        logits = _logits(q, expand_heads(k, q.size(2)), scores)
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse.unsqueeze(-1)).exp_()
         return torch.einsum("bhst,bthd->bshd", weights, expand_heads(v, q.size(2))), lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         grad, q, k, v, out = _widened(grad, q, k, v, out)
         num_heads, num_kv_heads = q.size(2), k.size(2)
         k, v = expand_heads(k, num_heads), expand_heads(v, num_heads)
-        weights = (_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).exp_()
+        weights = (_logits(q, k, scores) - lse.unsqueeze(-1)).exp_()
         grad_v = torch.einsum("bhst,bshd->bthd", weights, grad)
         # What softmax's backward takes away from every score of a row; out is the whole row's.
         row = (grad * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-        grad_scores = weights * (torch.einsum("bshd,bthd->bhst", grad, v) - row) * scale
-        grad_q = torch.einsum("bhst,bthd->bshd", grad_scores, k)
-        grad_k = torch.einsum("bhst,bshd->bthd", grad_scores, q)
+        grad_logits = weights * (torch.einsum("bshd,bthd->bhst", grad, v) - row) * scores.scale
+        grad_q = torch.einsum("bhst,bthd->bshd", grad_logits, k)
+        grad_k = torch.einsum("bhst,bshd->bthd", grad_logits, q)
         return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
 
 
@@ -55,12 +44,12 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _logits(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """[B, H, S_q, S_kv], −inf where a key is not seen."""
-    scores = torch.einsum("bshd,bthd->bhst", q * scale, k)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return scores
+    logits = torch.einsum("bshd,bthd->bhst", q * scores.scale, k)
+    if scores.mask is not None:
+        logits = logits.masked_fill(~scores.mask[:, None, None, :], float("-inf"))
+    if scores.causal:
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(future, float("-inf"))
+    return logits
