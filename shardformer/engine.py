@@ -206,9 +206,9 @@ def _attention(plan: Plan, tokens: _Tokens) -> Callable[..., Tensor]:
         return ulysses
     watch = OverlapWatch(get_parallel_group("ring"), plan.ulysses)
 
-    def usp(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **options: Any) -> Tensor:
-        watch.check(q, k, causal)
-        return usp_attention(q, k, v, splits=tokens.splits, kv_splits=tokens.splits, causal=causal, **options)
+    def usp(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        watch.check(q, k)
+        return usp_attention(q, k, v, splits=tokens.splits, kv_splits=tokens.splits, **options)
 
     return usp
 

@@ -1,8 +1,9 @@
 """What one call of a parallel attention must satisfy, on its own rank and among the ranks of its group.
 
 Where sizes are not given the ranks exchange them anyhow: the whole signature of the call goes along, so that a rank's
-bad input is a ValueError on every rank, before any data is sent. Where they are given nothing is exchanged, and each
-rank checks itself (all of them, with OPENSORA_ACCEL_DEBUG=1).
+bad input is a ValueError on every rank, before any data is sent. Where they are given (by all ranks, or by none), or
+promised to be known (`cached_sizes`), nothing is exchanged, and each rank checks itself; all of them with
+OPENSORA_ACCEL_DEBUG=1, but not in a compiled graph.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_accel.attention.balance import LAYOUTS
 from opensora_accel.communications.checks import debug_enabled
-from opensora_accel.communications.sizes import Sizes, exchange_sizes
+from opensora_accel.communications.sizes import Sizes, exchange_sizes, sizes_are_cached
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool),
@@ -60,7 +62,7 @@ class Signature:
     """The facts of one rank's call."""
 
     tensors: Mapping[str, _Described | None]
-    options: Mapping[str, float]
+    options: Mapping[str, float | None]
 
     @classmethod
     def of(cls, tensors: Tensors, options: Mapping[str, float | None]) -> Signature:
@@ -68,13 +70,13 @@ class Signature:
             name: None if tensor is None else _Described(tensor.dtype, tuple(tensor.shape))
             for name, tensor in tensors.items()
         }
-        return cls(described, {name: -1.0 if value is None else value for name, value in options.items()})
+        return cls(described, options)
 
     def encode(self) -> tuple[int, ...]:
         fields = itertools.chain.from_iterable(
             _ABSENT if tensor is None else tensor.encode() for tensor in self.tensors.values()
         )
-        return *fields, *(_bits(float(value)) for value in self.options.values())
+        return *fields, *(number for value in self.options.values() for number in _encode_option(value))
 
     def decode(self, fields: Sequence[int]) -> Signature:
         """Another rank's, whose call has the same names."""
@@ -82,7 +84,8 @@ class Signature:
             name: _Described.decode(fields[i * _NUM_FIELDS : (i + 1) * _NUM_FIELDS])
             for i, name in enumerate(self.tensors)
         }
-        values = map(_from_bits, fields[len(tensors) * _NUM_FIELDS :])
+        rest = fields[len(tensors) * _NUM_FIELDS :]
+        values = map(_decode_option, rest[::2], rest[1::2])
         return Signature(tensors, dict(zip(self.options, values, strict=True)))
 
     def num_tokens(self, name: str) -> int:
@@ -91,14 +94,15 @@ class Signature:
         return tensor.shape[1]
 
 
-def _bits(value: float) -> int:
-    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return number
+def _encode_option(value: float | None) -> tuple[int, int]:
+    """Whether there is one, and its bits."""
+    bits: int = struct.unpack("<q", struct.pack("<d", float(value or 0)))[0]
+    return int(value is not None), bits
 
 
-def _from_bits(number: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
-    return value
+def _decode_option(is_given: int, bits: int) -> float | None:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value if is_given else None
 
 
 _SIZES_UNKNOWN = (
@@ -119,40 +123,64 @@ def agreed_splits(
     `tensors`: q, k, v and mask by name, and those of the text with text_ before it. `groups` from the innermost axis
     outwards; ranks are numbered with the last one outermost.
     """
+    mine = Signature.of(tensors, options)
     if torch.compiler.is_compiling():
         if splits is not None and kv_splits is not None:
-            return tuple(splits), tuple(kv_splits)  # shapes are checked by what they are traced into
+            return _agree_alone(mine, groups, splits, kv_splits)
         torch._dynamo.graph_break(msg=_SIZES_UNKNOWN)
-        agree = torch.compiler.disable(_agree)
-        return agree(tensors, options, groups, splits, kv_splits)
-    return _agree(tensors, options, groups, splits, kv_splits)
+        return torch.compiler.disable(_agree)(mine, groups, tensors["q"], splits, kv_splits)
+    return _agree(mine, groups, tensors["q"], splits, kv_splits)
 
 
 def _agree(
-    tensors: Tensors,
-    options: Mapping[str, float | None],
+    mine: Signature,
     groups: Sequence[dist.ProcessGroup],
+    q: Tensor | None,
     splits: Sequence[int] | None,
     kv_splits: Sequence[int] | None,
 ) -> tuple[Sizes, Sizes]:
-    mine = Signature.of(tensors, options)
-    device = tensors["q"].device  # type: ignore[union-attr]
-    num_ranks, rank = 1, 0
-    for group in groups:
-        rank += group.rank() * num_ranks
-        num_ranks *= group.size()
-    if num_ranks > 1 and (splits is None or kv_splits is None or debug_enabled()):
-        everyone = _exchange(mine, groups, device)
+    assert q is not None
+    num_ranks = _num_ranks(groups)
+    if num_ranks == 1 or (splits is not None and kv_splits is not None and not debug_enabled()):
+        return _agree_alone(mine, groups, splits, kv_splits)
+    if sizes_are_cached() and not debug_enabled():
+        _check_one(mine, "")
+        own = mine.num_tokens("q"), mine.num_tokens("k")
+        found = tuple(zip(*_exchange(own, groups, q.device), strict=True))
+    else:
+        everyone = [mine.decode(fields) for fields in _exchange(mine.encode(), groups, q.device)]
         for number, signature in enumerate(everyone):
             _check_one(signature, f"rank {number}: ")
             _check_pair(everyone[0], signature, number)
         found = tuple(tuple(each.num_tokens(name) for each in everyone) for name in ("q", "k"))
-    else:
-        _check_one(mine, "")
-        found = ((mine.num_tokens("q"),), (mine.num_tokens("k"),)) if num_ranks == 1 else ((), ())
+    for name, given, held in (("splits", splits, found[0]), ("kv_splits", kv_splits, found[1])):
+        if given is not None and tuple(given) != held:
+            raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {held} tokens")
+    return _agree_alone(mine, groups, found[0], found[1])
+
+
+def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
+    num_ranks = 1
+    for group in groups:
+        num_ranks *= group.size()
+    return num_ranks
+
+
+def _agree_alone(
+    mine: Signature,
+    groups: Sequence[dist.ProcessGroup],
+    splits: Sequence[int] | None,
+    kv_splits: Sequence[int] | None,
+) -> tuple[Sizes, Sizes]:
+    """What a rank can check by itself, given the sizes of all (or being the only one)."""
+    _check_one(mine, "")
+    num_ranks, rank = 1, 0
+    for group in groups:
+        rank += group.rank() * num_ranks
+        num_ranks *= group.size()
     sizes = (
-        _given(splits, "splits", found[0], rank, mine.num_tokens("q"), num_ranks),
-        _given(kv_splits, "kv_splits", found[1], rank, mine.num_tokens("k"), num_ranks),
+        _given(splits, "splits", rank, mine.num_tokens("q"), num_ranks),
+        _given(kv_splits, "kv_splits", rank, mine.num_tokens("k"), num_ranks),
     )
     if mine.options["causal"] and sum(sizes[0]) != sum(sizes[1]):
         raise ValueError(
@@ -162,33 +190,39 @@ def _agree(
     return sizes
 
 
-def _given(given: Sequence[int] | None, name: str, found: Sizes, rank: int, local: int, num: int) -> Sizes:
+def _given(given: Sequence[int] | None, name: str, rank: int, local: int, num_ranks: int) -> Sizes:
     if given is None:
-        return found
-    given = tuple(int(size) for size in given)
-    if len(given) != num or min(given) < 0:
-        raise ValueError(f"{name}={given} must be one size, at least 0, for each of the {num} ranks")
+        return (local,)
+    given = tuple(given)
+    if len(given) != num_ranks or min(given) < 0:
+        raise ValueError(f"{name}={given} must be one size, at least 0, for each of the {num_ranks} ranks")
     if given[rank] != local:
         raise ValueError(f"{name}={given} give rank {rank} {given[rank]} tokens, but its tensor has {local}")
-    if found and given != found:
-        raise ValueError(f"{name}={given} were given, but the ranks hold {found} tokens")
     return given
 
 
-def _exchange(mine: Signature, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Signature]:
-    """Every rank's signature: one all-gather of some thirty integers for each axis."""
-    known: tuple[int, ...] = mine.encode()
-    length = len(known)
+def _exchange(
+    mine: tuple[int, ...], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[tuple[int, ...]]:
+    """Every rank's numbers: one all-gather for each axis."""
+    known, length = mine, len(mine)
     for group in groups:
         if group.size() > 1:
             by_field = exchange_sizes(known, group, device)
             known = tuple(itertools.chain.from_iterable(zip(*by_field, strict=True)))
-    return [mine.decode(known[start : start + length]) for start in range(0, len(known), length)]
+    return [known[start : start + length] for start in range(0, len(known), length)]
+
+
+def check_alone(tensors: Tensors, options: Mapping[str, float | None]) -> None:
+    """Raises ValueError unless the call is one attention on this rank alone."""
+    _agree_alone(Signature.of(tensors, options), [], None, None)
 
 
 def _check_one(call: Signature, where: str) -> None:
     """Raises ValueError unless shapes, dtypes and masks are those of one attention."""
-    tensors = call.tensors
+    tensors, scale = call.tensors, call.options.get("scale")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"{where}scale must be a number above 0; got {scale} (None is 1/√D)")
     _check_attention(tensors["q"], tensors["k"], tensors["v"], tensors["mask"], where, "")
     if "text_q" not in tensors:
         return
@@ -228,8 +262,8 @@ def _check_attention(
         raise ValueError(
             f"{where}query heads ({q.shape[2]}) must be a multiple of key heads ({k.shape[2]}); repeat the key heads"
         )
-    if q.shape[3] == 0:
-        raise ValueError(f"{where}{names} need a head dim of at least 1; got {q.shape}")
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"{where}{names} need a head dim of at least 1; got {q.shape}, {v.shape}")
     if not (q.dtype == k.dtype == v.dtype and q.dtype is not None and q.dtype.is_floating_point):
         raise ValueError(
             f"{where}{names} must share one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -241,6 +275,12 @@ def _check_attention(
         )
 
 
+def _shown(name: str, option: float | None) -> str:
+    if name == "layout" and option is not None:
+        return LAYOUTS[int(option)] if option >= 0 else "unknown"
+    return str(option if name == "scale" or option is None else bool(option))
+
+
 _MAY_DIFFER = ("q", "k", "v", "mask")
 """Tensors whose number of tokens is the rank's own."""
 
@@ -249,7 +289,8 @@ def _check_pair(first: Signature, other: Signature, rank: int) -> None:
     for name, option in first.options.items():
         if other.options[name] != option:
             raise ValueError(
-                f"the ranks disagree: {name} is {option:g} on rank 0 and {other.options[name]:g} on rank {rank}"
+                f"the ranks disagree: {name} is {_shown(name, option)} on rank 0 and "
+                f"{_shown(name, other.options[name])} on rank {rank}"
             )
     for name in first.tensors:
         pair = first.tensors[name], other.tensors[name]

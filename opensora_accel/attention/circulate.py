@@ -24,7 +24,8 @@ class Circulation:
         step 0: own buffer. step 1…P−1: the buffers of ranks r−1, r−2, …, and the sums for their owners.
 
     Used in a `with`: after an exception in it, the trip goes on without computing, so that no other rank waits for
-    this one for ever. They get the keys they need; sums that pass here become NaN, as this rank's part is missing.
+    this one for ever. They get the keys they need; sums that pass here become NaN, as this rank's part is missing. All
+    memory is taken before the first message, so that there is enough for that.
 
     Messages between two ranks are posted in one order on both, as NCCL needs it.
     """
@@ -38,87 +39,86 @@ class Circulation:
         return_dtype: torch.dtype | None = None,
     ):
         """`own`: flat, `sizes` every rank's number of elements; `return_sizes` those of what comes back."""
-        self._group, self._sizes = group, sizes
+        self._group, self._own = group, own
         self._num_ranks, self._rank = group.size(), group.rank()
-        self._current = own
-        self._step = -1
-        self._next: Tensor | None = None
+        self._sizes, self._return_sizes = sizes, return_sizes
+        # One of two is computed with and sent on, while the other one is received into.
+        self._blocks = [own.new_empty(max(sizes)) for _ in range(min(2, self._num_ranks - 1))]
+        self._sums: list[Tensor] = []
+        if return_sizes is not None:
+            self._sums = [own.new_empty(max(return_sizes), dtype=return_dtype) for _ in range(2)]
+        self._step = self._num_sent = -1
         self._travelling: list[dist.Work] = []
-        self._return_sizes, self._return_dtype = return_sizes, return_dtype
         self._returning: list[dist.Work] = []
-        self._sent: Tensor | None = None
-        self._sums: Tensor | None = None
-        self._num_sent = 0
-        self._broken = False
+        self._is_broken = False
 
     def __enter__(self) -> Circulation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+        if kind is not None and not self._is_broken:
             self._drain()
 
     @property
     def owner(self) -> int:
-        return (self._rank - self._step) % self._num_ranks
+        """Whose buffer is here."""
+        return self._owner_at(self._step)
 
     def next_block(self) -> Tensor:
         """The next buffer; the one after it is then on its way."""
-        self._step += 1
-        if self._step > 0:
-            self._wait(self._travelling)
-            assert self._next is not None
-            self._current = self._next
-        if self._step < self._num_ranks - 1:
-            following = (self._rank - self._step - 1) % self._num_ranks
-            self._next = self._current.new_empty(self._sizes[following])
-            self._travelling = self._post(self._current, self._next, tag=0)
-        return self._current
+        step = self._step + 1
+        self._wait(self._travelling)
+        current = self._block_at(step)
+        if step < self._num_ranks - 1:
+            self._travelling = self._post(current, self._block_at(step + 1), tag=0)
+        self._step = step
+        if step == 0:
+            self._num_sent = 0
+        return current
 
     def send_home(self, add: Callable[[Tensor, bool], None]) -> None:
         """Passes on the sums for the current buffer's owner, after `add(sums, is_new)` put this rank's part in.
 
         A new buffer holds nothing yet: `add` must fill it.
         """
-        assert self._return_sizes is not None and self._step > 0
-        is_new = self._step == 1
-        if is_new:
-            sums = self._new_sums(self.owner)
-        else:
-            self._wait(self._returning)
-            assert self._sums is not None
-            sums = self._sums
-        add(sums, is_new)
+        assert self._return_sizes is not None and self._step == self._num_sent + 1
+        self._wait(self._returning)
+        sums = self._sums_at(self._step)
+        add(sums, self._step == 1)
         # From the rank before: the sums for the next step's owner, and at the last step for this rank itself.
-        self._sent = sums
-        self._sums = self._new_sums((self._rank - self._step - 1) % self._num_ranks)
-        self._returning = self._post(sums, self._sums, tag=1)
+        self._returning = self._post(sums, self._sums_at(self._step + 1), tag=1)
         self._num_sent += 1
 
     def come_home(self) -> Tensor:
         """The sums for this rank's own buffer, of all the others."""
+        assert self._num_sent == self._num_ranks - 1
         self._wait(self._returning)
-        assert self._sums is not None and self._num_sent == self._num_ranks - 1
-        self._sent = None
-        return self._sums
+        return self._sums_at(self._num_ranks)
+
+    def _owner_at(self, step: int) -> int:
+        return (self._rank - step) % self._num_ranks
+
+    def _block_at(self, step: int) -> Tensor:
+        return self._own if step == 0 else self._blocks[step % 2 - 1][: self._sizes[self._owner_at(step)]]
+
+    def _sums_at(self, step: int) -> Tensor:
+        assert self._return_sizes is not None
+        return self._sums[step % 2][: self._return_sizes[self._owner_at(step)]]
 
     def _drain(self) -> None:
-        if self._broken:
-            return
         logger.error("rank %d of the ring failed: it passes on what the others wait for", self._rank)
-        while True:
-            if self._return_sizes is not None and self._step > self._num_sent:
-                self.send_home(_spoil)
-            elif self._step < self._num_ranks - 1:
-                self.next_block()
-            else:
-                break
-        self._wait(self._travelling)
-        self._wait(self._returning)
-
-    def _new_sums(self, owner: int) -> Tensor:
-        assert self._return_sizes is not None
-        return self._current.new_empty(self._return_sizes[owner], dtype=self._return_dtype)
+        try:
+            while True:
+                if self._return_sizes is not None and self._step > self._num_sent:
+                    self.send_home(_spoil)
+                elif self._step < self._num_ranks - 1:
+                    self.next_block()
+                else:
+                    break
+            self._wait(self._travelling)
+            self._wait(self._returning)
+        except RuntimeError as error:  # the caller hears of what failed first
+            logger.error("rank %d of the ring could not: %s", self._rank, error)
 
     def _post(self, sent: Tensor, received: Tensor, tag: int) -> list[dist.Work]:
         to, of = (self._rank + 1) % self._num_ranks, (self._rank - 1) % self._num_ranks
@@ -131,16 +131,22 @@ class Circulation:
             operations.append(
                 dist.P2POp(dist.irecv, received, dist.get_global_rank(self._group, of), self._group, tag)
             )
-        self._broken = True
-        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        self._broken = False
-        return works
+        try:
+            return dist.batch_isend_irecv(operations) if operations else []
+        except Exception:
+            self._is_broken = True
+            raise
 
     def _wait(self, works: list[dist.Work]) -> None:
-        self._broken = True  # where waiting raises, a neighbour is gone and nothing more is posted
+        """Each work leaves the list when it is done: after an interrupt the rest is waited for again."""
         while works:
-            works.pop(0).wait()
-        self._broken = False
+            try:
+                if not works[0].is_completed():
+                    works[0].wait()
+            except Exception:
+                self._is_broken = True  # a neighbour is gone: nothing more can be passed on
+                raise
+            works.pop(0)
 
 
 def _spoil(sums: Tensor, _is_new: bool) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opensora_accel.attention.checks import agreed_splits
+from opensora_accel.attention.checks import Tensors, agreed_splits
+from opensora_accel.attention.local import autocast
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import Heads, scatter_heads
 from opensora_accel.attention.usp import SequenceGroups
@@ -63,10 +64,11 @@ def joint_attention(
     Raises ValueError, before any data is sent, for shapes that are no attention.
     """
     groups = SequenceGroups.of(mesh)
-    tensors = {"q": q, "k": k, "v": v, "mask": mask}
-    tensors |= {"text_q": text_q, "text_k": text_k, "text_v": text_v, "text_mask": text_mask}
+    q, k, v, text_q, text_k, text_v = autocast(q, k, v, text_q, text_k, text_v)
+    tensors: Tensors = {"q": q, "k": k, "v": v, "mask": mask}
+    texts: Tensors = {"text_q": text_q, "text_k": text_k, "text_v": text_v, "text_mask": text_mask}
     options = {"causal": False, "text_first": text_first, "scale": scale}
-    splits, _ = agreed_splits(tensors, options, groups.inner_first, splits, splits)
+    splits, _ = agreed_splits({**tensors, **texts}, options, groups.inner_first, splits, splits)
     num_heads, own, ulysses = q.size(2), groups.of_ulysses(splits), groups.ulysses
     if mask is None and text_mask is not None:
         mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)

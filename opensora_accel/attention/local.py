@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opensora_accel.attention.checks import check_alone
 from opensora_accel.attention.kernels import Choice, Problem, Scores, choose_kernel
 from opensora_accel.attention.kernels.base import Grads
 
@@ -34,7 +35,30 @@ def local_attention(
 
     Returns:
         [B, S_q, H, D].
+
+    Raises ValueError for shapes that are no attention.
     """
+    q, k, v = autocast(q, k, v)
+    check_alone({"q": q, "k": k, "v": v, "mask": mask}, {"causal": causal, "scale": scale})
+    return attend_whole(q, k, v, mask, causal, scale)
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as torch.autocast gives them to an attention kernel: norms leave q and k in fp32, v is bf16 there.
+
+    At the entry of every attention, so that ranks with and without work of their own send one dtype.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+
+
+def attend_whole(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    """`local_attention` of what was checked; any of the tensors may be empty."""
     if q.numel() == 0 or k.numel() == 0:
         return _nothing(q, k, v)
     grouped = q.size(2) != k.size(2)

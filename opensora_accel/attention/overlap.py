@@ -118,9 +118,10 @@ def _waited_s(num_ranks: int, compute_s: float, keys_s: float, sums_s: float) ->
 
 def measure_ring_hardware(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> RingHardware:
     """The slowest rank's attention kernel and slowest link of the ring, by a few short runs. Every rank calls it."""
-    tokens, heads, head_dim = (4096, 16, 64) if device.type == "cuda" else (512, 4, 64)
-    q, k, v = (torch.randn(1, tokens, heads, head_dim, device=device).to(dtype) for _ in range(3))
-    message = torch.zeros(64 * 2**20 if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
+    tokens, heads, head_dim = (2048, 16, 64) if device.type == "cuda" else (512, 4, 64)
+    # Zeros, because it runs within a training step: a draw would shift the random numbers of everything after it.
+    q, k, v = (torch.zeros(1, tokens, heads, head_dim, device=device, dtype=dtype) for _ in range(3))
+    message = torch.zeros(16 * 2**20 if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
     compute_s = _time_s(lambda: attend(q, k, v, Scores(head_dim**-0.5)), device)
     transfer_s = _time_s(lambda: ring_exchange(message, group), device)
     slowest = torch.tensor([compute_s, transfer_s], device=device, dtype=torch.float64)
@@ -153,7 +154,7 @@ class OverlapWatch:
         self._ring, self._ulysses_degree = ring, ulysses_degree
         self._is_done = ring.size() == 1 or dist.get_backend(ring) == "fake"
 
-    def check(self, q: Tensor, k: Tensor, causal: bool = False) -> None:
+    def check(self, q: Tensor, k: Tensor) -> None:
         """`q`, `k`: [B, S/P, H, D] of this rank. Measures, on all ranks of the ring, at its first call."""
         if self._is_done or torch.compiler.is_compiling():
             return
@@ -166,7 +167,6 @@ class OverlapWatch:
             kv_heads=max(1, k.size(2) // self._ulysses_degree),
             head_dim=q.size(3),
             dtype=q.dtype,
-            causal=causal,
         )
         # Not for the modes of a checkpoint to see, which would keep what the kernel returns here.
         with torch.no_grad(), _disable_current_modes():
@@ -184,5 +184,6 @@ def exposed_message(shape: RingShape, hardware: RingHardware, overlap: Overlap) 
         f"(backward {1e3 * overlap.backward_compute_s:.2f} and {1e3 * overlap.backward_transfer_s:.2f}), at "
         f"{hardware.flops_per_s / 1e12:.3g} TFLOP/s and {hardware.bandwidth_bytes_per_s / 1e9:.3g} GB/s. About "
         f"{1e3 * overlap.exposed_s:.1f} ms of every layer's step are waited for; blocks of "
-        f"{overlap.smallest_block_tokens:,} tokens would hide it. Move ranks from the ring to ulysses"
+        f"{overlap.smallest_block_tokens:,} tokens would hide it. "
+        "Where the heads allow it, move ranks from the ring to ulysses"
     )

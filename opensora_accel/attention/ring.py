@@ -19,7 +19,13 @@ from opensora_accel.attention.balance import Layout, Tile, causal_tiles, check_l
 from opensora_accel.attention.checks import agreed_splits
 from opensora_accel.attention.circulate import Circulation
 from opensora_accel.attention.kernels import Scores
-from opensora_accel.attention.local import accumulator_dtype, attend, attend_backward, local_attention
+from opensora_accel.attention.local import (
+    accumulator_dtype,
+    attend,
+    attend_backward,
+    attend_whole,
+    autocast,
+)
 from opensora_accel.attention.merge import merge_
 from opensora_accel.communications.checks import check_group
 from opensora_accel.parallel_states import get_parallel_group
@@ -49,7 +55,7 @@ def ring_attention(
         scale: 1/√D by default.
         layout: which tokens a rank holds, where that matters (causal): see `balance`. "zigzag" and "striped" give all
             ranks the same work.
-        splits, kv_splits: every rank's number of queries and of keys, where the caller knows them; otherwise
+        splits, kv_splits: every rank's number of queries and of keys, where all callers know them; otherwise
             they are exchanged.
 
     Returns:
@@ -58,12 +64,13 @@ def ring_attention(
     Communication: P−1 hops of k and v (and the mask) to the next rank; in backward the same, and P−1 hops of their
     gradients in fp32. In units of the bytes of q, with H_kv = H: 6 (P−1) in fp32, 8 (P−1) in bf16.
 
-    Gradient: keeps q, k, v, the mask, the output and its log-sum-exp. Where a rank fails in between, the others do
-    not wait for it: gradients of keys that passed it are NaN.
+    Gradient: keeps q, k, v, the mask, the output and its log-sum-exp; has no second derivative. Where a rank fails on
+    the way, the others do not wait for it: gradients of keys that passed it are NaN.
 
     Raises ValueError, before any data is sent, for shapes that are no attention.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
+    q, k, v = autocast(q, k, v)
     splits, kv_splits = agreed_splits(
         {"q": q, "k": k, "v": v, "mask": mask},
         {"causal": causal, "scale": scale, "layout": layout_number(layout)},
@@ -89,7 +96,7 @@ def ring_attend(
 ) -> Tensor:
     """`ring_attention` of what was checked."""
     if group.size() == 1:
-        return local_attention(q, k, v, mask=mask, causal=causal, scale=scale)
+        return attend_whole(q, k, v, mask, causal, scale)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     out, _lse = _ring_op(q, k, v, mask, splits, kv_splits, group.group_name, causal, layout, float(scale))
     return out
@@ -163,7 +170,7 @@ def _forward(
             for tile in ring.tiles(trip.owner):
                 part, part_lse = attend(q[:, tile.rows], *block.cut(tile, scale))
                 merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse.transpose(1, 2))
-    return out.to(q.dtype, copy=True), lse.transpose(1, 2).contiguous()
+    return out.to(q.dtype), lse.transpose(1, 2).contiguous()
 
 
 class _KeyGrads:
@@ -250,7 +257,10 @@ def _ring_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     ring = _Ring(_group_called(group_name), tuple(splits), tuple(kv_splits), causal, layout)
-    return _forward(q, k, v, mask, ring, scale)
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # kernels' own products are of the dtype that was given
+        return _forward(q, k, v, mask, ring, scale)
 
 
 @_ring_op.register_fake
@@ -277,7 +287,8 @@ def _ring_backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _Ring(_group_called(group_name), tuple(splits), tuple(kv_splits), causal, layout)
-    return _backward(grad, q, k, v, mask, out, lse, ring, scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return _backward(grad, q, k, v, mask, out, lse, ring, scale)
 
 
 @_ring_backward_op.register_fake
@@ -293,8 +304,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, mask, out, lse = ctx.saved_tensors
+    # All three, whichever are asked for: other ranks may ask for others, and wait for what passes here.
     grads = _ring_backward_op(grad, q, k, v, mask, out, lse, *ctx.options)
     return *grads, *(None,) * (1 + len(ctx.options))
 
 
 _ring_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _refuse(_ctx: Any, *_grads: Tensor) -> None:
+    raise RuntimeError(
+        "ring attention has no second derivative; use ulysses_attention, or local_attention on gathered keys"
+    )
+
+
+_ring_backward_op.register_autograd(_refuse)

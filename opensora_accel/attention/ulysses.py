@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.attention.checks import agreed_splits
-from opensora_accel.attention.local import local_attention
+from opensora_accel.attention.local import attend_whole, autocast
 from opensora_accel.communications import all_to_all_packed, gather_forward_split_backward, share_sizes
 from opensora_accel.communications.checks import check_group
 from opensora_accel.communications.sizes import Sizes
@@ -57,6 +57,7 @@ def ulysses_attention(
     Raises ValueError, before any data is sent, for shapes that are no attention.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
+    q, k, v = autocast(q, k, v)
     splits, kv_splits = agreed_splits(
         {"q": q, "k": k, "v": v, "mask": mask},
         {"causal": causal, "scale": scale},
@@ -65,10 +66,10 @@ def ulysses_attention(
         kv_splits,
     )
     if group.size() == 1:
-        return local_attention(q, k, v, mask=mask, causal=causal, scale=scale)
+        return attend_whole(q, k, v, mask, causal, scale)
     num_heads = q.size(2)
     q, k, v, mask = scatter_heads(q, k, v, mask, group, splits, kv_splits)
-    out = local_attention(q, k, v, mask=mask, causal=causal, scale=scale)
+    out = attend_whole(q, k, v, mask, causal, scale)
     return gather_heads(out, group, splits, num_heads)
 
 
@@ -105,7 +106,7 @@ class Heads:
         """The rank's key heads in even groups of its query heads, repeated where its share cuts a group."""
         serving = [head // self.group_size - self.keys[rank].start for head in self.query_range(rank)]
         num_keys = tensor.size(2)
-        if num_keys == 0 or serving == [i * num_keys // len(serving) for i in range(len(serving))]:
+        if num_keys == 0 or serving == [i // (len(serving) // num_keys) for i in range(len(serving))]:
             return tensor
         return _select(tensor, serving)
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opensora_accel.attention.balance import Layout, check_layout, layout_number
 from opensora_accel.attention.checks import agreed_splits
+from opensora_accel.attention.local import autocast
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import gather_heads, scatter_heads
 from opensora_accel.communications.sizes import Sizes
@@ -91,6 +92,7 @@ def usp_attention(
     Raises ValueError, before any data is sent, for shapes that are no attention.
     """
     groups = SequenceGroups.of(mesh)
+    q, k, v = autocast(q, k, v)
     splits, kv_splits = agreed_splits(
         {"q": q, "k": k, "v": v, "mask": mask},
         {"causal": causal, "scale": scale, "layout": layout_number(layout)},

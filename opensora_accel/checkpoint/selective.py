@@ -29,9 +29,10 @@ ATTENTION_KERNELS = {
     "aten::_scaled_dot_product_cudnn_attention": -2,
     "aten::_scaled_dot_product_fused_attention_overrideable": -2,
     "flash_attn::_flash_attn_forward": -3,
-    "opensora_accel::ring_attention": -3,
+    "opensora_accel::ring_attention": None,
 }
-"""Operations that are kept, with the token dim of their queries and keys."""
+"""Operations that are kept, with the token dim of their queries and keys. None: always, whatever this rank's share of
+either: all ranks must do the same, and running it again would communicate again."""
 
 
 def attention_contexts(move: bool, call: Call) -> Callable[[], tuple[Any, Any]]:
@@ -113,8 +114,11 @@ def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:
     """Self-attention. Cross-attention to a short text is recomputed: it costs less than a projection, and its output
     would take as much memory. Not with dropout: a kernel that does not run again draws no numbers, and all later
     draws would differ."""
-    token_dim = ATTENTION_KERNELS.get(func.name().partition(".")[0])
-    if token_dim is None or args[1].size(token_dim) < args[0].size(token_dim):
+    name = func.name().partition(".")[0]
+    if name not in ATTENTION_KERNELS:
+        return False
+    token_dim = ATTENTION_KERNELS[name]
+    if token_dim is not None and args[1].size(token_dim) < args[0].size(token_dim):
         return False
     position = _dropout_position(func)
     return not kwargs.get("dropout_p", args[position] if position < len(args) else 0.0)

@@ -43,6 +43,11 @@ def cached_sizes() -> Iterator[None]:
         _size_cache.reset(token)
 
 
+def sizes_are_cached() -> bool:
+    """Whether a caller has promised that local sizes tell everything (`cached_sizes`)."""
+    return _size_cache.get() is not None
+
+
 def exchange_sizes(local_sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> tuple[Sizes, ...]:
     """For each local size, every rank's: one all-gather of as many integers."""
     cache = _size_cache.get()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -54,17 +53,9 @@ class RedirectAttention(TorchFunctionMode):
                 f"attention dropout ({dropout_p}) would drop other weights than on one device; set it to 0"
             )
         mask = None if attn_mask is None else _key_mask(attn_mask, query, key)
-        q, k, v = (_autocast(tensor).transpose(1, 2) for tensor in (query, key, value))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = self.attention(q, k, v, mask=mask, causal=is_causal, scale=scale)
         return out.transpose(1, 2)
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """As the kernel's call would get it: norms leave q and k in fp32 under autocast, and v in bf16."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _key_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

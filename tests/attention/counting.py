@@ -5,8 +5,6 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from opensora_accel.communications import renamed
-
 
 class Sent:
     """Number of collectives (a batch of sends and receives is one), and the bytes that leave this rank."""
@@ -40,26 +38,6 @@ def counted():
     try:
         yield sent
     finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
-
-
-@contextlib.contextmanager
-def forbidden(*names):
-    """The named functions of torch.distributed raise, and so does the all-gather of sizes."""
-    originals = {name: getattr(dist, name) for name in names}
-    gather = renamed.all_gather_single
-
-    def refuse(*_args, **_kwargs):
-        raise AssertionError("a collective where none is needed")
-
-    for name in names:
-        setattr(dist, name, refuse)
-    renamed.all_gather_single = refuse
-    try:
-        yield
-    finally:
-        renamed.all_gather_single = gather
         for name, function in originals.items():
             setattr(dist, name, function)
 

@@ -95,6 +95,33 @@ def test_sizes_cannot_be_exchanged_within_a_compiled_region(ranks):
     assert all(ranks(2, without_sizes))
 
 
+def refused_while_tracing():
+    q, k, v, mask = random_inputs(4, 4, 3, 3, True)
+    messages = []
+    for function, options in (
+        (ring_attention, {"splits": (3, 3), "kv_splits": (4, 4)}),
+        (ulysses_attention, {"splits": (4, 4), "kv_splits": (4, 4), "mask": mask.to(torch.uint8)}),
+        (ring_attention, {"splits": (4, 4), "kv_splits": (4, 4), "mask": mask[:1]}),
+        (ring_attention, {"splits": (4, 4), "kv_splits": (4, 4), "scale": -1.0}),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception) as caught:
+            compiled = torch.compile(
+                lambda f=function, o=options: f(q, k, v, dist.group.WORLD, **o), backend=BACKEND
+            )
+            compiled()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_bad_input_is_refused_while_tracing(ranks):
+    for messages in ranks(2, refused_while_tracing):
+        for part, message in zip(
+            ["but its tensor has 4", "bool key mask", "bool key mask", "scale must be"], messages, strict=True
+        ):
+            assert part in message
+
+
 def with_a_break():
     torch._dynamo.reset()
     q, k, v, _ = random_inputs(4 + dist.get_rank(), 4 + dist.get_rank(), 3, 3, False)

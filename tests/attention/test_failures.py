@@ -1,13 +1,16 @@
 """One rank fails in the middle of the ring: nobody waits for ever, and nothing wrong looks right."""
 
 import datetime
+import os
+import signal
+import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from opensora_accel.attention import ring, ring_attention
+from opensora_accel.communications import share_sizes
 from tests.attention.reference import full_attention, random_inputs
 
 
@@ -113,25 +116,53 @@ def test_a_rank_that_never_comes_is_a_timeout(ranks):
     assert 1.5 < waited < 20
 
 
-def interrupted(at_call):
-    """Ctrl-C on one rank is passed on like any failure."""
+def interrupted():
+    """Ctrl-C on rank 1 while it waits for rank 0, which is late."""
     rank = dist.get_rank()
     _, _, mine, own_mask = shares(rank, dist.get_world_size())
-
-    def interrupt(*_args, **_kwargs):
-        raise KeyboardInterrupt
-
-    if rank == 0:
-        original, ring.attend = ring.attend, interrupt
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                ring_attention(*mine, dist.group.WORLD, mask=own_mask)
-        finally:
-            ring.attend = original
-    else:
-        assert ring_attention(*mine, dist.group.WORLD, mask=own_mask).isfinite().all()
-    return torch.ones(1).item()
+    sizes = share_sizes(13, dist.get_world_size())
+    options = {"mask": own_mask, "splits": sizes, "kv_splits": sizes}
+    ring_attention(*mine, dist.group.WORLD, **options)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if rank == 0:
+            time.sleep(1.5)
+        if rank != 1:
+            out = ring_attention(*mine, dist.group.WORLD, **options)
+            return bool(out.isfinite().all())
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            ring_attention(*mine, dist.group.WORLD, **options)
+            time.sleep(1)  # where the backend's wait cannot be interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return True
 
 
 def test_an_interrupt_is_passed_on_too(ranks):
-    assert ranks(3, interrupted, 1) == [1.0] * 3
+    assert ranks(3, interrupted) == [True] * 3
+
+
+def one_message_fails(direction, at_call):
+    """Posting raises, as where the backend is out of its own memory: nothing can be passed on, and it is said."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    q, k, v, _ = random_inputs(6, 6, 2, 2, False)
+    original = dist.batch_isend_irecv
+    if rank == 1:
+        dist.batch_isend_irecv = failing(dist.batch_isend_irecv, at_call)
+    start = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            q.requires_grad_()
+            out = ring_attention(q, k, v, group, splits=(6, 6), kv_splits=(6, 6))
+            if direction == "backward":
+                out.sum().backward()
+    finally:
+        dist.batch_isend_irecv = original
+    return time.monotonic() - start < 20 and ("no memory" in str(caught.value)) == (rank == 1)
+
+
+@pytest.mark.parametrize(("direction", "at_call"), [("forward", 1), ("backward", 3)])
+def test_the_first_failure_is_the_one_that_is_raised(ranks, direction, at_call):
+    assert ranks(2, one_message_fails, direction, at_call) == [True] * 2

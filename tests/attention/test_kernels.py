@@ -318,6 +318,18 @@ def test_how_flash_attn_is_called(flash_attn, kernel, heads):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "aten efficient"), ((8, 0), "aten flash")])
+def test_choice_on_older_gpus(monkeypatch, hopper, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    choice = choose_kernel(problem(device=torch.device("cuda", 0), dtype=torch.float16))
+    assert choice.kernel.name == name
+
+
+def test_a_single_key_is_not_for_cudnn(hopper):
+    one = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16, masked=True, single=True)
+    assert choose_kernel(one).kernel.name == "aten efficient"
+
+
 def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
     on_gpu = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     assert choose_kernel(on_gpu).kernel.name == "flash-attn 3"

@@ -80,7 +80,10 @@ def test_one_rank_waits_for_nothing():
 def test_the_message_says_what_it_costs_and_what_to_change():
     text = exposed_message(shape(), H100, ring_overlap(shape(), H100))
     assert "a block of 4,096 tokens" in text and "400 TFLOP/s and 50 GB/s" in text
-    assert "blocks of 9,600 tokens would hide it. Move ranks from the ring to ulysses" in text
+    assert (
+        "blocks of 9,600 tokens would hide it. Where the heads allow it, move ranks from the ring to ulysses"
+        in text
+    )
 
 
 def test_impossible_hardware_is_refused():
@@ -106,6 +109,18 @@ def test_a_ring_that_cannot_hide_is_warned_about_once(ranks):
     assert len(first) == 1 and "does not hide its transfers: a block of 4 tokens" in first[0]
     assert second == []
     assert ranks(2, watched, 200_000) == [[], []]
+
+
+def draws():
+    torch.manual_seed(0)
+    OverlapWatch(dist.group.WORLD, ulysses_degree=1).check(torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8))
+    return torch.rand(1).item()
+
+
+def test_measuring_draws_no_random_numbers(ranks):
+    """It runs within a checkpointed block, whose recomputation does not measure again."""
+    torch.manual_seed(0)
+    assert ranks(2, draws) == [torch.rand(1).item()] * 2
 
 
 def measured():

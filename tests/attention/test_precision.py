@@ -91,3 +91,32 @@ def joint_compared(num_ranks_of_ring, dtype):
 def test_joint_error_within_that_of_a_single_call(ranks, ring):
     for one, found in ranks(2, joint_compared, ring, torch.bfloat16):
         assert found <= FACTOR * one
+
+
+def under_autocast(name, heads, value_dim):
+    """fp32 inputs under autocast: dtype, mean errors of one call and of ours."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    *inputs, _ = random_inputs(33, 33, *heads, False, head_dim=32)
+    inputs[2] = inputs[2][..., :value_dim]
+    weight = weights_like(inputs[2].expand(-1, -1, heads[0], -1) if heads[1] == 1 else inputs[2])
+    exact = run(full_attention, inputs, weight, torch.float64)
+    inputs = [tensor.float() for tensor in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        single = run(local_attention, inputs, weight, torch.float32)
+        mine = [tensor.tensor_split(num_ranks, 1)[rank] for tensor in inputs]
+        own_weight = weight.tensor_split(num_ranks, 1)[rank]
+        parts = run(parallel(name), mine, own_weight, torch.float32)
+    found = gathered(parts)
+    dtypes = [tensor.dtype for tensor in parts] == [tensor.dtype for tensor in single]
+    return dtypes, errors_of(single, exact), errors_of(found, exact)
+
+
+@pytest.mark.parametrize("value_dim", [32, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (2, 2)])
+@pytest.mark.parametrize("name", ["ring", "ulysses", "usp"])
+def test_autocast_is_that_of_one_device_on_every_rank(ranks, name, heads, value_dim):
+    """Also on a rank that has no heads, and for the kernel that is written out (values narrower than keys)."""
+    for same_dtypes, single, found in ranks(4, under_autocast, name, heads, value_dim):
+        assert same_dtypes
+        for one, parallel_error, tensor in zip(single, found, ("out", "q", "k", "v"), strict=True):
+            assert parallel_error <= FACTOR * one, f"{tensor}: {parallel_error:.2e} against {one:.2e}"

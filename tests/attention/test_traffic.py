@@ -1,11 +1,14 @@
 """What goes over the wire and what is kept for backward: facts of the shapes, not of the machine."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from opensora_accel.attention import joint_attention, ring_attention, ulysses_attention, usp_attention
+from opensora_accel.attention.ulysses import Heads
 from opensora_accel.communications import share_sizes
 from tests.attention.counting import counted, saved_for_backward
 
@@ -109,15 +112,21 @@ def test_ring_keeps_queries_keys_values_output_and_lse(ranks):
     assert ranks(3, kept_by_ring, True) == [(lse_bytes + 6, 6)] * 3
 
 
-def busiest(heads, kv_heads, num_ranks):
-    from opensora_accel.attention.ulysses import Heads
-
-    return max(Heads.shared(heads, kv_heads, num_ranks).queries)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "num_ranks"), [(12, 3, 2), (24, 2, 4), (5, 5, 3), (6, 1, 4), (2, 1, 4)]
-)
-def test_no_rank_attends_with_more_heads_than_its_share(heads, kv_heads, num_ranks):
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+def test_every_rank_gets_its_share_of_heads_and_the_keys_that_they_need(num_ranks):
     """Grouped heads follow their queries, not the other way round: 12 heads of 3 groups are 6 and 6, not 8 and 4."""
-    assert busiest(heads, kv_heads, num_ranks) == share_sizes(heads, num_ranks)[0]
+    for kv_heads, group_size in itertools.product(range(1, 13), range(1, 7)):
+        num_heads = kv_heads * group_size
+        heads = Heads.shared(num_heads, kv_heads, num_ranks)
+        assert heads.queries == share_sizes(num_heads, num_ranks)
+        keys = torch.arange(kv_heads).view(1, 1, -1, 1)
+        spread = heads.spread_keys(keys).split([len(each) for each in heads.keys], 2)
+        for rank in range(num_ranks):
+            aligned = heads.align_keys(spread[rank], rank).flatten().tolist()
+            own = [head // group_size for head in heads.query_range(rank)]
+            if own:
+                assert len(own) % len(aligned) == 0, (num_heads, kv_heads, rank)
+                repeated = [key for key in aligned for _ in range(len(own) // len(aligned))]
+                assert repeated == own, (num_heads, kv_heads, rank)
+            else:
+                assert aligned == []

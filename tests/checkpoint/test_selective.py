@@ -153,3 +153,32 @@ def test_selective_under_autocast():
         results.append(gradients(model, inputs))
     assert_identical(results[1], results[0])
     assert_identical(results[2], results[0])
+
+
+def ring_cross_attention():
+    """3 and 2 queries, 2 and 2 keys: by its own sizes one rank would keep the ring's output, and the other not."""
+    import torch.distributed as dist
+
+    from opensora_accel.attention import ring_attention
+    from opensora_accel.checkpoint import checkpoint_blocks
+
+    class Block(torch.nn.Module):
+        def forward(self, hidden_states, keys):
+            options = {"splits": (3, 2), "kv_splits": (2, 2)}
+            return ring_attention(hidden_states, keys, keys, dist.group.WORLD, **options)
+
+    found = []
+    for mode in (None, "selective"):
+        torch.manual_seed(dist.get_rank())
+        block = Block()
+        if mode:
+            checkpoint_blocks([block], mode)
+        q = torch.randn(1, 3 - dist.get_rank(), 2, 8, requires_grad=True)
+        keys = torch.randn(1, 2, 2, 8, requires_grad=True)
+        block(q, keys).square().sum().backward()
+        found.append([q.grad, keys.grad])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_all_ranks_of_a_ring_keep_its_output_or_none(ranks):
+    assert all(ranks(2, ring_cross_attention))

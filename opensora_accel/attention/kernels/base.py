@@ -22,6 +22,8 @@ class Problem:
     grouped: bool
     masked: bool
     deterministic: bool
+    single: bool = False
+    """One query or one key."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Problem:
@@ -33,6 +35,7 @@ class Problem:
             grouped=q.size(2) != k.size(2),
             masked=mask is not None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            single=1 in (q.size(1), k.size(1)),
         )
 
 

@@ -88,6 +88,8 @@ class FlashKernel(_AtenKernel):
 
     def refuses(self, problem: Problem) -> str | None:
         unfit = _refuses_on_any(problem, _HALF)
+        if unfit is None and torch.cuda.get_device_capability(problem.device) < (8, 0):
+            return "it needs an Ampere GPU or a newer one"
         if unfit is None and problem.masked:
             return "it takes no key mask"
         if unfit is None and problem.head_dim > 256:
@@ -126,6 +128,8 @@ class CudnnKernel(_AtenKernel):
             return "its backward is not deterministic"
         if unfit is None and problem.head_dim > 128:
             return f"its backward needs a head dim of at most 128, not {problem.head_dim}"
+        if unfit is None and problem.single:
+            return "it needs more than one query and one key"
         if unfit is None and torch.cuda.get_device_capability(problem.device) < (9, 0):
             return "it is slower than the others before Hopper"
         return unfit

@@ -52,6 +52,8 @@ class FlashAttn2Kernel(_FlashAttnKernel):
     _module = "flash_attn.flash_attn_interface"
 
     def _unusable(self, problem: Problem) -> str | None:
+        if torch.cuda.get_device_capability(problem.device) < (8, 0):
+            return "it needs an Ampere GPU or a newer one"
         unusable = super()._unusable(problem)
         if unusable is None:
             version = importlib.import_module("flash_attn").__version__
