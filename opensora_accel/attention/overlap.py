@@ -180,10 +180,10 @@ def exposed_message(shape: RingShape, hardware: RingHardware, overlap: Overlap) 
     """What a plan whose ring does not hide costs, and what to change."""
     return (
         f"the ring of {shape.num_ranks} ranks does not hide its transfers: a block of {shape.block_tokens:,} tokens "
-        f"computes {1e3 * overlap.forward_compute_s:.2f} ms and sends for {1e3 * overlap.forward_transfer_s:.2f} ms "
-        f"(backward {1e3 * overlap.backward_compute_s:.2f} and {1e3 * overlap.backward_transfer_s:.2f}), at "
+        f"computes {1e3 * overlap.forward_compute_s:.3g} ms and sends for {1e3 * overlap.forward_transfer_s:.3g} ms "
+        f"(backward {1e3 * overlap.backward_compute_s:.3g} and {1e3 * overlap.backward_transfer_s:.3g}), at "
         f"{hardware.flops_per_s / 1e12:.3g} TFLOP/s and {hardware.bandwidth_bytes_per_s / 1e9:.3g} GB/s. About "
-        f"{1e3 * overlap.exposed_s:.1f} ms of every layer's step are waited for; blocks of "
+        f"{1e3 * overlap.exposed_s:.3g} ms of every layer's step are waited for; blocks of "
         f"{overlap.smallest_block_tokens:,} tokens would hide it. "
         "Where the heads allow it, move ranks from the ring to ulysses"
     )
