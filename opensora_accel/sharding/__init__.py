@@ -1,12 +1,15 @@
 """What a sharded einsum communicates, forward and backward, derived from its letters. Imports no torch."""
 
+from opensora_accel.sharding.chain import Chain
 from opensora_accel.sharding.einsum import Derivation, ShardingError, derive, derive_gradients
 from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard, dual
+from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard, dual
 
 __all__ = [
+    "Chain",
     "Derivation",
     "Equation",
+    "Invariant",
     "Partial",
     "Placement",
     "Replicate",

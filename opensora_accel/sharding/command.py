@@ -19,7 +19,7 @@ from opensora_accel.sharding.cost import (
 )
 from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
 from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard
+from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -35,7 +35,7 @@ examples:
       --sizes s=4096,b=8,i=5120,o=13824 --degrees dp=4,tp=8 --dtype bf16 --bandwidth 200e9 --flops 400e12
 
 placements: a label (the tensor is cut along it), R (whole on every rank; what is not named), P (a sum of terms),
-P(avg), P(max), P(min)"""
+P(avg), P(max), P(min); I (whole on every rank, with a whole gradient)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +121,8 @@ def _placements(axes: Sequence[str], names: Sequence[str]) -> list[dict[str, Pla
 def _placement(text: str) -> Placement:
     if text == "R":
         return Replicate()
+    if text == "I":
+        return Invariant()
     if text == "P":
         return Partial()
     if text.startswith("P(") and text.endswith(")"):
@@ -128,7 +130,7 @@ def _placement(text: str) -> Placement:
     if text.startswith("S(") and text.endswith(")"):
         text = text[2:-1]
     if not text.isalpha():
-        raise ValueError(f"a placement is a label, R, P, P(avg), P(max) or P(min); got {text!r}")
+        raise ValueError(f"a placement is a label, R, I, P, P(avg), P(max) or P(min); got {text!r}")
     return Shard(text)
 
 

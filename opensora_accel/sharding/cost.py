@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard
+from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "split", "send"]
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "split", "copy", "pad"]
+FREE = ("split", "copy", "pad")
+"""Kinds that send nothing. copy: I → R; pad: S → P, zeros around the share."""
 
 LEAST_RATIO = 3.0
 """Compute over communication below which a step is likely to wait: nothing overlaps all of the time."""
@@ -57,13 +59,13 @@ class Collective:
             "all-gather": away * self.size_bytes,
             "reduce-scatter": away * self.size_bytes,
             "all-to-all": away * self.size_bytes / self.degree,
-            "split": 0.0,
+            **dict.fromkeys(FREE, 0.0),
             "send": self.size_bytes if self.degree > 1 else 0.0,
         }[self.kind]
 
     @property
     def num_steps(self) -> int:
-        if self.degree == 1 or self.kind == "split":
+        if self.degree == 1 or self.kind in FREE:
             return 0
         return {"all-reduce": 2 * (self.degree - 1), "send": 1}.get(self.kind, self.degree - 1)
 
@@ -71,27 +73,39 @@ class Collective:
         return self.num_steps * link.latency_s + self.sent_bytes / link.bandwidth_bytes_per_s
 
 
+_KINDS: dict[tuple[type, type], Kind] = {
+    (Partial, Replicate): "all-reduce",
+    (Partial, Invariant): "all-reduce",
+    (Partial, Shard): "reduce-scatter",
+    (Shard, Replicate): "all-gather",
+    (Shard, Invariant): "all-gather",
+    (Shard, Shard): "all-to-all",
+    (Shard, Partial): "pad",
+    (Replicate, Shard): "split",
+    (Invariant, Shard): "split",
+    (Invariant, Replicate): "copy",
+}
+
+
 def redistribution(
     before: Placement, after: Placement, axis: str, degree: int, size_bytes: int
 ) -> Collective | None:
     """What brings a tensor from one placement to another; None where nothing is to be done.
 
-    Raises ValueError for what no single collective does: making a Partial of something.
+    In backward its gradient goes from the dual of `after` to the dual of `before`, by this function too. Raises
+    ValueError for what no single collective does.
     """
-    if before == after or degree == 1:
+    if before == after:
         return None
-    if isinstance(after, Partial):
-        raise ValueError(
-            f"{before} → {after} over {axis}: terms are what an einsum leaves, not what one communicates"
+    kind = _KINDS.get((type(before), type(after)))
+    if kind is None:
+        reason = (
+            "its gradient would come in terms, and has to be whole"
+            if isinstance(after, Invariant)
+            else "terms are what an einsum leaves, not what one communicates"
         )
-    kinds: dict[tuple[type, type], Kind] = {
-        (Partial, Replicate): "all-reduce",
-        (Partial, Shard): "reduce-scatter",
-        (Shard, Replicate): "all-gather",
-        (Shard, Shard): "all-to-all",
-        (Replicate, Shard): "split",
-    }
-    return Collective(kinds[type(before), type(after)], axis, degree, size_bytes)
+        raise ValueError(f"{before} → {after} over {axis}: {reason}")
+    return Collective(kind, axis, degree, size_bytes)
 
 
 def num_elements(labels: tuple[str, ...], sizes: Mapping[str, int]) -> int:

@@ -1,6 +1,6 @@
 """Four rules that tell, for one mesh axis, where an einsum's result lies, and what must be communicated first.
 
-    1. All operands replicated → the result is replicated.
+    1. All operands replicated → the result is replicated; all of them Invariant → it is Invariant.
     2. A label sharded in every operand that has it, all other operands replicated → the result is sharded along it
        where it is kept, and Partial where it is summed.
     3. One operand Partial, all others replicated → Partial. Sums and averages pass through, because an einsum is linear
@@ -9,8 +9,9 @@
 
 Mesh axes are independent of each other: each rule holds for the shares that the other axes leave.
 
-The gradient of an operand is an einsum too, with the letters swapped: of the output's gradient and the other operands.
-Its placement is always the dual of the operand's (R ↔ P, S ↔ S), which `derive_gradients` derives by the same rules.
+The gradient of an operand is an einsum too, with the letters swapped: of the output's gradient and the other
+operands. Its placement is always the dual of the operand's (R ↔ P, S ↔ S, I ↔ I), which `derive_gradients` derives by
+the same rules.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import LINEAR, Partial, Placement, Replicate, Shard, dual
+from opensora_accel.sharding.placement import LINEAR, Invariant, Partial, Placement, Replicate, Shard, dual
 
 Placements = Mapping[str, Placement]
 """By mesh axis, in the mesh's order. An axis that is left out replicates."""
@@ -96,6 +97,17 @@ def _derive_on_axis(
     equation: Equation, placements: Sequence[Placement], names: Sequence[str], axis: str
 ) -> Derivation:
     _check(equation, placements, names, axis)
+    invariant = [i for i, p in enumerate(placements) if isinstance(p, Invariant)]
+    if len(invariant) == len(placements):
+        words = f"all operands are the same on every rank of {axis}, and all ranks compute alike: I (rule 1)"
+        return Derivation(Invariant(), 1, words)
+    if invariant:
+        name = names[invariant[0]]
+        raise ShardingError(
+            f"{name} is I over {axis} and meets operands that are not: its gradient would come in terms",
+            invariant[0],
+            [f"make {name} R over {axis} (nothing in forward, an all-reduce in backward)"],
+        )
     partial = [i for i, p in enumerate(placements) if isinstance(p, Partial)]
     sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard)]
     if not partial and not sharded:

@@ -18,6 +18,18 @@ class Replicate:
 
 
 @dataclass(frozen=True)
+class Invariant:
+    """Every rank holds the tensor, and its whole gradient: what all ranks compute alike, up to one loss.
+
+    Replicate is the same tensor with a gradient in terms. To use an Invariant beside shards is to make it Replicate,
+    which costs an all-reduce in backward (Megatron's f).
+    """
+
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True)
 class Shard:
     """Every rank holds its share of `label`, by any sizes that all operands agree on."""
 
@@ -43,18 +55,19 @@ class Partial:
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
 
 
-Placement = Replicate | Shard | Partial
+Placement = Replicate | Invariant | Shard | Partial
 
 
 def dual(placement: Placement) -> Placement:
     """The placement of a tensor's gradient, where every rank differentiates the sum of all ranks' losses.
 
     Each use of a replicated tensor on a rank of its own gives a term of the gradient: R ↔ P. A shard's gradient is
-    the shard of the gradient: S ↔ S. Raises ValueError for what a largest or smallest term has no such rule for.
+    the shard of the gradient: S ↔ S. What all ranks compute alike has one gradient: I ↔ I. Raises ValueError for what
+    a largest or smallest term has no such rule for.
     """
     if isinstance(placement, Replicate):
         return Partial()
-    if isinstance(placement, Shard):
+    if isinstance(placement, (Shard, Invariant)):
         return placement
     if placement.reduction == "sum":
         return Replicate()

@@ -114,7 +114,7 @@ def test_bytes_seconds_and_the_ratio(capsys):
         (["sbi,io->sbo"], 'name an axis and what lies how: --axis "tp: weight=o"'),
         (["sbi,io->sbo", "--axis", "tp"], "--axis is \"AXIS: OPERAND=PLACEMENT ...\"; got 'tp'"),
         (["sbi,io->sbo", "--axis", "tp: w=o"], "'w=o' is no OPERAND=PLACEMENT; operands: input, weight"),
-        (["sbi,io->sbo", "--axis", "tp: weight=1"], "a placement is a label, R, P"),
+        (["sbi,io->sbo", "--axis", "tp: weight=1"], "a placement is a label, R, I, P"),
         (["sbi,io->sbo", "--axis", "tp: weight=o", "--axis", "tp: input=s"], "--axis tp is given twice"),
         (["sbi,io->sbo", "--axis", "tp: weight=o", "--names", "a"], "has 2 operands; --names gives a"),
         (["sbi,io->sbo", "--axis", "tp: weight=o", "--sizes", "s=2"], "b, i, o is missing"),

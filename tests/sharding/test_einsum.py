@@ -11,6 +11,7 @@ import torch
 
 from opensora_accel.sharding import (
     Equation,
+    Invariant,
     Partial,
     Replicate,
     Shard,
@@ -263,6 +264,17 @@ def test_gradient_of_a_broadcast_operand_numerically():
     (a * b).sum().backward()
     parts = [torch.einsum("bi->i", share)[None] for share in a.tensor_split(2)]
     assert is_whole(parts, Partial(), ("b", "i"), b.grad)
+
+
+def test_invariant_operands():
+    """What all ranks compute alike stays so; beside anything else it has to become R first."""
+    equation = Equation.parse("sbi,io->sbo")
+    alike = [{"tp": Invariant()}] * 2
+    assert derive(equation, alike)["tp"].placement == Invariant()
+    assert [found["tp"].placement for found in derive_gradients(equation, alike)] == [Invariant()] * 2
+    for other in (Replicate(), Shard("o"), Partial()):
+        with pytest.raises(ShardingError, match="make sbi R over tp"):
+            derive(equation, [{"tp": Invariant()}, {"tp": other}])
 
 
 def test_axes_are_independent():
