@@ -6,8 +6,10 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from opensora_accel.sharding.chain_file import chain_dict, chain_text, read_chain
 from opensora_accel.sharding.cost import (
     LEAST_RATIO,
     Balance,
@@ -19,7 +21,7 @@ from opensora_accel.sharding.cost import (
 )
 from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
 from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard
+from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard, parse_placement
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -34,12 +36,19 @@ examples:
   opensora-accel shard "sbi,io->sbo" --axis "dp: input=b" --axis "tp: weight=o" \\
       --sizes s=4096,b=8,i=5120,o=13824 --degrees dp=4,tp=8 --dtype bf16 --bandwidth 200e9 --flops 400e12
 
+a whole block (docs/sharding.md tells the steps):
+  opensora-accel shard --chain block.txt --bandwidth 200e9 --flops 400e12
+
 placements: a label (the tensor is cut along it), R (whole on every rank; what is not named), P (a sum of terms),
 P(avg), P(max), P(min); I (whole on every rank, with a whole gradient)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
+    if parsed.chain is not None:
+        return _run_chain(parsed)
+    if parsed.equation is None:
+        raise ValueError('give an equation, such as "sbi,io->sbo", or --chain FILE; --help has examples')
     report = make_report(parsed)
     print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) if parsed.json else report.text())
     return 0
@@ -55,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("equation", help='as torch.einsum takes it: "sbi,io->sbo"')
+    add("equation", nargs="?", help='as torch.einsum takes it: "sbi,io->sbo"')
+    add("--chain", type=Path, metavar="FILE", help="check a whole block, step by step, that a file describes")
     add(
         "--axis",
         action="append",
@@ -72,6 +82,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--flops", type=float, metavar="FLOP/S", help="of a rank, for compute beside communication")
     add("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _run_chain(parsed: argparse.Namespace) -> int:
+    if parsed.equation is not None or parsed.axis or parsed.sizes or parsed.degrees or parsed.names:
+        raise ValueError(
+            "--chain FILE holds its own steps, axes and sizes: leave the equation and its options out"
+        )
+    chain = read_chain(parsed.chain, DTYPE_BYTES[parsed.dtype])
+    link = Link(parsed.bandwidth, parsed.latency) if parsed.bandwidth else None
+    shown = chain_dict(chain, link) if parsed.json else chain_text(chain, link, parsed.flops)
+    print(json.dumps(shown, indent=2, ensure_ascii=False) if parsed.json else shown)
+    return 0
 
 
 def make_report(parsed: argparse.Namespace) -> Report:
@@ -114,24 +136,8 @@ def _placements(axes: Sequence[str], names: Sequence[str]) -> list[dict[str, Pla
                 raise ValueError(
                     f"--axis {axis}: {item!r} is no OPERAND=PLACEMENT; operands: {', '.join(names)}"
                 )
-            placements[names.index(name)][axis] = _placement(placement)
+            placements[names.index(name)][axis] = parse_placement(placement)
     return placements
-
-
-def _placement(text: str) -> Placement:
-    if text == "R":
-        return Replicate()
-    if text == "I":
-        return Invariant()
-    if text == "P":
-        return Partial()
-    if text.startswith("P(") and text.endswith(")"):
-        return Partial(text[2:-1])  # type: ignore[arg-type]  # checked there
-    if text.startswith("S(") and text.endswith(")"):
-        text = text[2:-1]
-    if not text.isalpha():
-        raise ValueError(f"a placement is a label, R, I, P, P(avg), P(max) or P(min); got {text!r}")
-    return Shard(text)
 
 
 def _numbers(text: str | None, option: str, known: Sequence[str]) -> dict[str, int]:

@@ -74,3 +74,20 @@ def dual(placement: Placement) -> Placement:
     raise ValueError(
         f"{placement} has no dual: a {placement.reduction} is not the sum of its terms; reduce it in forward"
     )
+
+
+def parse_placement(text: str) -> Placement:
+    """From what is typed: a label, S(label), R, I, P, P(avg), P(max) or P(min)."""
+    if text == "R":
+        return Replicate()
+    if text == "I":
+        return Invariant()
+    if text == "P":
+        return Partial()
+    if text.startswith("P(") and text.endswith(")"):
+        return Partial(text[2:-1])  # type: ignore[arg-type]  # checked there
+    if text.startswith("S(") and text.endswith(")"):
+        text = text[2:-1]
+    if not text.isalpha():
+        raise ValueError(f"a placement is a label, R, I, P, P(avg), P(max) or P(min); got {text!r}")
+    return Shard(text)

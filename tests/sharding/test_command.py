@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -144,3 +145,59 @@ def test_it_answers_in_two_seconds_without_torch():
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 2.0
     assert "all-reduce over tp; backward: the gradient of input" in done.stdout
+
+
+def block_of_the_guide():
+    text = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    return next(part for part in text.split("```") if "axes tp=8" in part).strip() + "\n"
+
+
+def test_the_block_of_the_guide(capsys, tmp_path):
+    path = tmp_path / "block.txt"
+    path.write_text(block_of_the_guide(), encoding="utf-8")
+    report = shard(capsys, "--chain", str(path))
+    moves = {
+        (m["tensor"], m["before"], m["after"], m["forward"]["kind"], m["backward"]["kind"])
+        for m in report["moves"]
+    }
+    assert moves == {("h", "I", "R", "copy", "all-reduce"), ("terms", "P", "I", "all-reduce", "copy")}
+    assert report["sent_bytes"] == 2 * 2 * 7 / 8 * 4096 * 5120 * 2
+    assert report["tensors"]["scores"]["placements"] == {"tp": "S(h)"}
+    assert report["tensors"]["h_used"]["gradient"] == {"tp": "P"}
+    assert cli(["shard", "--chain", str(path), "--bandwidth", "200e9", "--flops", "400e12"]) == 0
+    text = capsys.readouterr().out
+    guide = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    assert text[text.index("to communicate") :].strip() in guide
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no steps"),
+        ("x[sb]", "line 1 (x[sb]): the first line names the axes"),
+        ("axes tp=0", "'tp=0' is no NAME=NUMBER"),
+        ("axes tp=2\nx[sb]\naxes tp=4", "line 3 (axes tp=4): axes come before the first tensor"),
+        ("axes tp=2\nx tp:R", "x needs its labels"),
+        ("axes tp=2\nx[sb] R", "'R' is no AXIS:PLACEMENT"),
+        ("axes tp=2\nx[sb] tp:S(b)\ny = map x along b", "line 3 (y = map x along b): y: x is S(b) over tp"),
+        ("axes tp=2\nx[sb]\ny = gelu x", "there is no step 'gelu'; steps: einsum, map, add, rename, move"),
+        ("axes tp=2\nx[sb]\ny = map x x", "map takes one tensor; got x x"),
+        ("axes tp=2\nx[sb]\ny[s] = einsum z", "there is no tensor 'z' yet"),
+        ("axes tp=2\nsizes s=4\nx[sb]\ny = move x tp:R", "the size of 'b' is missing"),
+        ("axes tp=2\n???", "a step is NAME[labels] placements"),
+    ],
+)
+def test_a_wrong_line_is_named(capsys, tmp_path, text, message):
+    path = tmp_path / "chain.txt"
+    path.write_text(text, encoding="utf-8")
+    assert cli(["shard", "--chain", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_chain_is_not_mixed_with_an_equation(capsys, tmp_path):
+    assert cli(["shard", "i,i->", "--chain", "x.txt"]) == 2
+    assert "leave the equation and its options out" in capsys.readouterr().err
+    assert cli(["shard"]) == 2
+    assert "give an equation" in capsys.readouterr().err
+    assert cli(["shard", "--chain", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err

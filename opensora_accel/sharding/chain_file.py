@@ -1,0 +1,187 @@
+"""A chain of einsums as text, one step a line, and what is told about it.
+
+axes tp=8
+sizes s=4096 t=4096 b=1 c=5120 h=40 d=128
+x[sbc]                           a tensor; I on the axes that it does not name
+wq[chd] tp:S(h)
+n = map x along c                a function that is not linear, here of whole rows along c
+n_used = move n tp:R
+q[sbhd] = einsum n_used wq       a product, by the letters
+keys[tbc] = rename n_used
+out = add x y
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from opensora_accel.sharding.chain import Chain
+from opensora_accel.sharding.cost import FREE, Balance, Collective, Link
+from opensora_accel.sharding.placement import Placement, parse_placement
+
+_LINE = re.compile(
+    r"(?P<name>\w+)(\[(?P<labels>[A-Za-z]*)\])?\s*(=\s*(?P<operation>\w+)\s+(?P<rest>.*)|(?P<placed>.*))"
+)
+STEPS = "einsum, map, add, rename, move"
+
+
+def read_chain(path: Path, element_bytes: int = 2) -> Chain:
+    """The chain that a file describes. Raises ValueError with the line that is wrong."""
+    chain: Chain | None = None
+    degrees: dict[str, int] = {}
+    sizes: dict[str, int] | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.partition("#")[0].strip()
+        word, _, rest = text.partition(" ")
+        try:
+            if not text:
+                continue
+            if word in ("axes", "sizes"):
+                if chain is not None:
+                    raise ValueError(f"{word} come before the first tensor")
+                found = _numbers(rest)
+                degrees, sizes = (found, sizes) if word == "axes" else (degrees, found)
+                continue
+            if not degrees:
+                raise ValueError("the first line names the axes and their ranks: axes tp=8")
+            chain = chain or Chain(degrees, sizes, element_bytes)
+            _add_step(chain, text)
+        except (ValueError, KeyError) as error:
+            said = f"the size of {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path.name}, line {number} ({text}): {said}") from error
+    if chain is None:
+        raise ValueError(f"{path.name} holds no steps")
+    return chain
+
+
+def _numbers(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in text.split():
+        name, _, value = item.partition("=")
+        if not name or not value.isdigit() or int(value) < 1:
+            raise ValueError(f"{item!r} is no NAME=NUMBER")
+        found[name] = int(value)
+    return found
+
+
+def _add_step(chain: Chain, text: str) -> None:
+    match = _LINE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"a step is NAME[labels] placements, or NAME[labels] = STEP operands; steps: {STEPS}"
+        )
+    name, labels, operation = match["name"], match["labels"], match["operation"]
+    if operation is None:
+        chain.tensor(name, _needed(labels, name), **_placements(match["placed"].split()))
+        return
+    words = match["rest"].split()
+    if operation == "einsum":
+        chain.einsum(name, _needed(labels, name), *words)
+    elif operation == "rename":
+        chain.rename(name, _one(words, operation), _needed(labels, name))
+    elif operation == "add":
+        chain.add(name, *words)
+    elif operation == "move":
+        chain.move(name, words[0], **_placements(words[1:]))
+    elif operation == "map":
+        operand, _, along = match["rest"].partition(" along ")
+        chain.map(name, _one(operand.split(), operation), along.strip())
+    else:
+        raise ValueError(f"there is no step {operation!r}; steps: {STEPS}")
+
+
+def _needed(labels: str | None, name: str) -> str:
+    if labels is None:
+        raise ValueError(f"{name} needs its labels: {name}[...]")
+    return labels
+
+
+def _one(words: list[str], operation: str) -> str:
+    if len(words) != 1:
+        raise ValueError(f"{operation} takes one tensor; got {' '.join(words) or 'none'}")
+    return words[0]
+
+
+def _placements(words: list[str]) -> dict[str, Placement]:
+    found = {}
+    for word in words:
+        axis, colon, placement = word.partition(":")
+        if not colon:
+            raise ValueError(f"{word!r} is no AXIS:PLACEMENT")
+        found[axis] = parse_placement(placement)
+    return found
+
+
+def chain_text(chain: Chain, link: Link | None, flops_per_s: float | None) -> str:
+    """Every tensor with its placement, then what is communicated, forward and backward."""
+    shown = [f"{node.name}[{''.join(node.labels)}]" for node in chain.nodes.values()]
+    width = max(map(len, shown)) + 2
+    lines = [", ".join(f"{axis} ({degree} ranks)" for axis, degree in chain.degrees.items()), ""]
+    for text, node in zip(shown, chain.nodes.values(), strict=True):
+        placed = "  ".join(f"{axis}:{placement}" for axis, placement in node.placements.items())
+        made = f"{node.operation} {' '.join(node.operands)}" if node.operands else ""
+        lines.append(f"  {text:<{width}}{placed:<12} {made}".rstrip())
+    lines += ["", "to communicate"]
+    for move in chain.moves:
+        way = f"{move.tensor} {move.before} → {move.after} over {move.axis}"
+        lines.append(f"  {way}: {_said(move.forward, link)}; backward {_said(move.backward, link)}")
+    if not chain.moves:
+        lines.append("  nothing")
+    if chain.sent_bytes:
+        lines += ["", f"sent by a rank, forward and backward: {chain.sent_bytes / 2**20:.3g} MiB"]
+    if link is not None and flops_per_s and chain.flops:
+        balance = Balance(chain.flops / flops_per_s, sum(each.time_s(link) for each in _collectives(chain)))
+        warning = " · warning: under 3:1, it will be waited for" if balance.is_bound else ""
+        lines.append(
+            f"compute {1e3 * balance.compute_s:.3g} ms, communication {1e3 * balance.communication_s:.3g} ms "
+            f"(modelled): {balance.ratio:.3g}:1{warning}"
+        )
+    return "\n".join(lines)
+
+
+def _said(collective: Collective | None, link: Link | None) -> str:
+    if collective is None or collective.kind in FREE or collective.degree == 1:
+        return "nothing"
+    if not collective.size_bytes:
+        return collective.kind
+    time = f", {1e3 * collective.time_s(link):.3g} ms" if link is not None else ""
+    return f"{collective.kind} ({collective.sent_bytes / 2**20:.3g} MiB{time})"
+
+
+def _collectives(chain: Chain) -> list[Collective]:
+    return [each for move in chain.moves for each in (move.forward, move.backward) if each is not None]
+
+
+def chain_dict(chain: Chain, link: Link | None) -> dict[str, Any]:
+    def of(collective: Collective | None) -> dict[str, Any] | None:
+        if collective is None:
+            return None
+        time_s = collective.time_s(link) if link is not None else None
+        return {"kind": collective.kind, "sent_bytes": collective.sent_bytes, "time_s": time_s}
+
+    return {
+        "degrees": chain.degrees,
+        "tensors": {
+            node.name: {
+                "labels": "".join(node.labels),
+                "placements": {axis: str(placement) for axis, placement in node.placements.items()},
+                "gradient": {axis: str(placement) for axis, placement in chain.gradient(node.name).items()},
+            }
+            for node in chain.nodes.values()
+        },
+        "moves": [
+            {
+                "tensor": move.tensor,
+                "axis": move.axis,
+                "before": str(move.before),
+                "after": str(move.after),
+                "forward": of(move.forward),
+                "backward": of(move.backward),
+            }
+            for move in chain.moves
+        ],
+        "sent_bytes": chain.sent_bytes,
+        "flops": chain.flops,
+    }
