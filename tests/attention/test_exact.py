@@ -93,6 +93,11 @@ def attentions_on(mesh, layout):
         yield lambda *qkv, **options: ulysses_attention(*qkv, dist.group.WORLD, **options)
 
 
+def shares_of(layout, masked, causal):
+    """Stripes have one size only; how ranks come to know the sizes does not depend on the mask."""
+    return ["given", *([] if layout == "striped" else ["moved"]), *([] if masked or causal else ["unknown"])]
+
+
 def all_self_and_cross(shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
     found = {}
@@ -101,7 +106,7 @@ def all_self_and_cross(shape):
             continue
         balanced = ["zigzag", "striped"] if causal and shape[0] > 1 else []
         for layout in ["contiguous", *balanced]:
-            for shares in ["unknown", "given"] if layout == "striped" else ["unknown", "given", "moved"]:
+            for shares in shares_of(layout, masked, causal):
                 case = (tokens, heads, masked, causal, layout, shares)
                 found[case] = self_and_cross(mesh, *case)
     return found
