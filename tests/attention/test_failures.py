@@ -166,3 +166,23 @@ def one_message_fails(direction, at_call):
 @pytest.mark.parametrize(("direction", "at_call"), [("forward", 1), ("backward", 3)])
 def test_the_first_failure_is_the_one_that_is_raised(ranks, direction, at_call):
     assert ranks(2, one_message_fails, direction, at_call) == [True] * 2
+
+
+def fails_while_its_neighbour_is_away():
+    """The failed rank tries to pass on; that fails too, after the group's timeout."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    if dist.get_rank() == 0:
+        time.sleep(4)
+        return True
+    q, k, v, _ = random_inputs(6, 6, 2, 2, False)
+    original, ring.attend = ring.attend, failing(ring.attend, 1)
+    try:
+        with pytest.raises(OutOfMemory):
+            ring_attention(q, k, v, group, splits=(6, 6), kv_splits=(6, 6))
+    finally:
+        ring.attend = original
+    return True
+
+
+def test_what_fails_while_passing_on_does_not_hide_the_failure(ranks):
+    assert all(ranks(2, fails_while_its_neighbour_is_away))
