@@ -140,8 +140,7 @@ def _agree(
     kv_splits: Sequence[int] | None,
 ) -> tuple[Sizes, Sizes]:
     assert q is not None
-    num_ranks = _num_ranks(groups)
-    if num_ranks == 1 or (splits is not None and kv_splits is not None and not debug_enabled()):
+    if _place(groups)[1] == 1 or (splits is not None and kv_splits is not None and not debug_enabled()):
         return _agree_alone(mine, groups, splits, kv_splits)
     if sizes_are_cached() and not debug_enabled():
         _check_one(mine, "")
@@ -159,11 +158,13 @@ def _agree(
     return _agree_alone(mine, groups, found[0], found[1])
 
 
-def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
-    num_ranks = 1
+def _place(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
+    """This rank's number, and how many there are."""
+    rank, num_ranks = 0, 1
     for group in groups:
+        rank += group.rank() * num_ranks
         num_ranks *= group.size()
-    return num_ranks
+    return rank, num_ranks
 
 
 def _agree_alone(
@@ -174,10 +175,7 @@ def _agree_alone(
 ) -> tuple[Sizes, Sizes]:
     """What a rank can check by itself, given the sizes of all (or being the only one)."""
     _check_one(mine, "")
-    num_ranks, rank = 1, 0
-    for group in groups:
-        rank += group.rank() * num_ranks
-        num_ranks *= group.size()
+    rank, num_ranks = _place(groups)
     sizes = (
         _given(splits, "splits", rank, mine.num_tokens("q"), num_ranks),
         _given(kv_splits, "kv_splits", rank, mine.num_tokens("k"), num_ranks),

@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from opensora_accel.sharding.cost import Collective, einsum_flops, num_elements, redistribution
+from opensora_accel.sharding.cost import (
+    Balance,
+    Collective,
+    Link,
+    bytes_left,
+    einsum_flops,
+    num_elements,
+    num_shares,
+    redistribution,
+)
 from opensora_accel.sharding.einsum import derive
 from opensora_accel.sharding.equation import Equation, Labels
 from opensora_accel.sharding.placement import Invariant, Partial, Placement, Shard, dual
@@ -47,7 +56,7 @@ class Move:
 
 
 class Chain:
-    """`degrees`: ranks by mesh axis. `sizes`: of the labels, for bytes and FLOPs; all 1 where left out."""
+    """`degrees`: ranks by mesh axis. `sizes`: of the labels, for bytes and FLOPs, which are 0 without them."""
 
     def __init__(
         self, degrees: Mapping[str, int], sizes: Mapping[str, int] | None = None, element_bytes: int = 2
@@ -138,10 +147,22 @@ class Chain:
         return {axis: dual(placement) for axis, placement in self._get(name, "gradient").placements.items()}
 
     @property
+    def has_sizes(self) -> bool:
+        return self._sizes is not None
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Of forward and backward."""
+        return [each for move in self.moves for each in (move.forward, move.backward) if each is not None]
+
+    @property
     def sent_bytes(self) -> float:
         """By one rank, forward and backward."""
-        found = [each for move in self.moves for each in (move.forward, move.backward) if each is not None]
-        return sum(collective.sent_bytes for collective in found)
+        return sum(collective.sent_bytes for collective in self.collectives)
+
+    def balance(self, link: Link, flops_per_s: float) -> Balance:
+        """Compute beside communication of one rank, forward and backward."""
+        return Balance(self.flops / flops_per_s, sum(each.time_s(link) for each in self.collectives))
 
     def _get(self, name: str, by: str) -> Node:
         if name not in self.nodes:
@@ -160,15 +181,11 @@ class Chain:
         if self._sizes is None:
             return 0
         size_bytes = num_elements(labels, self._sizes) * self.element_bytes
-        for axis, placement in placements.items():
-            size_bytes = -(-size_bytes // self.degrees[axis]) if isinstance(placement, Shard) else size_bytes
-        return size_bytes
+        return bytes_left(size_bytes, placements, self.degrees)
 
     def _count(self, equation: Equation, nodes: Sequence[Node]) -> None:
         """FLOPs of one rank, forward and backward: two einsums more, where both operands want a gradient."""
         if self._sizes is None:
             return
-        share = 1
-        for axis, degree in self.degrees.items():
-            share *= degree if any(isinstance(node.placements[axis], Shard) for node in nodes) else 1
-        self.flops += 3 * einsum_flops(equation, self._sizes) / share
+        shares = num_shares([node.placements for node in nodes], self.degrees)
+        self.flops += 3 * einsum_flops(equation, self._sizes) / shares

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.sharding.chain import Chain
-from opensora_accel.sharding.cost import FREE, Balance, Collective, Link
+from opensora_accel.sharding.cost import FREE, Collective, Link
 from opensora_accel.sharding.placement import Placement, parse_placement
 
 _LINE = re.compile(
@@ -131,13 +131,8 @@ def chain_text(chain: Chain, link: Link | None, flops_per_s: float | None) -> st
         lines.append("  nothing")
     if chain.sent_bytes:
         lines += ["", f"sent by a rank, forward and backward: {chain.sent_bytes / 2**20:.3g} MiB"]
-    if link is not None and flops_per_s and chain.flops:
-        balance = Balance(chain.flops / flops_per_s, sum(each.time_s(link) for each in _collectives(chain)))
-        warning = " · warning: under 3:1, it will be waited for" if balance.is_bound else ""
-        lines.append(
-            f"compute {1e3 * balance.compute_s:.3g} ms, communication {1e3 * balance.communication_s:.3g} ms "
-            f"(modelled): {balance.ratio:.3g}:1{warning}"
-        )
+    if link is not None and flops_per_s is not None:
+        lines.append(str(chain.balance(link, flops_per_s)))
     return "\n".join(lines)
 
 
@@ -150,17 +145,16 @@ def _said(collective: Collective | None, link: Link | None) -> str:
     return f"{collective.kind} ({collective.sent_bytes / 2**20:.3g} MiB{time})"
 
 
-def _collectives(chain: Chain) -> list[Collective]:
-    return [each for move in chain.moves for each in (move.forward, move.backward) if each is not None]
-
-
-def chain_dict(chain: Chain, link: Link | None) -> dict[str, Any]:
+def chain_dict(chain: Chain, link: Link | None, flops_per_s: float | None) -> dict[str, Any]:
     def of(collective: Collective | None) -> dict[str, Any] | None:
         if collective is None:
             return None
         time_s = collective.time_s(link) if link is not None else None
         return {"kind": collective.kind, "sent_bytes": collective.sent_bytes, "time_s": time_s}
 
+    ratio = None
+    if link is not None and flops_per_s is not None:
+        ratio = chain.balance(link, flops_per_s).ratio
     return {
         "degrees": chain.degrees,
         "tensors": {
@@ -184,4 +178,5 @@ def chain_dict(chain: Chain, link: Link | None) -> dict[str, Any]:
         ],
         "sent_bytes": chain.sent_bytes,
         "flops": chain.flops,
+        "compute_over_communication": ratio,
     }

@@ -6,22 +6,24 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from opensora_accel.sharding.chain_file import chain_dict, chain_text, read_chain
 from opensora_accel.sharding.cost import (
-    LEAST_RATIO,
     Balance,
     Collective,
     Link,
+    bytes_left,
     einsum_flops,
     num_elements,
+    num_shares,
     redistribution,
 )
 from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
 from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import Partial, Placement, Replicate, Shard, parse_placement
+from opensora_accel.sharding.placement import Partial, Placement, Replicate, parse_placement
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--degrees", metavar="tp=8,...", help="ranks of the axes (default: 2)")
     add("--dtype", choices=tuple(DTYPE_BYTES), default="bf16", help="default: bf16")
     add("--bandwidth", type=float, metavar="BYTES/S", help="of a rank's link, for seconds")
-    add("--latency", type=float, default=5e-6, metavar="S", help="of a step of a collective (default: 5e-6)")
+    add("--latency", type=float, metavar="S", help="of a step of a collective (default: 5e-6)")
     add("--flops", type=float, metavar="FLOP/S", help="of a rank, for compute beside communication")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -90,10 +92,23 @@ def _run_chain(parsed: argparse.Namespace) -> int:
             "--chain FILE holds its own steps, axes and sizes: leave the equation and its options out"
         )
     chain = read_chain(parsed.chain, DTYPE_BYTES[parsed.dtype])
-    link = Link(parsed.bandwidth, parsed.latency) if parsed.bandwidth else None
-    shown = chain_dict(chain, link) if parsed.json else chain_text(chain, link, parsed.flops)
+    link = _link(parsed, chain.has_sizes)
+    shown = chain_dict(chain, link, parsed.flops) if parsed.json else chain_text(chain, link, parsed.flops)
     print(json.dumps(shown, indent=2, ensure_ascii=False) if parsed.json else shown)
     return 0
+
+
+def _link(parsed: argparse.Namespace, has_sizes: bool) -> Link | None:
+    """Raises ValueError for an option that would say nothing."""
+    if parsed.bandwidth is None:
+        if parsed.flops is not None or parsed.latency is not None:
+            raise ValueError("--flops and --latency need --bandwidth: they are set beside what a link takes")
+        return None
+    if not has_sizes:
+        raise ValueError(
+            "--bandwidth and --flops need the labels' sizes: seconds are of bytes and operations"
+        )
+    return Link(parsed.bandwidth) if parsed.latency is None else Link(parsed.bandwidth, parsed.latency)
 
 
 def make_report(parsed: argparse.Namespace) -> Report:
@@ -112,9 +127,7 @@ def make_report(parsed: argparse.Namespace) -> Report:
     if sizes is not None and set(sizes) != set(equation.labels):
         missing = ", ".join(sorted(set(equation.labels) - set(sizes)))
         raise ValueError(f"--sizes must give every label of {parsed.equation!r}; {missing} is missing")
-    if sizes is None and (parsed.bandwidth or parsed.flops):
-        raise ValueError("--bandwidth and --flops need --sizes: seconds are of bytes and operations")
-    link = Link(parsed.bandwidth, parsed.latency) if parsed.bandwidth else None
+    link = _link(parsed, sizes is not None)
     return Report(equation, names, placements, degrees, sizes, DTYPE_BYTES[parsed.dtype], link, parsed.flops)
 
 
@@ -175,11 +188,11 @@ class Report:
     link: Link | None
     flops_per_s: float | None
 
-    @property
+    @cached_property
     def output(self) -> dict[str, Derivation]:
         return derive(self.equation, self.placements, names=self.names)
 
-    @property
+    @cached_property
     def gradients(self) -> list[dict[str, Derivation]]:
         return derive_gradients(self.equation, self.placements, names=self.names)
 
@@ -207,28 +220,17 @@ class Report:
     ) -> Need:
         collective = None
         if self.sizes is not None:
-            others = [d.placement for other, d in all_axes.items() if other != axis]
-            cut = [
-                self.degrees[other]
-                for other, d in all_axes.items()
-                if other != axis and isinstance(d.placement, Shard)
-            ]
-            assert len(others) >= len(cut)
+            others = {other: found.placement for other, found in all_axes.items() if other != axis}
             size_bytes = num_elements(labels, self.sizes) * self.element_bytes
-            for degree in cut:
-                size_bytes = -(-size_bytes // degree)
-            collective = redistribution(placement, Replicate(), axis, self.degrees[axis], size_bytes)
+            left = bytes_left(size_bytes, others, self.degrees)
+            collective = redistribution(placement, Replicate(), axis, self.degrees[axis], left)
         return Need(what, "all-reduce", axis, collective)
 
     def balance(self) -> Balance | None:
         """Forward and backward of one rank, where sizes, link and FLOP/s are known."""
         if self.sizes is None or self.link is None or self.flops_per_s is None:
             return None
-        ranks = 1
-        for axis, derivation in self.output.items():
-            is_spread = any(isinstance(each.get(axis), Shard) for each in self.placements)
-            ranks *= self.degrees[axis] if is_spread and derivation.rule == 2 else 1
-        flops = 3 * einsum_flops(self.equation, self.sizes) / ranks
+        flops = 3 * einsum_flops(self.equation, self.sizes) / num_shares(self.placements, self.degrees)
         seconds = sum(need.collective.time_s(self.link) for need in self.needs() if need.collective)
         return Balance(flops / self.flops_per_s, seconds)
 
@@ -264,11 +266,7 @@ class Report:
         balance = self.balance()
         if balance is None:
             return []
-        line = (
-            f"compute {1e3 * balance.compute_s:.3g} ms, communication {1e3 * balance.communication_s:.3g} ms"
-        )
-        warning = f" · warning: under {LEAST_RATIO:g}:1, it will be waited for" if balance.is_bound else ""
-        return ["", f"{line} (modelled, forward and backward): {balance.ratio:.3g}:1{warning}"]
+        return ["", str(balance)]
 
     def to_dict(self) -> dict[str, Any]:
         def of(derivations: Mapping[str, Derivation]) -> dict[str, Any]:

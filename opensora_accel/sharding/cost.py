@@ -8,7 +8,7 @@ doi:10.1177/1094342005051521).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -112,6 +112,19 @@ def num_elements(labels: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[label] for label in labels)
 
 
+def bytes_left(size_bytes: int, placements: Mapping[str, Placement], degrees: Mapping[str, int]) -> int:
+    """Of a tensor of `size_bytes`, what a rank holds where these axes cut it, rounded up."""
+    for axis, placement in placements.items():
+        size_bytes = -(-size_bytes // degrees[axis]) if isinstance(placement, Shard) else size_bytes
+    return size_bytes
+
+
+def num_shares(operands: Sequence[Mapping[str, Placement]], degrees: Mapping[str, int]) -> int:
+    """Into how many parts an einsum's work is cut: by every axis over which an operand is sharded."""
+    cut = [axis for axis in degrees if any(isinstance(each.get(axis), Shard) for each in operands)]
+    return math.prod(degrees[axis] for axis in cut)
+
+
 def einsum_flops(equation: Equation, sizes: Mapping[str, int]) -> int:
     """Multiplications and additions, contracted two operands at a time from the left, as torch does without a path."""
     flops, left = 0, equation.operands[0]
@@ -140,3 +153,10 @@ class Balance:
     def is_bound(self) -> bool:
         """Whether communication is too much to count on hiding it."""
         return self.ratio < LEAST_RATIO
+
+    def __str__(self) -> str:
+        warning = f" · warning: under {LEAST_RATIO:g}:1, it will be waited for" if self.is_bound else ""
+        return (
+            f"compute {1e3 * self.compute_s:.3g} ms, communication {1e3 * self.communication_s:.3g} ms "
+            f"(modelled, forward and backward): {self.ratio:.3g}:1{warning}"
+        )
