@@ -13,7 +13,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 import pytest
 import torch
 
-from tests.rank_pool import RankPool
+from opensora_accel.verify.pool import RankPool
 
 torch.set_num_threads(1)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.wrapping import Forward, wrap_forward
 
@@ -35,6 +36,26 @@ class LiftCasts(TorchFunctionMode):
         if _narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
         return function(*args, **kwargs)
+
+
+_FACTORIES = {torch.ops.aten.zeros, torch.ops.aten.ones, torch.ops.aten.empty, torch.ops.aten.full}
+
+
+class LiftOperations(TorchDispatchMode):
+    """`LiftCasts` for all that runs within it, backward and recomputation too, where function modes are off.
+
+    Also what is made in fp32 for fp64 to be added up in (`zeros`, `ones`, `empty`, `full`) is made in fp64. Slower
+    than `LiftCasts`, and not seen by torch.compile.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 def _narrow(dtype: Any) -> bool:

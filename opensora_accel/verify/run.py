@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from opensora_accel.plan import Plan
 from opensora_accel.verify.shapes import MeshShape
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -26,6 +28,8 @@ class Run:
     """How many data ranks there are. On a single device they take their turns."""
     is_reference: bool = False
     """The plain run on one device: apply no parallelism."""
+    watch: Callable[[nn.Module], None] = field(default=lambda model: None, repr=False)
+    """Tells the verifier whose gradients to compare, in a step that builds its model itself (no `model_fn`)."""
 
     @property
     def plan(self) -> Plan:

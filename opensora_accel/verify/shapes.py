@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from opensora_accel.plan import DATA_AXES, MESH_AXES, Plan
 
@@ -97,12 +97,12 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
     sharded_axis = "dp_shard" if plan.sharding != "none" else "dp_replicate"
     if not any(axis in DATA_AXES for axis in used):
         used.insert(0, sharded_axis)
-    one = replace(plan, **dict.fromkeys(MESH_AXES, 1))
+    one = plan.replace(**dict.fromkeys(MESH_AXES, 1))
     pairs = itertools.combinations(used, 2) if max_ranks >= 4 else ()
-    found = [replace(one, **{first: 2, second: 2}) for first, second in pairs]
+    found = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
     for axis in used:
         alone = (2, 4) if axis in DATA_AXES else (2, 3, 4)
         smallest = 3 if len(used) > 1 and max_ranks >= 4 else 2  # two ranks of it are in the pairs
         sizes = [size for size in alone if smallest <= size <= max_ranks]
-        found += [replace(one, **{axis: size}) for size in sizes]
+        found += [one.replace(**{axis: size}) for size in sizes]
     return found

@@ -21,6 +21,7 @@ from torch import Tensor
 from opensora_accel.profiler.bench_attention import ours
 from opensora_accel.profiler.bench_attention.problem import Problem, World
 from opensora_accel.profiler.bench_attention.side import CROSS, MASK, Attention, Side
+from opensora_accel.verify.on_cpu import cpu_flash_backward, cpu_flash_forward
 
 
 def _config(world: World, problem: Problem, kind: str) -> Any:
@@ -72,52 +73,6 @@ def _ring(world: World, problem: Problem, mask: Tensor | None) -> Attention:
         return out
 
     return Attention(on_cuda if world.device.type == "cuda" else on_cpu)
-
-
-def cpu_flash_forward(
-    ctx: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _save_ctx: bool = True,
-    _parallel_config: Any = None,
-) -> Any:
-    """`_native_flash_attention_forward_op` with the CPU's kernel: [B, S, H, D], log-sum-exp [B, S, H]."""
-    assert attn_mask is None and not enable_gqa
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, dropout_p, is_causal, scale=scale
-    )
-    out, lse = out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
-    if _save_ctx:
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.dropout_p, ctx.is_causal, ctx.scale = dropout_p, is_causal, scale
-    return (out, lse) if return_lse else out
-
-
-def cpu_flash_backward(ctx: Any, grad_out: Tensor, *args: Any, **replaced: Tensor) -> tuple[Tensor, ...]:
-    """`_native_flash_attention_backward_op` with the CPU's kernel; `replaced` are the ring's tensors of this step."""
-    names = ("query", "key", "value", "out", "lse")
-    saved = dict(zip(names, ctx.saved_tensors, strict=True)) | replaced
-    q, k, v, out, lse = (saved[name].transpose(1, 2).contiguous() for name in names)
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out.transpose(1, 2).contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        ctx.dropout_p,
-        ctx.is_causal,
-        scale=ctx.scale,
-    )
-    return tuple(gradient.transpose(1, 2).contiguous() for gradient in gradients)
 
 
 _IMPORTS = "diffusers.models.attention_dispatch:dispatch_attention_fn"

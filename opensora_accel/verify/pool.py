@@ -1,0 +1,192 @@
+"""A pool of gloo processes on this machine: it starts once, and a job then takes milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(Exception):
+    """A job failed on at least one rank; the message holds every rank's traceback, `errors` each by itself."""
+
+    def __init__(self, errors: dict[int, str]):
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items())))
+
+
+class RankPool:
+    """Calls module-level functions on the ranks of a fresh gloo world, again and again.
+
+    Args:
+        size: how many processes there may be; each starts when it is first needed.
+        timeout_s: how long a job may take; past it the ranks that have not answered count as hanging.
+        collective_timeout_s: how long one collective may wait.
+        grace_s: how long the other ranks may take to notice that one of them failed.
+        preload: modules that are imported once for all processes, where the platform can fork a clean one.
+    """
+
+    def __init__(
+        self,
+        size: int = 6,
+        *,
+        timeout_s: float = 240,
+        collective_timeout_s: float = 60,
+        grace_s: float = 15,
+        preload: Sequence[str] = (),
+    ):
+        self.size, self.timeout_s = size, timeout_s
+        self.collective_timeout_s, self.grace_s = collective_timeout_s, grace_s
+        # Never forked from this process: that would inherit autograd's threads. A server that has only imported
+        # has none.
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        self._context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload([__name__, *preload])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[tuple[Any, Connection] | None] = [None] * size
+        self._job = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def patience(self, timeout_s: float, grace_s: float) -> Iterator[None]:
+        """Within it, jobs and collectives may take `timeout_s`."""
+        before = self.timeout_s, self.collective_timeout_s, self.grace_s
+        self.timeout_s, self.collective_timeout_s, self.grace_s = timeout_s, timeout_s, grace_s
+        try:
+            yield
+        finally:
+            self.timeout_s, self.collective_timeout_s, self.grace_s = before
+
+    def _worker(self, rank: int) -> Connection:
+        worker = self._workers[rank]
+        if worker is None or not worker[0].is_alive():
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
+            process.start()
+            there.close()
+            worker = self._workers[rank] = (process, here)
+        return worker[1]
+
+    def __call__(
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None
+    ) -> list[Any]:
+        """`function(*args)` on every rank of a fresh world of `num_ranks`; their return values in rank order."""
+        if not 1 <= num_ranks <= self.size:
+            raise ValueError(f"this pool has up to {self.size} ranks; {num_ranks} were asked for")
+        self._job += 1
+        job = (self._job, num_ranks, self.collective_timeout_s, env or {}, function, args)
+        message = _pickled(job, function)
+        connections = [self._worker(rank) for rank in range(num_ranks)]
+        for rank, connection in enumerate(connections):
+            connection.send_bytes(pickle.dumps(rank))
+            connection.send_bytes(message)
+        return self._collect(connections)
+
+    def _collect(self, connections: list[Connection]) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while len(results) + len(errors) < len(connections):
+            pending = [c for r, c in enumerate(connections) if r not in results and r not in errors]
+            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = connections.index(connection)
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    succeeded, value = False, "the process ended without an answer (aborted by the backend?)"
+                (results if succeeded else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + self.grace_s)
+        for rank in range(len(connections)):
+            if rank not in results and rank not in errors:
+                errors[rank] = "no answer: hangs"
+            if rank in errors:
+                self._stop(rank)
+        if errors:
+            raise RankError(errors)
+        return [results[rank] for rank in range(len(connections))]
+
+    def _stop(self, rank: int) -> None:
+        worker = self._workers[rank]
+        if worker is not None:
+            worker[0].kill()
+            worker[0].join()
+            worker[1].close()
+        self._workers[rank] = None
+
+    def close(self) -> None:
+        for rank in range(len(self._workers)):
+            self._stop(rank)
+
+
+def _pickled(job: tuple[Any, ...], function: Any) -> bytes:
+    try:
+        return pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{getattr(function, '__qualname__', function)!s} and its arguments go to other processes, which needs "
+            f"functions defined at the top level of a module or script, no lambda or closure: {error}"
+        ) from error
+
+
+def _serve(connection: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            rank, message = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
+        except (EOFError, KeyboardInterrupt):
+            return
+        connection.send_bytes(_run_job(rank, message, store))
+
+
+def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
+    environment = dict(os.environ)
+    try:
+        job, num_ranks, timeout_s, env, function, args = pickle.loads(message)
+        os.environ.update(env)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"job{job}", store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        return pickle.dumps((True, function(*args)))
+    except BaseException:  # noqa: BLE001 - whatever it was, the main process must hear of it
+        return pickle.dumps((False, traceback.format_exc()))
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        _forget_process_groups()
+
+
+def _forget_process_groups() -> None:
+    from opensora_accel import parallel_states
+
+    parallel_states.reset(destroy_process_group=True)

@@ -1,0 +1,152 @@
+"""What was verified and found: as text for people, JSON and JUnit XML for machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+from opensora_accel.verify.findings import Finding, list_names
+from opensora_accel.verify.fit import Samples
+from opensora_accel.verify.results import MeshResult
+
+
+@dataclass
+class Report:
+    """`ok`, findings (root causes first), and every mesh's figures."""
+
+    results: Sequence[MeshResult]
+    findings: Sequence[Finding]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of the proof: what was changed for it, and what it does not cover."""
+        first = self.results[0].expected.turns[0]
+        notes = list(first.notes)
+        unproven = self.unproven()
+        if unproven:
+            notes.append(
+                f"{len(unproven)} parameters could not be told: their gradient is zero, or rounding errors, on one "
+                f"device too ({list_names(unproven)})"
+            )
+        idle = [name for name, gradient in self.results[0].expected.gradients.items() if gradient is None]
+        if idle:
+            notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
+        return notes
+
+    def unproven(self) -> list[str]:
+        expected, floor = self.results[0].expected.gradients, self.results[0].expected.floor()
+        return [
+            name
+            for name, gradient in expected.items()
+            if gradient is not None and _largest(gradient) <= floor
+        ]
+
+    def __str__(self) -> str:
+        gradients = self.results[0].expected.gradients
+        lines = [
+            f"verified in fp64: {len(gradients)} parameters on {len(self.results)} meshes, {self.seconds:.1f} s"
+        ]
+        width = max(len(str(result.shape)) for result in self.results)
+        for result in self.results:
+            lines.append(
+                f"  {'✓' if _is_right(result) else '✗'} {result.shape!s:{width}}  {_describe(result)}"
+            )
+        if self.findings:
+            lines.append("")
+            for number, finding in enumerate(self.findings, 1):
+                lines += [f"{number}. {finding.what}", f"   {finding.remedy}"]
+        if self.notes:
+            lines.append("")
+            lines += [f"note: {note}" for note in self.notes]
+        lines.append("")
+        lines.append(
+            "the gradients are those of a single device"
+            if self.ok
+            else "the gradients are NOT those of a single device"
+        )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: infinite errors are null."""
+        return {
+            "ok": self.ok,
+            "seconds": self.seconds,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "notes": self.notes,
+            "unproven": self.unproven(),
+            "meshes": [
+                {
+                    "mesh": str(result.shape),
+                    "degrees": dict(result.shape.degrees),
+                    "ok": _is_right(result),
+                    "seconds": result.seconds,
+                    "errors": {str(rank): text for rank, text in result.errors.items()},
+                    "parameters": _errors(result.parameters()),
+                    "inputs": _errors(result.inputs()) if result.observations else {},
+                    "results": _errors(result.scalars()),
+                }
+                for result in self.results
+            ],
+        }
+
+    def to_junit(self) -> str:
+        """One test case for each mesh, with the findings that concern it."""
+        failing = [result for result in self.results if self._findings_of(result)]
+        suite = ElementTree.Element(
+            "testsuite",
+            name="opensora-accel verify",
+            tests=str(len(self.results)),
+            failures=str(len(failing)),
+            errors="0",
+            time=f"{self.seconds:.3f}",
+        )
+        for result in self.results:
+            case = ElementTree.SubElement(
+                suite, "testcase", classname="verify", name=str(result.shape), time=f"{result.seconds:.3f}"
+            )
+            found = self._findings_of(result)
+            if found:
+                failure = ElementTree.SubElement(case, "failure", message=found[0].what, type=found[0].kind)
+                failure.text = "\n".join([*map(str, found), *result.errors.values()])
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+    def _findings_of(self, result: MeshResult) -> list[Finding]:
+        return [finding for finding in self.findings if str(result.shape) in finding.meshes]
+
+
+def _is_right(result: MeshResult) -> bool:
+    if result.errors:
+        return False
+    compared = [result.parameters(), result.inputs(), result.scalars()]
+    return not result.one_sided() and all(each.is_right for samples in compared for each in samples.values())
+
+
+def _describe(result: MeshResult) -> str:
+    if result.errors:
+        return f"failed on {len(result.errors)} of {result.shape.world_size} ranks"
+    parameters = result.parameters()
+    wrong = [each for each in parameters.values() if not each.is_right]
+    worst = max((each.error() for each in parameters.values()), default=0.0)
+    count = f"{len(wrong)} of {len(parameters)} wrong" if wrong else f"{len(parameters)} right"
+    inputs = result.inputs()
+    if inputs:
+        bad = sum(not each.is_right for each in inputs.values())
+        count += f", inputs: {bad} of {len(inputs)} wrong" if bad else f", {len(inputs)} inputs right"
+    return f"{count}, largest error {worst:.1e}"
+
+
+def _errors(samples: dict[str, Samples]) -> dict[str, float | None]:
+    errors = {name: each.error() for name, each in samples.items()}
+    return {name: error if math.isfinite(error) else None for name, error in errors.items()}
+
+
+def _largest(tensor: Any) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -1,0 +1,147 @@
+"""What the ranks of every mesh found, beside what a single device says it should be."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from opensora_accel.verify.fit import NEGLIGIBLE, Samples
+from opensora_accel.verify.observe import Observation
+from opensora_accel.verify.shapes import MeshShape
+
+Reference = Literal["turns", "whole"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one number of data ranks: the single device's word, by which the ranks are judged."""
+
+    turns: tuple[Observation, ...]
+    """One call for every data rank in turn, or a single one for the whole batch."""
+
+    @property
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The mean over data ranks."""
+        names = self.turns[0].gradients
+        return {name: _mean([turn.gradients.get(name) for turn in self.turns]) for name in names}
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        return {
+            name: statistics.fmean(turn.scalars[name] for turn in self.turns)
+            for name in self.turns[0].scalars
+        }
+
+    @property
+    def weights(self) -> dict[str, str]:
+        return self.turns[0].weights
+
+    @property
+    def backward_order(self) -> list[str]:
+        return self.turns[0].backward_order
+
+    def floor(self) -> float:
+        """Magnitude under which a gradient is rounding errors."""
+        largest = [g.abs().max().item() for g in self.gradients.values() if g is not None and g.numel()]
+        return NEGLIGIBLE * max(largest, default=0.0)
+
+
+def _mean(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
+        return None
+    return torch.stack(present).sum(0) / len(tensors)
+
+
+@dataclass
+class MeshResult:
+    """One mesh. `observations` are in rank order, and empty where a rank failed (`errors` by rank)."""
+
+    shape: MeshShape
+    expected: Expected
+    observations: list[Observation] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def parameters(self) -> dict[str, Samples]:
+        """Gradients that both sides have."""
+        floor = self.expected.floor()
+        found = {}
+        for name, expected in self.expected.gradients.items():
+            gradients = self._tensors(each.gradients.get(name) for each in self.observations)
+            if expected is not None and gradients is not None:
+                found[name] = Samples(self.shape, gradients, expected, floor)
+        return found
+
+    def one_sided(self) -> dict[str, str]:
+        """Parameters that have a gradient on one side only, with a word on where."""
+        found: dict[str, str] = {}
+        for name, expected in self.expected.gradients.items():
+            has = [each.gradients.get(name) is not None for each in self.observations]
+            if expected is not None and not all(has):
+                found[name] = "none" if not any(has) else "some ranks only"
+            elif expected is None and any(has):
+                found[name] = "only in parallel"
+        return found
+
+    def scalars(self) -> dict[str, Samples]:
+        """Of what the step returned: the mean over all ranks."""
+        found = {}
+        for name, value in self.expected.scalars.items():
+            values = [each.scalars[name] for each in self.observations if name in each.scalars]
+            if values:
+                mean = torch.tensor([statistics.fmean(values)], dtype=torch.float64)
+                found[name] = Samples(self.shape, (mean,), torch.tensor([value], dtype=torch.float64))
+        return found
+
+    def inputs(self) -> dict[str, Samples]:
+        """Gradients of inputs over the ranks that share a sample, beside the single device's.
+
+        Their mean or their sum, whichever is right: a loop may average or add up what ranks that share a sample
+        contribute, and what is upstream of an input goes the same way. An input that ranks were given in parts, or
+        that differs from the single device's, has none here.
+        """
+        found: dict[str, Samples] = {}
+        if len(self.expected.turns) != self.shape.data_size:
+            return found
+        names = self.observations[0].input_gradients if self.observations else {}
+        for name in names:
+            means, expected = [], []
+            for data_rank, turn in enumerate(self.expected.turns):
+                ranks = [self.observations[r] for r in self.sharing(data_rank)]
+                same = all(
+                    name in each.inputs
+                    and torch.equal(each.inputs[name], turn.inputs.get(name, torch.empty(0)))
+                    for each in ranks
+                )
+                gradients = self._tensors(each.input_gradients.get(name) for each in ranks)
+                if not same or gradients is None or name not in turn.input_gradients:
+                    break
+                means.append(torch.stack(gradients).mean(0))
+                expected.append(turn.input_gradients[name])
+            else:
+                whole, floor = torch.stack(expected), self._input_floor()
+                mean = Samples(self.shape, (torch.stack(means),), whole, floor)
+                num_sharing = self.shape.world_size // self.shape.data_size
+                total = Samples(self.shape, (torch.stack(means) * num_sharing,), whole, floor)
+                found[name] = total if total.is_right else mean
+        return found
+
+    def _input_floor(self) -> float:
+        gradients = [g for turn in self.expected.turns for g in turn.input_gradients.values()]
+        return NEGLIGIBLE * max(g.abs().max().item() for g in gradients)
+
+    def sharing(self, data_rank: int) -> list[int]:
+        """The ranks that share the samples of a data rank."""
+        return [r for r in range(self.shape.world_size) if self.shape.data_rank(r) == data_rank]
+
+    @staticmethod
+    def _tensors(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
+        listed = list(tensors)
+        present = tuple(tensor for tensor in listed if tensor is not None)
+        return present if listed and len(present) == len(listed) else None

@@ -1,0 +1,244 @@
+"""The step on every mesh, beside the step on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_accel.plan import MESH_AXES, Plan
+from opensora_accel.verify.diagnose import Diagnosis
+from opensora_accel.verify.findings import Finding
+from opensora_accel.verify.fit import fit_ranks
+from opensora_accel.verify.observe import Observation, observe
+from opensora_accel.verify.pool import RankError, RankPool
+from opensora_accel.verify.report import Report
+from opensora_accel.verify.results import Expected, MeshResult, Reference
+from opensora_accel.verify.run import Run
+from opensora_accel.verify.shapes import MAX_RANKS, MeshShape, meshes_of
+
+_GRACE_S = 5.0
+"""How long the other ranks may take to notice that one of them failed."""
+
+Step = Callable[..., Any]
+ModelFn = Callable[[], nn.Module]
+Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
+
+
+def verify(
+    step: Step,
+    model_fn: ModelFn | None,
+    meshes: Meshes,
+    *,
+    data_axes: Sequence[str] | None = None,
+    reference: Reference = "turns",
+    seed: int = 0,
+    timeout_s: float = 60,
+    pool: RankPool | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Whether a training step has the gradients of one device on every mesh, and if not, what is wrong.
+
+    The step runs in fp64 on gloo processes of this machine: it and the model should be tiny. Both functions must be
+    defined at the top level of a module or script (they go to other processes).
+
+    Args:
+        step: `step(model, run)` does what the training loop does up to `backward()`: wraps the model as the loop does
+            (not if `run.is_reference`), computes the loss of this data rank's samples, calls `backward()`, and returns
+            the loss (or a dict of numbers, or nothing). Gradients are read from `model`'s parameters; where they lie
+            elsewhere it returns them whole under "gradients". An optimizer step may follow.
+        model_fn: builds the model, the same on every rank. None for a step that builds it itself: `step(run)`, which
+            then calls `run.watch(model)` and takes care of fp64.
+        meshes: a Plan (tried on small meshes of its axes, see `meshes_of`), or meshes: Plans, or degrees by axis name
+            such as {"data": 2, "sequence": 2}, outermost axis first.
+        data_axes: axes whose ranks see different samples; by default those called data, dp, dp_replicate, dp_shard.
+        reference: what one device does. "turns": every data rank has a batch of its own, and the mean of their
+            gradients is right. "whole": one batch is shared out over the data ranks, and its gradient is right.
+        timeout_s: past it a mesh counts as hanging.
+        pool: processes to run on, where the caller has some.
+        on_progress: called with what runs now, how many parts are done, and how many there are.
+
+    Raises ValueError for meshes that cannot be, functions that cannot be sent, a step that fails on one device.
+    """
+    shapes = _shapes(meshes, data_axes)
+    if reference not in ("turns", "whole"):
+        raise ValueError(f'reference must be "turns" or "whole"; got {reference!r}')
+    verification = _Verification(step, model_fn, reference, seed, on_progress, len(shapes))
+    with _pool(pool, shapes, timeout_s) as ranks:
+        return verification.run(ranks, shapes)
+
+
+def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
+    if isinstance(meshes, Plan):
+        meshes = meshes_of(meshes)
+    elif isinstance(meshes, Mapping):
+        meshes = [meshes]
+    shapes = [MeshShape.of(mesh, data_axes) for mesh in meshes]
+    if not shapes:
+        raise ValueError(
+            'there is no mesh to verify on; give a Plan, or for example [{"data": 2, "sequence": 2}]'
+        )
+    return shapes
+
+
+@contextlib.contextmanager
+def _pool(pool: RankPool | None, shapes: Sequence[MeshShape], timeout_s: float) -> Iterator[RankPool]:
+    with contextlib.ExitStack() as stack:
+        if pool is None:
+            pool = stack.enter_context(RankPool(max(MAX_RANKS, *(shape.world_size for shape in shapes))))
+        stack.enter_context(pool.patience(timeout_s, _GRACE_S))
+        yield pool
+
+
+class _Verification:
+    def __init__(
+        self,
+        step: Step,
+        model_fn: ModelFn | None,
+        reference: Reference,
+        seed: int,
+        on_progress: Callable[[str, int, int], None] | None,
+        num_meshes: int,
+    ):
+        self.step, self.model_fn, self.reference, self.seed = step, model_fn, reference, seed
+        self._on_progress = on_progress
+        self._done, self._total = 0, num_meshes
+        self._expected: dict[tuple[int, str], Expected] = {}
+
+    def run(self, pool: RankPool, shapes: Sequence[MeshShape]) -> Report:
+        started = time.perf_counter()
+        results = []
+        for shape in shapes:
+            self._say(str(shape))
+            results.append(self._mesh(pool, shape))
+            self._done += 1
+        diagnosis = Diagnosis(results)
+        findings = diagnosis.findings()
+        if diagnosis.unexplained:
+            self._say("looking for factors of single ranks")
+            findings = self._probe(pool, diagnosis, findings)
+        self._say("done")
+        return Report(results, findings, time.perf_counter() - started)
+
+    def _say(self, what: str) -> None:
+        if self._on_progress is not None:
+            self._on_progress(what, self._done, self._total)
+
+    def _mesh(self, pool: RankPool, shape: MeshShape) -> MeshResult:
+        expected = self._reference(pool, shape)
+        started = time.perf_counter()
+        result = MeshResult(shape, expected)
+        try:
+            result.observations = pool(
+                shape.world_size, _on_rank, self.step, self.model_fn, shape, self.reference, self.seed, None
+            )
+        except RankError as error:
+            result.errors = error.errors
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _reference(self, pool: RankPool, shape: MeshShape) -> Expected:
+        num_turns = shape.data_size if self.reference == "turns" else 1
+        key = num_turns, "" if shape.plan is None else shape.plan.precision
+        if key not in self._expected:
+            self._say("one device")
+            single = _single(shape)
+            try:
+                (turns,) = pool(1, _on_one, self.step, self.model_fn, single, num_turns, self.seed)
+            except RankError as error:
+                text = error.errors[0].strip()
+                raise ValueError(
+                    f"the step fails on a single device, before anything is parallel:\n{text}"
+                ) from error
+            self._expected[key] = Expected(tuple(turns))
+        return self._expected[key]
+
+    def _probe(self, pool: RankPool, diagnosis: Diagnosis, findings: list[Finding]) -> list[Finding]:
+        """On the smallest mesh that is wrong: is every rank's contribution multiplied by a factor of its own?"""
+        names = list(diagnosis.unexplained)
+        bad = {s.shape for samples in diagnosis.unexplained.values() for s in samples if not s.is_right}
+        for result in sorted(diagnosis.ran, key=lambda each: each.shape.world_size):
+            if result.shape not in bad:
+                continue
+            wrong = [
+                n
+                for n in names
+                if n in (found := result.parameters()) and not found[n].is_right and found[n].is_provable
+            ]
+            parts = self._contributions(pool, result.shape, wrong)
+            expected = [gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None]
+            factors = fit_ranks(parts, expected) if parts and wrong else None
+            if factors is not None:
+                values = next(f for f in findings if f.kind == "values" and set(f.names) == set(names))
+                shares = diagnosis.shares(factors, result.shape, names)
+                return [shares if finding is values else finding for finding in findings]
+            return findings
+        return findings
+
+    def _contributions(
+        self, pool: RankPool, shape: MeshShape, names: Sequence[str]
+    ) -> list[list[Tensor]] | None:
+        parts = []
+        for weighed in range(shape.world_size):
+            try:
+                first, *_ = pool(
+                    shape.world_size,
+                    _on_rank,
+                    self.step,
+                    self.model_fn,
+                    shape,
+                    self.reference,
+                    self.seed,
+                    weighed,
+                )
+            except RankError:
+                return None
+            gradients = [first.gradients.get(name) for name in names]
+            if any(gradient is None for gradient in gradients):
+                return None
+            parts.append([gradient for gradient in gradients if gradient is not None])
+        return parts
+
+
+def _single(shape: MeshShape) -> MeshShape:
+    """The mesh's axes with one rank each, and a Plan that does nothing."""
+    plan = None if shape.plan is None else Plan(precision=shape.plan.precision)
+    return replace(shape, degrees=tuple((axis, 1) for axis in shape.axes or MESH_AXES), plan=plan)
+
+
+def _on_one(
+    step: Step, model_fn: ModelFn | None, shape: MeshShape, num_turns: int, seed: int
+) -> list[Observation]:
+    runs = [Run(shape, 0, turn, num_turns, is_reference=True) for turn in range(num_turns)]
+    found = []
+    for run in runs:
+        found.append(observe(step, model_fn, run, seed))
+        _forget_groups()
+    return found
+
+
+def _on_rank(
+    step: Step,
+    model_fn: ModelFn | None,
+    shape: MeshShape,
+    reference: Reference,
+    seed: int,
+    weighed: int | None,
+) -> Observation:
+    """`weighed`: the one rank whose outputs' gradient counts; None for all."""
+    rank = torch.distributed.get_rank()
+    weight = None if weighed is None else float(rank == weighed)
+    run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
+    return observe(step, model_fn, run, seed, weight)
+
+
+def _forget_groups() -> None:
+    """What the step registered, so that the next turn may register it again."""
+    from opensora_accel import parallel_states
+
+    parallel_states.reset()
