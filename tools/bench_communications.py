@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.communications import (
     all_to_all,
@@ -48,6 +47,7 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
+from opensora_accel.verify.record import Recorder
 
 CLAIMED_RATIO = 1.5
 HEAD_DIM = 128
@@ -293,39 +293,12 @@ def cases(load: Workload) -> list[Callable[[], Case]]:
 # ---- measuring
 
 
-class SentBytes(TorchDispatchMode):
+@dataclasses.dataclass(frozen=True)
+class SentBytes:
     """Bytes this rank sends, by what is in each c10d call; exchanged sizes (int64) are counted apart."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.data_bytes = 0
-        self.sizes_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            tensor, num_bytes = self._sent(func.name().split("::")[1].split(".")[0], args)
-            if tensor.dtype == torch.int64:
-                self.sizes_bytes += num_bytes
-            else:
-                self.data_bytes += num_bytes
-        return func(*args, **(kwargs or {}))
-
-    def _sent(self, name: str, args: Sequence[Any]) -> tuple[Tensor, int]:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        if name == "alltoall_base_":
-            input_, splits = args[1], args[4]
-            stays = splits[rank] * (input_.nbytes // max(input_.size(0), 1)) if splits else None
-            return input_, input_.nbytes - (input_.nbytes // num_ranks if stays is None else stays)
-        if name == "alltoall_":
-            return args[1][0], sum(t.nbytes for to, t in enumerate(args[1]) if to != rank)
-        if name in ("_allgather_base_", "allgather_"):
-            input_ = args[1] if name == "_allgather_base_" else args[1][0]
-            return input_, (num_ranks - 1) * input_.nbytes
-        if name == "send":
-            return args[0][0], args[0][0].nbytes
-        if name in ("recv_", "barrier"):
-            return torch.empty(0), 0
-        raise NotImplementedError(f"c10d::{name} is not counted; say in SentBytes._sent what it sends")
+    data_bytes: int
+    sizes_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,9 +359,12 @@ def measure(case: Case, num_runs: int, device: torch.device) -> dict[str, Any]:
 
 
 def _count(case: Case, side: Side, gradient: Sequence[Tensor] | None) -> SentBytes:
-    with SentBytes() as counter:
+    with Recorder() as recorder:
         side(case, gradient)
-    return counter
+    unknown = [call.operator for call in recorder.calls if call.kind == "unknown"]
+    assert not unknown, f"{', '.join(unknown)} is not counted; say in verify.collectives what it sends"
+    sizes_bytes = sum(call.sent_bytes for call in recorder.calls if call.dtype == "int64")
+    return SentBytes(sum(call.sent_bytes for call in recorder.calls) - sizes_bytes, sizes_bytes)
 
 
 def _largest(value: int, device: torch.device) -> int:

@@ -1,45 +1,29 @@
-"""What a rank sends, seen where torch.distributed's functions are called."""
+"""What a rank sends, and what autograd keeps on it."""
 
 import contextlib
 
 import torch
-import torch.distributed as dist
+
+from opensora_accel.verify.record import Recorder
 
 
-class Sent:
-    """Number of collectives (a batch of sends and receives is one), and the bytes that leave this rank."""
+class Sent(Recorder):
+    """Number of all-to-alls and sends, and the bytes that leave this rank in them; exchanged sizes are left out."""
 
-    def __init__(self):
-        self.num_collectives = 0
-        self.size_bytes = 0
+    @property
+    def _data(self):
+        return [call for call in self.calls if call.kind in ("all-to-all", "send")]
 
-    def add(self, size_bytes):
-        self.num_collectives += 1
-        self.size_bytes += size_bytes
+    @property
+    def num_collectives(self):
+        return len(self._data)
+
+    @property
+    def size_bytes(self):
+        return sum(call.sent_bytes for call in self._data)
 
 
-@contextlib.contextmanager
-def counted():
-    sent = Sent()
-
-    def all_to_all(output, input_, output_sizes, input_sizes, group=None, async_op=False):
-        own = input_sizes[dist.get_rank(group)]
-        sent.add((input_.numel() - own) * input_.element_size())
-        return originals["all_to_all_single"](
-            output, input_, output_sizes, input_sizes, group=group, async_op=async_op
-        )
-
-    def batch(operations):
-        sent.add(sum(op.tensor.nbytes for op in operations if op.op is dist.isend))
-        return originals["batch_isend_irecv"](operations)
-
-    originals = {name: getattr(dist, name) for name in ("all_to_all_single", "batch_isend_irecv")}
-    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
-    try:
-        yield sent
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
+counted = Sent
 
 
 @contextlib.contextmanager

@@ -1,0 +1,191 @@
+"""What a call of torch.distributed sends: read from its operator's schema, for every kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
+"""Where torch keeps operators that communicate."""
+
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
+"""Operators of these namespaces that send and take nothing."""
+
+_KINDS = {
+    "all-reduce": (
+        "allreduce_",
+        "allreduce_coalesced_",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_coalesced",
+        "all_reduce_coalesced_",
+    ),
+    "all-gather": (
+        "allgather_",
+        "_allgather_base_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_out",
+        "all_gather_into_tensor_coalesced",
+    ),
+    "reduce-scatter": (
+        "reduce_scatter_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_out",
+        "reduce_scatter_tensor_coalesced",
+    ),
+    "all-to-all": ("alltoall_base_", "alltoall_", "all_to_all_single", "shard_dim_alltoall"),
+    "broadcast": ("broadcast_", "broadcast"),
+    "reduce": ("reduce_",),
+    "gather": ("gather_",),
+    "scatter": ("scatter_",),
+    "send": ("send", "isend"),
+    "recv": ("recv_", "irecv", "recv_any_source_"),
+    "barrier": ("barrier", "monitored_barrier_"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
+_POINTS = ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One call, on this rank. Ranks are global."""
+
+    kind: str
+    group: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    """What this rank gives; of a recv, what it fills."""
+    sent_bytes: int
+    peer: int | None = None
+    sent_to: tuple[int, ...] | None = None
+    received_from: tuple[int, ...] | None = None
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def traffic_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Traffic]:
+    """The calls in one operator (`batch_p2p_ops` holds several), none where it communicates nothing.
+
+    An operator that is not in the table gives one call of the kind "unknown", whose sent bytes are not known (0).
+    """
+    name = func._schema.name.split("::")[1]
+    if name in _SILENT:
+        return []
+    values = _bind(func, args, kwargs)
+    group = _group(values)
+    if name == "batch_p2p_ops":
+        return list(_batched(values, group))
+    kind = _KIND_OF.get(name, "unknown")
+    ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+    tensors = tuple(_tensors(_inputs(values)))
+    if kind == "unknown" or group is None:
+        return [Traffic("unknown", ranks, tuple(_tensors([*values.values()])), 0)]
+    if kind == "all-to-all":
+        return [_all_to_all(name, values, group, ranks)]
+    if kind == "scatter" and not tensors:  # all but the root give nothing
+        tensors = tuple(_tensors(values["output_tensors"]))
+    root = _root(values, ranks)
+    return [Traffic(kind, ranks, tensors, _sent_bytes(kind, tensors, group, ranks, root), root)]
+
+
+def _bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """c10d gives the group itself, boxed; functional collectives give its name, or itself."""
+    given = values.get("process_group", values.get("group_name", values.get("group")))
+    if isinstance(given, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(given)
+    if isinstance(given, str):
+        return _resolve_process_group(GroupName(given))
+    return given
+
+
+def _inputs(values: Mapping[str, Any]) -> Any:
+    return next((values[name] for name in _INPUTS if name in values), ())
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _tensors(item)
+
+
+def _root(values: Mapping[str, Any], ranks: tuple[int, ...]) -> int | None:
+    """The other end of a send or recv, and the root of a broadcast, reduce, gather or scatter."""
+    at = next((values[name] for name in ("root_rank", "dst", "src") if name in values), None)
+    return None if at is None else ranks[at]
+
+
+def _sent_bytes(
+    kind: str, tensors: tuple[Tensor, ...], group: dist.ProcessGroup, ranks: tuple[int, ...], root: int | None
+) -> int:
+    """What other ranks get from this one, in the algorithms that send the least (see `sharding.cost`)."""
+    size_bytes, num_ranks = sum(tensor.nbytes for tensor in tensors), group.size()
+    is_root = root is not None and ranks[group.rank()] == root
+    if kind == "send":
+        return size_bytes
+    if kind == "all-reduce":
+        return 2 * size_bytes * (num_ranks - 1) // num_ranks
+    if kind == "all-gather":
+        return (num_ranks - 1) * size_bytes
+    if kind == "reduce-scatter":
+        return size_bytes * (num_ranks - 1) // num_ranks
+    if kind == "scatter":
+        return size_bytes * (num_ranks - 1) // num_ranks if is_root else 0
+    if kind == "broadcast":
+        return (num_ranks - 1) * size_bytes if is_root else 0
+    if kind in ("reduce", "gather"):
+        return 0 if is_root else size_bytes
+    return 0  # recv, barrier
+
+
+def _all_to_all(
+    name: str, values: Mapping[str, Any], group: dist.ProcessGroup, ranks: tuple[int, ...]
+) -> Traffic:
+    if name == "alltoall_":
+        tensors = tuple(values["input_tensors"])
+        sent_to = tuple(tensor.nbytes for tensor in tensors)
+        received_from = tuple(tensor.nbytes for tensor in values["output_tensors"])
+    else:
+        tensors = tuple(_tensors(_inputs(values)))
+        num_ranks, (tensor,) = group.size(), tensors
+        sent_to = _parts(tensor, values.get("input_split_sizes", values.get("input_splits")), num_ranks)
+        output = values.get("output", tensor)
+        received_from = _parts(output, values.get("output_split_sizes"), num_ranks)
+    sent_bytes = sum(sent_to) - sent_to[group.rank()]
+    return Traffic("all-to-all", ranks, tensors, sent_bytes, None, sent_to, received_from)
+
+
+def _parts(tensor: Tensor, splits: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
+    """Bytes for every rank: rows of dim 0 by `splits`, or equal parts."""
+    if not splits:
+        return (tensor.nbytes // num_ranks,) * num_ranks
+    row_bytes = prod(tensor.shape[1:]) * tensor.element_size()
+    return tuple(rows * row_bytes for rows in splits)
+
+
+def _batched(values: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterator[Traffic]:
+    assert group is not None, "batch_p2p_ops names its group"
+    ranks = tuple(dist.get_process_group_ranks(group))
+    rows = zip(values["op_list"], values["peer_list"], values["tensors"], strict=True)
+    for name, peer, tensor in rows:
+        kind = _KIND_OF.get(name, "unknown")
+        yield Traffic(kind, ranks, (tensor,), tensor.nbytes if kind == "send" else 0, ranks[peer])

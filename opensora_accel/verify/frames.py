@@ -1,0 +1,117 @@
+"""Which line made a call: the frames of Python that stand above it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_TOOLKIT = os.path.dirname(os.path.dirname(__file__))
+_OWN = (
+    *(_HERE + name for name in ("frames.py", "record.py", "answers.py", "faking.py", "static.py")),
+    os.path.join(_TOOLKIT, "communications", "renamed.py"),
+)
+_TOOLKITS = (_TOOLKIT + os.sep, os.path.join(os.path.dirname(_TOOLKIT), "shardformer") + os.sep)
+
+_PLUMBING = (
+    "_compile.py",
+    "_dynamo/",
+    "_library/",
+    "_ops.py",
+    "_subclasses/",
+    "autograd/function.py",
+    "distributed/_functional_collectives.py",
+    "distributed/c10d_logger.py",
+    "distributed/distributed_c10d.py",
+    "distributed/utils.py",
+    "nn/modules/module.py",
+    "utils/_contextlib.py",
+    "utils/_python_dispatch.py",
+    "utils/_stats.py",
+)
+"""Files of torch that pass a call on: they stand between whoever communicates and its operator."""
+
+_PASSES_ON = ("__torch_dispatch__", "__torch_function__", "__call__")
+_ENGINE = "autograd/graph.py"
+_RECOMPUTES = ("utils/checkpoint.py", "nn/modules/module.py")
+"""Files of torch that stand between autograd's engine and a call only where a forward runs again."""
+
+_OWNERS = (
+    ("distributed/fsdp/_fully_shard/", "FSDP2"),
+    ("distributed/fsdp/", "FSDP1"),
+    ("distributed/_composable/", "composable"),
+    ("distributed/tensor/", "DTensor"),
+    ("distributed/device_mesh.py", "DeviceMesh"),
+    ("nn/parallel/", "DDP"),
+)
+
+
+@dataclass(frozen=True)
+class Where:
+    """The lines behind one call."""
+
+    source: str
+    """The innermost line outside of torch: `path/file.py:123 in function`."""
+    caller: str
+    """The innermost line outside of torch and of this toolkit: mostly the model's, or the step's."""
+    via: str
+    """Which part of torch made the call on behalf of that line; empty where the line itself did."""
+    is_recomputed: bool = False
+    """Whether, within backward, a forward runs again."""
+
+    def __str__(self) -> str:
+        source = self.source if self.caller == self.source else f"{self.source} ← {self.caller}"
+        return f"{self.via}, under {source}" if self.via else source
+
+
+def find_source() -> Where:
+    """Of the call that is being recorded. "no Python frame" where C++ made it outside of any line."""
+    source = caller = via = ""
+    is_recomputed = passed_engine = False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (caller and passed_engine):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.startswith(_TORCH):
+            inner = path[len(_TORCH) :]
+            passed_engine = passed_engine or inner == _ENGINE
+            is_recomputed = is_recomputed or (not passed_engine and inner in _RECOMPUTES)
+            if not source and not via and not inner.startswith(_PLUMBING) and name not in _PASSES_ON:
+                via = _owner(inner, name)
+        elif not caller and name not in _PASSES_ON and not _is_plumbing(path):
+            line = f"{_short(path)}:{frame.f_lineno} in {name}"
+            source = source or line
+            caller = "" if path.startswith(_TOOLKITS) else line
+        frame = frame.f_back
+    nowhere = source or "no Python frame"
+    return Where(nowhere, caller or nowhere, via, is_recomputed and passed_engine)
+
+
+@functools.cache
+def _is_plumbing(path: str) -> bool:
+    """Of this package, or of Python itself: decorators and context managers."""
+    is_of_python = path.startswith(_PYTHON) and "site-packages" not in path
+    return is_of_python or path.startswith((*_OWN, "<")) or path.endswith("typing_extensions.py")
+
+
+def _owner(path: str, function: str) -> str:
+    if path == _ENGINE:
+        # No frame between the engine and the call: a hook of C++, and the only one that communicates is DDP's.
+        at_leaf = getattr(torch._C._current_autograd_node(), "variable", None) is not None
+        return "DDP (reducer, C++)" if at_leaf else "autograd (C++)"
+    owner = next((name for start, name in _OWNERS if path.startswith(start)), f"torch/{path}")
+    return f"{owner} ({function})"
+
+
+@functools.cache
+def _short(path: str) -> str:
+    """From the folder that Python imports it from, or else the last folders."""
+    roots = [os.path.abspath(entry) + os.sep for entry in sys.path]
+    inside = [path[len(root) :] for root in roots if path.startswith(root)]
+    return min(inside, key=len) if inside else os.sep.join(path.split(os.sep)[-3:])

@@ -1,0 +1,402 @@
+"""What a step communicates, held against its plan: right steps keep every promise, each broken one breaks its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from opensora_accel import Plan, init_parallel
+from opensora_accel.attention import ring_attention, ulysses_attention
+from opensora_accel.communications import ring_exchange
+from opensora_accel.parallel_states import get_mesh, get_parallel_group
+from opensora_accel.verify.promise import broken_promises
+from opensora_accel.verify.static import record_step
+from tests.verify.recorded_steps import (
+    Attending,
+    attending_step,
+    average,
+    tiny_wan,
+    wan_step,
+    whole_attention,
+)
+
+
+def short(plan):
+    return " ".join(
+        f"{field}={value}" for field, value in plan.to_dict().items() if value != getattr(Plan, field)
+    )
+
+
+def violations(step, plan, model_fn=Attending, ranks=None, **options):
+    ranks = range(min(plan.world_size, 4)) if ranks is None else ranks
+    return broken_promises(record_step(step, model_fn, plan, ranks=ranks, fake_tensors=False, **options))
+
+
+# ---- right steps
+
+RIGHT = [
+    Plan(),
+    Plan(dp_replicate=4),
+    Plan(ulysses=3),
+    Plan(ring=3),
+    Plan(ring=2, ulysses=2),
+    Plan(dp_replicate=2, ring=2, ulysses=2),
+    Plan(dp_replicate=2, ulysses=2, checkpoint="full"),
+    Plan(ring=4, checkpoint="selective"),
+    Plan(ring=2, ulysses=2, checkpoint="selective", offload=1.0),
+    Plan(ulysses=2, checkpoint="full", offload=1.0, mlp_chunks=2),
+    Plan(dp_shard=4, sharding="zero3"),
+    Plan(dp_shard=2, ulysses=2, sharding="zero3", checkpoint="full"),
+    Plan(dp_shard=2, ring=2, ulysses=2, sharding="zero2"),
+    Plan(dp_replicate=2, dp_shard=2, ulysses=3, sharding="zero3", checkpoint="selective", offload=1.0),
+    Plan(dp_replicate=2, sharding="zero2", ring=3),
+    Plan(sharding="zero3"),
+    Plan(dp_replicate=8, dp_shard=32, ring=2, ulysses=2, sharding="zero3"),
+]
+
+
+@pytest.mark.parametrize("plan", RIGHT, ids=short)
+def test_shardformer_keeps_the_promises_of_its_plan(plan):
+    assert violations(wan_step, plan, tiny_wan) == []
+
+
+@pytest.mark.parametrize("plan", [Plan(ulysses=4), Plan(dp_replicate=2, ring=2, ulysses=2)], ids=short)
+def test_a_step_written_by_hand_keeps_them(plan):
+    assert violations(attending_step, plan) == []
+
+
+def test_gradients_may_be_averaged_in_stages_and_in_one_piece():
+    def in_stages(model, run):
+        flat = torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
+        for name in ("sequence", "data"):
+            dist.all_reduce(flat, group=get_parallel_group(name))
+
+    def step(model, run):
+        attending_step(model, run, averaging=in_stages)
+
+    assert violations(step, Plan(dp_replicate=2, ring=2, ulysses=2)) == []
+
+
+def test_microbatches_may_reduce_each_time():
+    def step(model, run):
+        init_parallel(run.plan, "cpu")
+        wrapped = DistributedDataParallel(model, process_group=get_parallel_group("mixed"))
+        for _ in range(3):
+            wrapped(torch.ones(2, 4)).sum().backward()
+
+    assert violations(step, Plan(dp_replicate=4), lambda: nn.Linear(4, 4)) == []
+
+
+def test_frozen_parameters_have_nothing_to_reduce():
+    def frozen():
+        model = Attending()
+        model.project.bias.requires_grad_(False)
+        return model
+
+    def step(model, run):
+        attending_step(model, run, averaging=lambda model, run: average_trained(model))
+
+    def average_trained(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=get_parallel_group("mixed"))
+
+    assert violations(step, Plan(ulysses=2), frozen) == []
+
+
+# ---- broken steps
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all, with none or another one in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, backward_group):
+        ctx.group = backward_group
+        return exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad if ctx.group is None else exchanged(grad, ctx.group)), None, None
+
+
+def exchanged(x, group):
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
+
+
+def dropped_all_to_all(model, run):
+    def attention(q, k, v):
+        return Exchange.apply(v, get_parallel_group("ulysses"), None)
+
+    attending_step(model, run, attention)
+
+
+def all_to_all_over_ring(model, run):
+    group = get_parallel_group
+    attending_step(
+        model, run, lambda q, k, v: Exchange.apply(whole_attention(q, k, v), group("ring"), group("ring"))
+    )
+
+
+def no_attention_over_ring(model, run):
+    def attention(q, k, v):
+        shares = [q.size(1)] * get_parallel_group("ulysses").size()
+        return ulysses_attention(q, k, v, get_parallel_group("ulysses"), splits=shares, kv_splits=shares)
+
+    attending_step(model, run, attention)
+
+
+def no_attention_over_ulysses(model, run):
+    def attention(q, k, v):
+        shares = [q.size(1)] * get_parallel_group("ring").size()
+        return ring_attention(q, k, v, get_parallel_group("ring"), splits=shares, kv_splits=shares)
+
+    attending_step(model, run, attention)
+
+
+def hop_missing(model, run):
+    def attention(q, k, v):
+        return v + ring_exchange(k, get_parallel_group("ring"))  # one hop where there are degree - 1
+
+    attending_step(model, run, attention)
+
+
+def hop_without_gradient(model, run):
+    def attention(q, k, v):
+        with torch.no_grad():
+            others = ring_exchange(k, get_parallel_group("ring"))
+        return v + others
+
+    attending_step(model, run, attention)
+
+
+def averaged_over(*names):
+    def step(model, run):
+        attending_step(
+            model, run, averaging=lambda model, run: [average(model, get_parallel_group(n)) for n in names]
+        )
+
+    return step
+
+
+def averaged_in_part(model, run):
+    attending_step(model, run, averaging=lambda model, run: average(model.out, get_parallel_group("mixed")))
+
+
+def averaged_over_wrong_ranks(model, run):
+    def averaging(model, run):
+        groups = [dist.new_group(ranks) for ranks in ([0, 1, 2], [3, 4, 5, 6, 7])]
+        average(model, groups[0] if run.rank < 3 else groups[1])
+
+    attending_step(model, run, averaging=averaging)
+
+
+def averaged_over_another_plans_axes(model, run):
+    def averaging(model, run):
+        average(model, get_parallel_group("mixed"))
+        group = get_mesh()["dp_replicate", "ulysses"]._flatten("strange").get_group()
+        dist.all_reduce(torch.ones(3), group=group)
+
+    attending_step(model, run, averaging=averaging)
+
+
+def sharded_over(axes, reshard=True):
+    def step(model, run):
+        init_parallel(run.plan, "cpu")
+        mesh = get_mesh(axes) if isinstance(axes, str) else get_mesh()[axes]
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        model(torch.ones(2, 6)).sum().backward()
+
+    return step
+
+
+def ddp_over_data(model, run):
+    init_parallel(run.plan, "cpu")
+    wrapped = DistributedDataParallel(model, process_group=get_parallel_group("data"))
+    wrapped(torch.ones(2, 6)).sum().backward()
+
+
+def linear():
+    return nn.Linear(6, 5)
+
+
+USP = Plan(dp_replicate=2, ring=2, ulysses=2)
+BROKEN = [
+    # name, step, plan, model, words of one violation
+    ("all-to-all dropped in backward", dropped_all_to_all, Plan(ulysses=2), Attending,
+     ["over ulysses in forward has its gradient travel back", "1 all-to-alls over ulysses in forward, and 0 in"]),
+    ("all-to-all over the ring", all_to_all_over_ring, USP, Attending,
+     ["exchanged over ulysses only (ulysses=2)", "2 × all-to-all over ring"]),
+    ("no sends on the ring", no_attention_over_ring, USP, Attending,
+     ["needs sends over ring (ring=2)", "the forward has none"]),
+    ("no all-to-all", no_attention_over_ulysses, USP, Attending,
+     ["needs all-to-alls over ulysses (ulysses=2)", "the forward has none"]),
+    ("ring on another axis", lambda m, r: attending_step(m, r, lambda q, k, v: v + ring_exchange(
+        k, get_parallel_group("ulysses"))), Plan(ulysses=2), Attending,
+     ["messages travel along ring only (ring=1)", "2 × send over ulysses"]),
+    ("ring hop missing", hop_missing, Plan(ring=4), Attending,
+     ["each block on 3 times", "forward has 1 sends along ring, 1 more than whole rounds"]),
+    ("ring hop without gradient", hop_without_gradient, Plan(ring=2), Attending,
+     ["over ring in forward has its gradient travel back", "1 sends over ring in forward, and 0 in backward"]),
+    ("averaged over data only", averaged_over("data"), USP, Attending,
+     ["exactly once over mixed (dp_replicate × ring × ulysses)", "never over ring and never over ulysses"]),
+    ("averaged over sequence only", averaged_over("sequence"), USP, Attending, ["never over dp_replicate"]),
+    ("averaged twice", averaged_over("mixed", "mixed"), USP, Attending,
+     ["4 of 4 parameters", "twice over dp_replicate and twice over ring and twice over ulysses"]),
+    ("averaged once more over ulysses", averaged_over("mixed", "ulysses"), USP, Attending,
+     ["is reduced twice over ulysses"]),
+    ("never averaged", averaged_over(), Plan(ulysses=2), Attending, ["4 of 4 parameters", "never over ulysses"]),
+    ("averaged in part", averaged_in_part, Plan(dp_replicate=2), Attending,
+     ["2 of 4 parameters (project.weight, project.bias)", "never over dp_replicate"]),
+    ("a group of wrong ranks", averaged_over_wrong_ranks, USP, Attending,
+     ["the groups of the mesh only", "4 × all-reduce over ranks 0, 1, 2 (differ along ring and ulysses"]),
+    ("an extra all-reduce over a strange group", averaged_over_another_plans_axes, USP, Attending,
+     ["the groups of the mesh only", "1 × all-reduce over dp_replicate × ulysses"]),
+    ("DDP over data only", ddp_over_data, Plan(dp_replicate=2, ulysses=2), linear,
+     ["2 of 2 parameters (weight, bias)", "never over ulysses"]),
+    ("FSDP2 over data only", sharded_over("dp_shard"), Plan(dp_shard=2, ulysses=2, sharding="zero3"), linear,
+     ["exactly once over mixed (dp_shard × ulysses): 35 elements (up to 42 with padding)",
+      "FSDP2 reduces 0 elements over ulysses"]),
+    ("FSDP2 over data only, gathers", sharded_over("dp_shard"), Plan(dp_shard=2, ulysses=2, sharding="zero3"), linear,
+     ["parameters are sharded over mixed (dp_shard × ulysses)", "gathers them over dp_shard"]),
+    ("HSDP without its replicas", sharded_over("dp_shard"),
+     Plan(dp_replicate=2, dp_shard=2, sharding="zero3"), linear,
+     ["35 elements (up to 42 with padding)", "FSDP2 reduces 0 elements over dp_replicate"]),
+    ("zero3 that keeps parameters", sharded_over("mixed", reshard=False), Plan(dp_shard=2, sharding="zero3"), linear,
+     ["zero3 gathers every parameter twice a step over dp_shard: 84 elements", "42 elements were gathered"]),
+    ("zero2 that gathers twice", sharded_over("mixed"), Plan(dp_shard=2, sharding="zero2"), linear,
+     ["zero2 gathers every parameter once a step over dp_shard: 42 elements", "84 elements were gathered"]),
+    ("nothing sharded", ddp_over_data, Plan(dp_shard=2, sharding="zero3"), linear,
+     ["zero3 gathers every parameter twice", "no parameter is sharded"]),
+    ("sharded against the plan", sharded_over("mixed"), Plan(dp_replicate=2), linear,
+     ['parameters are whole on every rank (sharding="none"', "FSDP gathers them over dp_replicate"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "plan", "model_fn", "words"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
+)
+def test_a_broken_step_is_told_what_it_broke(step, plan, model_fn, words):
+    found = [str(violation) for violation in violations(step, plan, model_fn)]
+    assert any(all(word in text for word in words) for text in found), found
+
+
+def test_a_violation_says_where():
+    (violation,) = violations(averaged_over("data"), Plan(dp_replicate=2, ulysses=2))
+    (line,) = violation.sources
+    assert line.startswith("tests/verify/recorded_steps.py:") and line.endswith(" in average")
+    assert 'get_parallel_group("mixed")' in violation.remedy and line in str(violation)
+
+
+def test_a_mesh_of_axes_promises_its_groups_only():
+    def step(model, run):
+        dist.all_reduce(torch.ones(2), group=run.mesh["cp"].get_group())
+        dist.all_reduce(torch.ones(2), group=dist.new_group([0, 3]))
+
+    (violation,) = broken_promises(record_step(step, linear, {"dp": 2, "cp": 2}))
+    assert (
+        "1 × all-reduce over ranks 0, 3 (differ along dp and cp, but are not all of them)" in violation.actual
+    )
+
+
+# ---- between ranks
+
+
+def by_rank(*programs):
+    """A step in which every rank runs its own."""
+
+    def step(model, run):
+        init_parallel(run.plan, "cpu")
+        programs[run.rank](get_parallel_group("ring"), get_parallel_group("ulysses"))
+
+    return step
+
+
+def reduce(group, num=4, dtype=torch.float32):
+    dist.all_reduce(torch.ones(num, dtype=dtype), group=group)
+
+
+def broadcast(group, root):
+    dist.broadcast(torch.ones(4), root, group)
+
+
+def gather(group):
+    dist.all_gather([torch.empty(4) for _ in range(group.size())], torch.ones(4), group=group)
+
+
+def exchange(group, sends, receives):
+    dist.all_to_all_single(torch.empty(sum(receives)), torch.ones(sum(sends)), receives, sends, group=group)
+
+
+def send(to, num=4, dtype=torch.float32):
+    dist.send(torch.ones(num, dtype=dtype), to)
+
+
+def receive(of, num=4):
+    dist.recv(torch.empty(num), of)
+
+
+DISAGREEING = [
+    ("another order", [lambda r, u: (reduce(u), gather(u)), lambda r, u: (gather(u), reduce(u))],
+     ["same order (ulysses)", "call 1 is all-reduce (16 bytes, float32) on rank 0, all-gather (16 bytes, float32) on"]),
+    ("one call more", [lambda r, u: (reduce(u), reduce(u)), lambda r, u: reduce(u)],
+     ["same order (ulysses)", "rank 0 calls 2, rank 1 1: all-reduce (16 bytes, float32) on rank 0 waits"]),
+    ("another dtype", [lambda r, u: reduce(u), lambda r, u: reduce(u, 2, torch.float64)],
+     ["(ulysses)", "(16 bytes, float64) on rank 1"]),
+    ("another size", [lambda r, u: reduce(u), lambda r, u: reduce(u, 5)],
+     ["(ulysses)", "(20 bytes, float32) on rank 1"]),
+    ("another root", [lambda r, u: broadcast(u, 0), lambda r, u: broadcast(u, 1)],
+     ["(ulysses)", "broadcast from or to rank 1 (16 bytes, float32) on rank 1"]),
+    ("another share", [lambda r, u: exchange(u, [2, 3], [2, 2]), lambda r, u: exchange(u, [2, 2], [4, 2])],
+     ["(ulysses)", "all-to-all (12 bytes to and 8 from rank 1, float32) on rank 0",
+      "(8 bytes to and 16 from rank 0, float32) on rank 1"]),
+    ("no receive", [lambda r, u: (send(1), send(1)), lambda r, u: receive(0)],
+     ["every message has its receive, in order (ulysses)", "rank 0 sends 2 messages to rank 1, which receives 1"]),
+    ("no send", [lambda r, u: None, lambda r, u: receive(0)],
+     ["in order (ulysses)", "rank 0 sends 0 messages to rank 1, which receives 1"]),
+    ("another message", [lambda r, u: (send(1), send(1, 6)), lambda r, u: (receive(0, 6), receive(0))],
+     ["in order (ulysses)", "message 1 from rank 0 to rank 1 is 16 bytes (float32), and 24 bytes (float32) are"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("programs", "words"), [d[1:] for d in DISAGREEING], ids=[d[0] for d in DISAGREEING])
+def test_ranks_that_disagree_are_told_so(programs, words):
+    found = [v for v in violations(by_rank(*programs), Plan(ulysses=2)) if "rank 0" in v.actual]
+    assert any(all(word in str(violation) for word in words) for violation in found), list(map(str, found))
+    lines = [line for violation in found for line in violation.sources]
+    assert lines and all(line.startswith(("rank 0: tests/verify", "rank 1: tests/verify")) for line in lines)
+
+
+def test_a_difference_names_the_lines_of_both_ranks():
+    programs = [lambda r, u: reduce(u), lambda r, u: gather(u)]
+    (violation,) = (v for v in violations(by_rank(*programs), Plan(ulysses=2)) if "same order" in v.rule)
+    assert [line.split(" in ")[-1] for line in violation.sources] == ["reduce", "gather"]
+
+
+def test_ranks_that_wait_in_a_circle():
+    """Each group's calls agree; its members come to them in another order."""
+    programs = [
+        lambda r, u: (reduce(r), reduce(u)),  # 0: ring 0, 2; ulysses 0, 1
+        lambda r, u: (reduce(u), reduce(r)),  # 1: ring 1, 3
+        lambda r, u: (reduce(u), reduce(r)),  # 2: ulysses 2, 3
+        lambda r, u: (reduce(r), reduce(u)),
+    ]
+    plan = Plan(ring=2, ulysses=2)
+    found = [v for v in violations(by_rank(*programs), plan) if "in a circle" in v.rule]
+    assert (
+        len(found) == 1
+        and "rank 0 in all-reduce over ring; rank 1 in all-reduce over ulysses" in found[0].actual
+    )
+    agreeing = by_rank(*[lambda r, u: (reduce(r), reduce(u))] * 4)
+    assert not any("circle" in v.rule for v in violations(agreeing, plan))
+
+
+def test_messages_of_ranks_that_were_not_recorded_are_left_open():
+    programs = [lambda r, u: send(1), lambda r, u: None]
+    assert not any(
+        "message has" in v.rule for v in violations(by_rank(*programs), Plan(ulysses=2), ranks=[0])
+    )
