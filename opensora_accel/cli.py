@@ -3,6 +3,7 @@
 commands:
   train     train a diffusers video transformer on a folder of clips
   shard     derive what a sharded einsum communicates, forward and backward
+  verify    prove that a training step has the gradients of one device, whatever the mesh
   doctor    check this machine: torch, GPUs, backends, threads, packages
   bench     measure on this machine: offload, attention
 
@@ -30,6 +31,41 @@ def _shard(arguments: Sequence[str]) -> int:
     from opensora_accel.sharding.command import main as shard
 
     return shard(arguments)
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    import tempfile
+    from pathlib import Path
+
+    from opensora_accel.verify.command import Proof
+    from opensora_accel.verify.command import main as verify
+
+    def proof_of_config(options: Sequence[str], folder: Path, max_ranks: int) -> Proof:
+        from opensora_accel.training.proof import (
+            TrainerStep,
+            TrueSize,
+            proof_meshes,
+            tiny_config,
+            write_clips,
+        )
+        from opensora_accel.training.run import parse
+
+        config, _, _ = parse(options)
+        tiny = tiny_config(config, write_clips(folder / "clips"))
+        true = TrueSize.of(config)
+        return Proof(
+            step=TrainerStep(tiny),
+            model_fn=None,
+            meshes=proof_meshes(config.plan, max_ranks),
+            reference="whole",
+            preload=("diffusers.models.transformers", "opensora_accel.training.loop"),
+            world=config.plan if config.plan.world_size > 1 else None,
+            true_step=true.step,
+            true_model_fn=true.model,
+        )
+
+    with tempfile.TemporaryDirectory(prefix="opensora-accel-") as folder:
+        return verify(arguments, proof_of_config, Path(folder))
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -76,6 +112,7 @@ opensora-accel bench NAME: measures on this machine, beside what others do, in o
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "shard": _shard,
+    "verify": _verify,
     "doctor": _doctor,
     "bench": _bench,
 }

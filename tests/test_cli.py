@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from opensora_accel.cli import COMMANDS, main
+from opensora_accel.training.proof import write_clips
 from tests.test_layers import ROOT
-from tests.training.runs import make_folder, tiny_config
+from tests.training.runs import tiny_config
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("clips"))
+    return write_clips(tmp_path_factory.mktemp("clips"))
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_train_resume_and_what_differs(run, config_file, tmp_path):
 
 def test_an_unreadable_video_is_named_and_left_out(run, config_file, folder, tmp_path):
     videos = tmp_path / "videos"
-    make_folder(videos, num_videos=3)
+    write_clips(videos, num_videos=3)
     (videos / "1.mp4").write_bytes(b"this is no video")
     status, text = run("train", "--config", config_file, "--data.folder", videos)
     assert status == 0 and "2 videos in" in text
@@ -228,7 +229,7 @@ def test_folders_of_the_user_are_left_alone(run, config_file, folder, tmp_path):
     (mine / "notes.txt").write_text("mine")
     status, text = run("train", "--config", config_file, "--output", mine, "--steps", "1")
     assert status == 0 and "moved" not in text and (mine / "notes.txt").read_text() == "mine"
-    make_folder(mine / "clips", num_videos=2)
+    write_clips(mine / "clips", num_videos=2)
     status, text = run("train", "--config", config_file, "--output", mine, "--data.folder", mine / "clips")
     assert status == 2 and "holds an earlier run and the videos" in text and (mine / "clips").is_dir()
 

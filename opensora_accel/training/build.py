@@ -43,19 +43,9 @@ def build_model(
     Raises ValueError for a class that has no policy, an argument that it does not take (with the nearest it does),
     or channels that do not fit the codec and the text encoder.
     """
-    import diffusers
-
-    name = _class_in(config.path) if config.path else config.class_name
-    known = [model for model in model_names() if hasattr(diffusers, model)]
-    if name not in known:
-        raise ValueError(f"model class {name!r} cannot be trained here; choose one of {', '.join(known)}")
-    cls = getattr(diffusers, name)
-    derived = {"in_channels": codec.channels, "out_channels": codec.channels, "text_dim": text_width}
-    if config.path:
-        arguments = cls.load_config(config.path, local_files_only=True)
-    else:
-        _check_arguments(cls, config.config)
-        arguments = {**derived, **_tuples(config.config)}
+    cls = model_class(config)
+    derived = derived_arguments(codec.channels, text_width)
+    arguments = model_arguments(config, codec.channels, text_width)
     # Without memory first: a wrong width must not fill the machine before it is found.
     with torch.device("meta"):
         outline = cls.from_config(arguments)
@@ -71,6 +61,31 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return cls(**arguments)
+
+
+def model_class(config: ModelConfig) -> Any:
+    """The class of diffusers; ValueError for one that has no policy."""
+    import diffusers
+
+    name = _class_in(config.path) if config.path else config.class_name
+    known = [model for model in model_names() if hasattr(diffusers, model)]
+    if name not in known:
+        raise ValueError(f"model class {name!r} cannot be trained here; choose one of {', '.join(known)}")
+    return getattr(diffusers, name)
+
+
+def model_arguments(config: ModelConfig, num_channels: int, text_width: int) -> dict[str, Any]:
+    """What the model is made with; ValueError for an argument that its class does not take."""
+    cls = model_class(config)
+    if config.path:
+        return dict(cls.load_config(config.path, local_files_only=True))
+    _check_arguments(cls, config.config)
+    return {**derived_arguments(num_channels, text_width), **_tuples(config.config)}
+
+
+def derived_arguments(num_channels: int, text_width: int) -> dict[str, int]:
+    """Arguments that follow from the codec and the text encoder."""
+    return {"in_channels": num_channels, "out_channels": num_channels, "text_dim": text_width}
 
 
 def _check_memory(outline: nn.Module, dtype: torch.dtype) -> None:

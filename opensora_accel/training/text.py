@@ -91,16 +91,25 @@ def _tokenizer_from_json(text: str) -> Any:
     return Tokenizer.from_str(text)
 
 
-def _load(config: TextConfig) -> TextEncoder:
-    from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
+def text_width(config: TextConfig) -> int:
+    """Embedding width of the encoder that `build_text_encoder` gives, without loading it."""
+    return config.width if not config.path else int(_description(Path(config.path))["d_model"])
 
-    folder = Path(config.path)
+
+def _description(folder: Path) -> dict[str, Any]:
     description = folder / "config.json"
     if not description.is_file():
         raise FileNotFoundError(
             f"text.path {folder} has no config.json; give the local folder of a T5 or UMT5 encoder with its tokenizer"
         )
-    kind = json.loads(description.read_text(encoding="utf-8")).get("model_type")
+    return dict(json.loads(description.read_text(encoding="utf-8")))
+
+
+def _load(config: TextConfig) -> TextEncoder:
+    from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
+
+    folder = Path(config.path)
+    kind = _description(folder).get("model_type")
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
     if kind not in classes:
         raise ValueError(f"text.path {folder} holds a {kind!r} model; the encoders used here are t5 and umt5")

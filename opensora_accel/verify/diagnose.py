@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -19,7 +20,7 @@ from opensora_accel.verify.findings import (
     join,
     list_names,
 )
-from opensora_accel.verify.fit import Factor, Remedy, Samples, find_remedy, fit_powers
+from opensora_accel.verify.fit import Factor, Remedy, Samples, find_remedy, find_scale, fit_slices
 from opensora_accel.verify.results import MeshResult
 from opensora_accel.verify.shapes import MeshShape
 
@@ -76,11 +77,13 @@ class Diagnosis:
         by_cause: dict[str, list[MeshResult]] = {}
         for result in self.results:
             if result.errors:
-                by_cause.setdefault(_cause(result.errors)[1], []).append(result)
+                # Sizes differ from mesh to mesh.
+                by_cause.setdefault(_SIZES.sub(" ", _cause(result.errors)[1]), []).append(result)
         found = []
-        for text, failed in by_cause.items():
-            rank, _ = _cause(failed[0].errors)
-            where = self._blame([each.shape for each in failed], self.results)
+        for failed in by_cause.values():
+            rank, text = _cause(failed[0].errors)
+            others = [each for each in self.results if each in failed or not each.errors]
+            where = self._blame([each.shape for each in failed], others)
             if text.startswith(_HANGS):
                 what = f"the step never ends {where.words}: a rank waits for another that does not answer"
                 remedy = (
@@ -235,39 +238,51 @@ class Diagnosis:
         )
 
     def _wrong_gradients(self, wrong: Mapping[str, Sequence[Samples]]) -> list[Finding]:
-        by_remedy: dict[tuple[tuple[str, ...], str], tuple[Remedy, list[str]]] = {}
+        by_remedy: dict[tuple[tuple[str, ...], str, bool], tuple[Remedy, list[str]]] = {}
         for name, samples in wrong.items():
             provable = [each for each in samples if each.is_provable]
             remedy = find_remedy(provable, self.axes) if provable else None
             if remedy is None:
                 self.unexplained[name] = list(samples)
             else:
-                key = remedy.missing, str(remedy.factor)
+                key = remedy.missing, str(remedy.factor), remedy.is_everywhere
                 by_remedy.setdefault(key, (remedy, []))[1].append(name)
         groups = sorted(by_remedy.values(), key=lambda group: -len(group[1]))
         found = [self._explained(remedy, names, wrong) for remedy, names in groups]
         if self.unexplained:
-            found.append(self._values())
+            values = self._slices() or self._values()
+            # Where the forward is wrong already, what a factor happens to explain is not the cause.
+            found = [values, *found] if self._is_forward_wrong() else [*found, values]
         return found
+
+    def _is_forward_wrong(self) -> bool:
+        scalars = [samples for each in self.ran for samples in each.scalars().values()]
+        return bool(scalars) and any(
+            all(not each.is_right for each in scalars if each.shape == shape)
+            for shape in {each.shape for each in scalars}
+        )
 
     def _explained(self, remedy: Remedy, names: list[str], wrong: Mapping[str, Sequence[Samples]]) -> Finding:
         shapes = _bad_shapes({name: wrong[name] for name in names})
         if remedy.missing:
             return self._missing_sum(remedy, names, shapes)
         factor = compose_factor(remedy.factor, self.axes)
-        what = f"scale {factor} on {count_names(names, len(self.names))}"
+        what, axes = f"scale {factor} on {count_names(names, len(self.names))}", factor.axes
         advice = self._scale_advice(remedy.factor)
+        if not remedy.is_everywhere:
+            where = self._blame(shapes)
+            what, axes = f"{what} {where.words}", tuple(dict.fromkeys((*where.axes, *axes)))
+            advice = "a number where the number of ranks should stand, or a collective that counts twice"
         if len(names) < len(self.names):
             advice += self._place(names)
-        return Finding("scale", what, advice, factor.axes, str(factor), tuple(names), _names(shapes))
+        return Finding("scale", what, advice, axes, str(factor), tuple(names), _names(shapes))
 
     def _missing_sum(self, remedy: Remedy, names: list[str], shapes: Sequence[MeshShape]) -> Finding:
         missing = compose_axes(remedy.missing, self.axes)
         averaged = all(dict(remedy.factor.exponents).get(axis) == 1 for axis in remedy.missing)
-        rest = Factor(
-            tuple((a, e) for a, e in remedy.factor.exponents if not (averaged and a in remedy.missing)),
-            remedy.factor.constant,
-        )
+        exponents = remedy.factor.exponents
+        kept = tuple((a, e) for a, e in exponents if not (averaged and a in remedy.missing))
+        rest = replace(remedy.factor, exponents=kept)
         factor = "" if str(rest) == "1" else str(compose_factor(rest, self.axes))
         operation = "average" if averaged else "sum"
         what = f"missing {operation} over {join(missing)} for {count_names(names, len(self.names))}"
@@ -286,6 +301,8 @@ class Diagnosis:
         exponents = dict(factor.exponents)
         data = {axis: e for axis, e in exponents.items() if axis in self.data_axes}
         other = {axis: e for axis, e in exponents.items() if axis not in self.data_axes}
+        if factor.of_others:
+            return "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
         if not exponents:
             return (
                 "a constant, the same on every mesh: a collective or a loss that counts twice, or a divisor that is "
@@ -344,7 +361,7 @@ class Diagnosis:
 
     def _origin(self, names: Sequence[str]) -> str:
         """Where wrong values come in, the nearest place to the loss."""
-        siblings = self._first_wrong(names)
+        siblings = self.first_wrong(names)
         if not siblings:
             return "look at what the forward communicates"
         advice = f"they come in at {list_names(siblings)}"
@@ -358,13 +375,39 @@ class Diagnosis:
             advice += ": look at what is communicated there in backward"
         return advice + self._place(names)
 
-    def _first_wrong(self, names: Sequence[str]) -> list[str]:
+    def first_wrong(self, names: Sequence[str]) -> list[str]:
         """The wrong parameters of the module whose gradient is the first to be wrong."""
         order = [name for name in self.ran[0].expected.backward_order if name in names]
         if not order:
             return []
         module = order[0].rsplit(".", 2)[0]
         return [name for name in order if name.startswith(module + ".")]
+
+    def _slices(self) -> Finding | None:
+        """The finding that the tokens of each rank have a factor of their own, as the gradients of inputs show it."""
+        for result in sorted(self.ran, key=lambda each: each.shape.world_size):
+            num_sharing = result.shape.world_size // result.shape.data_size
+            for samples in result.inputs().values() if num_sharing > 1 else ():
+                factors = None if samples.is_right else fit_slices(samples, num_sharing)
+                if factors is not None and _as_shares(factors) is not None:
+                    names = list(self.unexplained)
+                    self.unexplained = {}
+                    return self.shares(factors, result.shape, names)
+        return None
+
+    def by_shares(
+        self, factors: Sequence[float], shape: MeshShape, names: Sequence[str], findings: Sequence[Finding]
+    ) -> list[Finding]:
+        """`findings` with those wrong values that factors of single ranks explain told as such."""
+        place = next(i for i, each in enumerate(findings) if set(each.names) == set(self.unexplained))
+        self.unexplained = {name: each for name, each in self.unexplained.items() if name not in names}
+        rest = [self._values()] if self.unexplained else []
+        return [
+            *findings[:place],
+            self.shares(factors, shape, names),
+            *rest,
+            *findings[place + 1 :],
+        ]
 
     def shares(self, factors: Sequence[float], shape: MeshShape, names: Sequence[str]) -> Finding:
         """The finding that each rank's contribution is multiplied by a factor of its own."""
@@ -412,14 +455,15 @@ class Diagnosis:
             bad = [each.shape for each in samples if not each.is_right]
             if not bad:
                 continue
-            factors = {each.shape: factor for each in samples if (factor := each.factor()) is not None}
-            powers = fit_powers(factors, self.axes) if len(factors) == len(samples) else None
-            where = self._blame(bad)
-            if powers is None:
+            scale, where = find_scale(samples, self.axes), self._blame(bad)
+            if scale is None:
                 key = f"wrong {where.words}", where.axes, "", _names(bad)
             else:
-                composed = compose_factor(powers, self.axes)
-                key = f"off by the factor {composed}", composed.axes, str(composed), _names(bad)
+                composed = compose_factor(scale.factor, self.axes)
+                axes, words = composed.axes, f"off by the factor {composed}"
+                if not scale.is_everywhere:
+                    axes, words = tuple(dict.fromkeys((*where.axes, *axes))), f"{words} {where.words}"
+                key = words, axes, str(composed), _names(bad)
             alike.setdefault(key, []).append(name)
         return [
             Finding(
@@ -436,6 +480,7 @@ class Diagnosis:
 
 
 _HANGS = "hangs"
+_SIZES = re.compile(r"[\d, ()\[\]]+")
 _TIMEOUT_WORDS = ("hangs", "Timed out", "timed out", "timeout")
 _FOLLOWING_WORDS = ("Connection closed by peer", "Connection reset", "Socket closed", "Broken pipe")
 

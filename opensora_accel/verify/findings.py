@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from opensora_accel.plan import DATA_AXES, SEQUENCE_AXES
@@ -82,7 +82,7 @@ def compose_factor(factor: Factor, used: Sequence[str]) -> Factor:
     for axis, exponent in factor.exponents:
         by_exponent.setdefault(exponent, []).append(axis)
     composed = tuple((w, e) for e, axes in by_exponent.items() for w in compose_axes(axes, used))
-    return Factor(composed, factor.constant)
+    return replace(factor, exponents=composed)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,17 +83,20 @@ def _difference(found: Tensor, expected: Tensor, floor: float) -> float:
 
 @dataclass(frozen=True)
 class Factor:
-    """c · Π degreeᵉ over axes."""
+    """c · Π degreeᵉ · (degree − 1)ᶠ over axes."""
 
     exponents: tuple[tuple[str, int], ...] = ()
     constant: float = 1.0
+    of_others: tuple[tuple[str, int], ...] = ()
+    """Exponents f: of the ranks along an axis without the own one."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis, _ in self.exponents)
+        return tuple(dict.fromkeys(axis for axis, _ in (*self.exponents, *self.of_others)))
 
     def __str__(self) -> str:
         powers = [axis + _superscript(exponent) for axis, exponent in self.exponents]
+        powers += [f"({axis} − 1)" + _superscript(exponent) for axis, exponent in self.of_others]
         if not powers or not math.isclose(self.constant, 1, rel_tol=1e-6):
             powers.insert(0, f"{self.constant:.6g}")
         return " · ".join(powers)
@@ -105,10 +108,22 @@ def _superscript(exponent: int) -> str:
 
 
 def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Factor | None:
-    """The simplest c · Π degreeᵉ that all meshes agree on; None where there is none.
+    """The simplest c · Π degreeᵉ that all meshes agree on, or that times one (degree − 1); None where there is none.
 
     No constant is simpler than one, then fewer and smaller exponents are.
     """
+    found = _fit_degrees(factors, axes)
+    if found is not None:
+        return found
+    for axis, exponent in itertools.product(axes, (1, -1)):
+        rest = {s: factor / max(1, s.degree(axis) - 1) ** exponent for s, factor in factors.items()}
+        found = _fit_degrees(rest, axes)
+        if found is not None and math.isclose(found.constant, 1, rel_tol=1e-6):
+            return replace(found, of_others=((axis, exponent),))
+    return None
+
+
+def _fit_degrees(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Factor | None:
     if not factors:
         return None
     best: tuple[tuple[int, int], Factor] | None = None
@@ -134,6 +149,8 @@ class Remedy:
 
     missing: tuple[str, ...]
     factor: Factor
+    is_everywhere: bool = True
+    """Whether `factor` holds on all meshes; otherwise on those that are wrong."""
 
 
 def find_remedy(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
@@ -156,7 +173,24 @@ def find_remedy(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | Non
                 powers = fit_powers(factors, axes)
                 if powers is not None:
                     return Remedy(missing, powers)
-    return None
+    return _fit_wrong(samples, axes)
+
+
+def find_scale(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
+    """`find_remedy` without sums: of what all ranks have whole."""
+    factors = {each.shape: factor for each in samples if (factor := each.factor()) is not None}
+    powers = fit_powers(factors, axes) if len(factors) == len(samples) else None
+    return _fit_wrong(samples, axes) if powers is None else Remedy((), powers)
+
+
+def _fit_wrong(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
+    """A factor on the wrong meshes alone: 2 wherever an axis is used is 1 where it is not."""
+    factors = {each.shape: each.factor() for each in samples if not each.is_right}
+    known = {shape: factor for shape, factor in factors.items() if factor is not None}
+    if len(known) < len(factors) or (len(known) == 1 and samples[0].expected.numel() == 1):
+        return None  # one number is always another one times a factor
+    powers = fit_powers(known, axes)
+    return None if powers is None else Remedy((), powers, is_everywhere=False)
 
 
 def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> list[float] | None:
@@ -170,8 +204,30 @@ def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> 
     matrix, target = torch.stack(columns, 1), torch.cat([tensor.flatten() for tensor in expected])
     if not torch.isfinite(matrix).all():
         return None
+    if matrix.size(0) <= matrix.size(1):
+        return None  # as many unknowns as facts: anything would fit
     solution = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
     rest = _difference(matrix @ solution, target, 0.0)
     if rest > TOLERANCE or bool((solution.abs() < TOLERANCE).any()):
         return None
     return [1 / c for c in solution.tolist()]
+
+
+def are_factors(parts: Sequence[Tensor], factors: Sequence[float], expected: Tensor) -> bool:
+    """Whether Σ parts[k] / factors[k] = expected."""
+    total = torch.stack([part / factor for part, factor in zip(parts, factors, strict=True)]).sum(0)
+    return _difference(total, expected, 0.0) <= TOLERANCE
+
+
+def fit_slices(samples: Samples, num_slices: int) -> list[float] | None:
+    """f, where found = f[r] · expected on the r-th slice along one dim, by the rule of `torch.tensor_split`."""
+    (found,), expected = samples.found, samples.expected
+    for dim in range(1, expected.dim()):
+        if expected.size(dim) < num_slices or found.shape != expected.shape:
+            continue
+        pairs = zip(found.tensor_split(num_slices, dim), expected.tensor_split(num_slices, dim), strict=True)
+        factors = [Samples(samples.shape, (f,), e, samples.floor).factor() for f, e in pairs]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) == num_slices and not all(math.isclose(f, known[0], rel_tol=1e-6) for f in known):
+            return known
+    return None

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from opensora_accel.verify.fp64 import LiftOperations
-from opensora_accel.verify.on_cpu import accelerator_stand_ins
+from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 from opensora_accel.verify.run import Run
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
@@ -238,7 +238,7 @@ def observe(
                 observer.watch(model)
                 arguments = (model, run)
             torch.manual_seed(seed + 1 + run.data_rank)
-            with accelerator_stand_ins(), LiftOperations():
+            with launcher_environment(run), accelerator_stand_ins(), LiftOperations():
                 returned = step(*arguments)
             gradients = None
             if isinstance(returned, Mapping) and isinstance(returned.get("gradients"), Mapping):

@@ -1,4 +1,4 @@
-"""What only runs beside an accelerator, made to run on CPU ranks for a proof.
+"""What only runs beside an accelerator, or under a launcher, made to run on CPU ranks for a proof.
 
 diffusers' `enable_parallelism` divides by the number of accelerators, and its ring needs a kernel that returns the
 log-sum-exp, of which it has none for a CPU (0.42.1). Here a CPU counts as one accelerator, and torch's CPU flash
@@ -8,6 +8,7 @@ kernel stands in the place of the CUDA one: same layouts, same saved tensors, so
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+
+from opensora_accel.verify.run import Run
 
 
 @contextlib.contextmanager
@@ -30,6 +33,28 @@ def accelerator_stand_ins() -> Iterator[None]:
             for name, function in _KERNELS.items():
                 stack.enter_context(mock.patch.object(dispatch, name, function))
         yield
+
+
+@contextlib.contextmanager
+def launcher_environment(run: Run) -> Iterator[None]:
+    """Within it, the environment that torchrun gives a rank: accelerate and others look nowhere else.
+
+    accelerate remembers for the life of a process what it found; it is made to forget, as the next mesh is another.
+    """
+    place = {
+        "RANK": run.rank,
+        "LOCAL_RANK": run.rank,
+        "WORLD_SIZE": run.world_size,
+        "LOCAL_WORLD_SIZE": run.world_size,
+    }
+    rest = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()} | rest):
+        try:
+            yield
+        finally:
+            state = sys.modules.get("accelerate.state")
+            if state is not None:
+                state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def cpu_flash_forward(

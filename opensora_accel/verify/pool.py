@@ -18,6 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_ENDED = (
+    "the process ended without an answer: the backend aborted it, or it is a script that starts ranks while it is "
+    'imported (put the call under `if __name__ == "__main__":`)'
+)
+
 
 class RankError(Exception):
     """A job failed on at least one rank; the message holds every rank's traceback, `errors` each by itself."""
@@ -98,8 +103,9 @@ class RankPool:
         message = _pickled(job, function)
         connections = [self._worker(rank) for rank in range(num_ranks)]
         for rank, connection in enumerate(connections):
-            connection.send_bytes(pickle.dumps(rank))
-            connection.send_bytes(message)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # told by `_collect`
+                connection.send_bytes(pickle.dumps(rank))
+                connection.send_bytes(message)
         return self._collect(connections)
 
     def _collect(self, connections: list[Connection]) -> list[Any]:
@@ -116,8 +122,8 @@ class RankPool:
                 rank = connections.index(connection)
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    succeeded, value = False, "the process ended without an answer (aborted by the backend?)"
+                except (EOFError, ConnectionResetError):
+                    succeeded, value = False, _ENDED
                 (results if succeeded else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + self.grace_s)

@@ -1,4 +1,4 @@
-"""What was verified and found: as text for people, JSON and JUnit XML for machines."""
+"""What was verified and found, as text and for JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.etree import ElementTree
 
 from opensora_accel.verify.findings import Finding, list_names
 from opensora_accel.verify.fit import Samples
@@ -97,28 +96,8 @@ class Report:
             ],
         }
 
-    def to_junit(self) -> str:
-        """One test case for each mesh, with the findings that concern it."""
-        failing = [result for result in self.results if self._findings_of(result)]
-        suite = ElementTree.Element(
-            "testsuite",
-            name="opensora-accel verify",
-            tests=str(len(self.results)),
-            failures=str(len(failing)),
-            errors="0",
-            time=f"{self.seconds:.3f}",
-        )
-        for result in self.results:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname="verify", name=str(result.shape), time=f"{result.seconds:.3f}"
-            )
-            found = self._findings_of(result)
-            if found:
-                failure = ElementTree.SubElement(case, "failure", message=found[0].what, type=found[0].kind)
-                failure.text = "\n".join([*map(str, found), *result.errors.values()])
-        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
-
-    def _findings_of(self, result: MeshResult) -> list[Finding]:
+    def findings_of(self, result: MeshResult) -> list[Finding]:
+        """Those that show on this mesh."""
         return [finding for finding in self.findings if str(result.shape) in finding.meshes]
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from opensora_accel.plan import MESH_AXES, Plan
 from opensora_accel.verify.diagnose import Diagnosis
 from opensora_accel.verify.findings import Finding
-from opensora_accel.verify.fit import fit_ranks
+from opensora_accel.verify.fit import are_factors, fit_ranks
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Expected, MeshResult, Reference
 from opensora_accel.verify.run import Run
-from opensora_accel.verify.shapes import MAX_RANKS, MeshShape, meshes_of
+from opensora_accel.verify.shapes import MeshShape, meshes_of
 
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them failed."""
@@ -40,6 +40,7 @@ def verify(
     seed: int = 0,
     timeout_s: float = 60,
     pool: RankPool | None = None,
+    preload: Sequence[str] = (),
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Whether a training step has the gradients of one device on every mesh, and if not, what is wrong.
@@ -61,6 +62,7 @@ def verify(
             gradients is right. "whole": one batch is shared out over the data ranks, and its gradient is right.
         timeout_s: past it a mesh counts as hanging.
         pool: processes to run on, where the caller has some.
+        preload: modules that the processes import once for all.
         on_progress: called with what runs now, how many parts are done, and how many there are.
 
     Raises ValueError for meshes that cannot be, functions that cannot be sent, a step that fails on one device.
@@ -69,7 +71,7 @@ def verify(
     if reference not in ("turns", "whole"):
         raise ValueError(f'reference must be "turns" or "whole"; got {reference!r}')
     verification = _Verification(step, model_fn, reference, seed, on_progress, len(shapes))
-    with _pool(pool, shapes, timeout_s) as ranks:
+    with _pool(pool, shapes, timeout_s, preload) as ranks:
         return verification.run(ranks, shapes)
 
 
@@ -87,10 +89,13 @@ def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
 
 
 @contextlib.contextmanager
-def _pool(pool: RankPool | None, shapes: Sequence[MeshShape], timeout_s: float) -> Iterator[RankPool]:
+def _pool(
+    pool: RankPool | None, shapes: Sequence[MeshShape], timeout_s: float, preload: Sequence[str]
+) -> Iterator[RankPool]:
     with contextlib.ExitStack() as stack:
         if pool is None:
-            pool = stack.enter_context(RankPool(max(MAX_RANKS, *(shape.world_size for shape in shapes))))
+            size = max(shape.world_size for shape in shapes)
+            pool = stack.enter_context(RankPool(size, preload=preload))
         stack.enter_context(pool.patience(timeout_s, _GRACE_S))
         yield pool
 
@@ -171,18 +176,21 @@ class _Verification:
                 if n in (found := result.parameters()) and not found[n].is_right and found[n].is_provable
             ]
             parts = self._contributions(pool, result.shape, wrong)
-            expected = [gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None]
-            factors = fit_ranks(parts, expected) if parts and wrong else None
-            if factors is not None:
-                values = next(f for f in findings if f.kind == "values" and set(f.names) == set(names))
-                shares = diagnosis.shares(factors, result.shape, names)
-                return [shares if finding is values else finding for finding in findings]
+            expected = {n: gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None}
+            if parts is None:
+                return findings
+            for some in filter(None, (wrong, diagnosis.first_wrong(wrong))):
+                factors = fit_ranks([[part[n] for n in some] for part in parts], [expected[n] for n in some])
+                if factors is not None:
+                    told = [n for n in wrong if are_factors([p[n] for p in parts], factors, expected[n])]
+                    return diagnosis.by_shares(factors, result.shape, told, findings)
             return findings
         return findings
 
     def _contributions(
         self, pool: RankPool, shape: MeshShape, names: Sequence[str]
-    ) -> list[list[Tensor]] | None:
+    ) -> list[dict[str, Tensor]] | None:
+        """What the outputs of each rank alone contribute to the gradients called `names`."""
         parts = []
         for weighed in range(shape.world_size):
             try:
@@ -198,10 +206,10 @@ class _Verification:
                 )
             except RankError:
                 return None
-            gradients = [first.gradients.get(name) for name in names]
-            if any(gradient is None for gradient in gradients):
+            gradients = {name: g for name in names if (g := first.gradients.get(name)) is not None}
+            if len(gradients) < len(names):
                 return None
-            parts.append([gradient for gradient in gradients if gradient is not None])
+            parts.append(gradients)
         return parts
 
 

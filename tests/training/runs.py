@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from opensora_accel import Plan
-
-
-def make_folder(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path:
-    """Moving gradients, each of another colour; small enough that decoding is nothing."""
-    from opensora_accel.training.video import write_video
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for number in range(num_videos):
-        ramp = torch.arange(40).view(1, 1, 40, 1) * 4 + torch.arange(num_frames).view(-1, 1, 1, 1) * 3
-        tint = torch.tensor([number * 40, 120, 200 - number * 40])
-        frames = ((ramp + tint) % 256).expand(num_frames, 24, 40, 3).to(torch.uint8)
-        write_video(folder / f"{number}.mp4", frames, 12)
-        lines.append(
-            json.dumps({"file": f"{number}.mp4", "caption": f"a gradient of colour number {number}"})
-        )
-    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
 
 
 def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None, **changes: Any) -> Any:

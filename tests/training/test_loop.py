@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.training.proof import write_clips
 from tests.tolerances import RELATIVE
-from tests.training.runs import make_folder, tiny_config
+from tests.training.runs import tiny_config
 
 PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("clips"))
+    return write_clips(tmp_path_factory.mktemp("clips"))
 
 
 def whole(tensor):

@@ -1,0 +1,165 @@
+"""A configured run made tiny, for the verifier: the trainer's own step, from the clips to the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from opensora_accel.plan import Plan
+from opensora_accel.training import build
+from opensora_accel.training.codec import build_codec, latent_shape
+from opensora_accel.training.config import CodecConfig, ModelConfig, TextConfig, TrainConfig
+from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.text import text_width
+from opensora_accel.verify import Run, meshes_of
+
+TINY = {
+    "num_layers": 2,
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "freq_dim": 32,
+    "rope_max_seq_len": 32,
+}
+"""Sizes of the transformer: heads that divide by neither 2 nor 4."""
+_NO_IMAGES = {"image_dim": None, "added_kv_proj_dim": None}
+"""Branches for images beside the text, which the trainer gives none."""
+
+
+def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The run on generated clips in `folder`, with a tiny model of the same class: 75 tokens, 3 heads.
+
+    What is kept: model class and its options, flow matching, caption drop, accumulation, the optimizer. Gradients are
+    not clipped: clipping to one norm would hide a factor on all of them. VAE and text encoder are small stand-ins:
+    neither is trained.
+    """
+    data = dataclasses.replace(
+        config.data,
+        folder=str(folder),
+        num_frames=5,
+        frame_stride=1,
+        height=24,
+        width=40,
+        batch_size=4,
+        num_workers=0,
+    )
+    optim = dataclasses.replace(config.optim, clip_norm=0.0, accumulation=min(2, config.optim.accumulation))
+    return dataclasses.replace(
+        config,
+        output=str(folder / "run"),
+        steps=1,
+        num_samples=0,
+        memory_target_gib=0.0,
+        resume="",
+        data=data,
+        model=_tiny_model(config.model),
+        codec=CodecConfig(patch=4),
+        text=TextConfig(length=8, width=32),
+        optim=optim,
+    )
+
+
+def _tiny_model(config: ModelConfig) -> ModelConfig:
+    cls = build.model_class(config)
+    derived = build.derived_arguments(0, 0)
+    arguments = {
+        name: value
+        for name, value in build.model_arguments(config, 0, 0).items()
+        if name not in derived and not name.startswith("_")
+    }
+    known = inspect.signature(cls.__init__).parameters
+    arguments |= {name: value for name, value in (TINY | _NO_IMAGES).items() if name in known}
+    return ModelConfig(class_name=cls.__name__, config=arguments)
+
+
+@dataclass(frozen=True)
+class TrainerStep:
+    """`step(run)` for `verify(..., model_fn=None, reference="whole")`: one optimizer step of the real trainer."""
+
+    config: TrainConfig
+
+    def __call__(self, run: Run) -> dict[str, float]:
+        """Loss and gradient norm, as the trainer reports them."""
+        from opensora_accel.training.loop import Trainer
+
+        trainer = Trainer(dataclasses.replace(self.config, plan=run.plan.replace(precision="fp64")))
+        run.watch(trainer.state.model)
+        metrics = trainer.step()
+        return {name: metrics[name] for name in ("loss", "grad_norm")}
+
+
+def proof_meshes(plan: Plan, max_ranks: int) -> list[Plan]:
+    """Small meshes of the run's plan, in fp64."""
+    return meshes_of(plan.replace(precision="fp64"), max_ranks)
+
+
+@dataclass(frozen=True)
+class TrueSize:
+    """The configured transformer and its step at their true sizes, for `record_step`: nothing is computed."""
+
+    config: TrainConfig
+    arguments: dict[str, Any]
+    """Of the transformer."""
+    latents: tuple[int, int, int, int]
+    """[C, t, h, w] of a clip."""
+    text_width: int
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> TrueSize:
+        """Loads the VAE that the run names, for its sizes."""
+        codec = build_codec(config.codec, torch.device("cpu"), torch.float32)
+        latents = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
+        width = text_width(config.text)
+        return cls(config, build.model_arguments(config.model, codec.channels, width), latents, width)
+
+    def model(self) -> nn.Module:
+        model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
+        return model
+
+    def step(self, model: nn.Module, run: Run) -> None:
+        """Forward and backward of one batch, as the trainer has them."""
+        from opensora_accel.parallel_states import init_parallel
+
+        init_parallel(run.plan, "cpu")
+        model, forward = build.parallelize(model, run.plan, torch.device("cpu"))
+        batch = max(1, self.config.data.batch_size // run.data_size)
+        clean = torch.randn(batch, *self.latents)
+        text = torch.randn(batch, self.config.text.length, self.text_width)
+
+        def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            with _autocast(run.plan):
+                (velocity,) = forward(
+                    hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
+                )
+            return velocity
+
+        flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()
+
+
+def _autocast(plan: Plan) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16")
+
+
+def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path:
+    """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing."""
+    from opensora_accel.training.video import write_video
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    for number in range(num_videos):
+        ramp = torch.arange(40).view(1, 1, 40, 1) * 4 + torch.arange(num_frames).view(-1, 1, 1, 1) * 3
+        tint = torch.tensor([number * 40, 120, 200 - number * 40])
+        frames = ((ramp + tint) % 256).expand(num_frames, 24, 40, 3).to(torch.uint8)
+        write_video(folder / f"{number}.mp4", frames, 12)
+        lines.append(
+            json.dumps({"file": f"{number}.mp4", "caption": f"a gradient of colour number {number}"})
+        )
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,30 @@
+"""A JUnit report, which CI servers show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from opensora_accel.verify.report import Report
+
+
+def to_junit(report: Report | None, violations: Sequence[str] | None) -> str:
+    """One test case for each mesh, and one for the communication (`violations` None: not recorded)."""
+    suite = ElementTree.Element("testsuite", name="opensora-accel verify")
+    if report is not None:
+        for result in report.results:
+            failures = [*map(str, report.findings_of(result)), *result.errors.values()]
+            _add_case(suite, f"gradients on {result.shape}", result.seconds, failures)
+    if violations is not None:
+        _add_case(suite, "communication", 0.0, violations)
+    suite.set("tests", str(len(suite)))
+    suite.set("failures", str(len(suite.findall("testcase/failure"))))
+    suite.set("errors", "0")
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+def _add_case(suite: ElementTree.Element, name: str, seconds: float, failures: Sequence[str]) -> None:
+    case = ElementTree.SubElement(suite, "testcase", classname="verify", name=name, time=f"{seconds:.3f}")
+    if failures:
+        failure = ElementTree.SubElement(case, "failure", message=failures[0].splitlines()[0])
+        failure.text = "\n".join(failures)

@@ -1,0 +1,115 @@
+"""`opensora-accel verify` as it is typed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from opensora_accel.cli import main
+
+GUIDE = Path(__file__).parents[2] / "docs" / "verify.md"
+
+
+def step_file(folder, changes=()):
+    """The guide's own example."""
+    text = next(
+        code for code in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S) if "def step(" in code
+    )
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    path = folder / "my_step.py"
+    path.write_text(text)
+    return str(path)
+
+
+def run(*arguments, **options):
+    """In a process of its own, so that one step file does not meet another's."""
+    command = [sys.executable, "-m", "opensora_accel.cli", "verify", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_the_guides_step_file_is_right(tmp_path):
+    done = run("--step", step_file(tmp_path), "--mesh", "data=2,sequence=2", "--mesh", "sequence=3")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "✓ sequence=3" in done.stdout and "the gradients are those of a single device" in done.stdout
+
+
+def test_a_wrong_step_fails_with_its_reasons_in_every_form(tmp_path):
+    file = step_file(tmp_path, [('"up"', "None")])
+    done = run(
+        "--step", file, "--mesh", "data=2,sequence=2", "--mesh", "sequence=3", "--mesh", "data=2",
+        "--world", "data=128,sequence=8", "--json", str(tmp_path / "a.json"), "--junit", str(tmp_path / "a.xml"),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "scale sequence⁻¹ on" in done.stdout and "NOT those of a single device" in done.stdout
+    assert "1,024 ranks" in done.stdout and "what is sent is what its mesh allows" in done.stdout
+    values = json.loads((tmp_path / "a.json").read_text())
+    assert values["gradients"]["findings"][0]["factor"] == "sequence⁻¹"
+    assert values["communication"]["world_size"] == 1024 and not values["communication"]["violations"]
+    suite = ElementTree.parse(tmp_path / "a.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
+
+
+def test_the_plan_of_a_configured_run(tmp_path):
+    config = Path(__file__).parents[2] / "configs" / "bunny.toml"
+    done = run("--config", str(config), "--plan.ring", "2", "--optim.accumulation", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "✓ ring=2 × ulysses=2" in done.stdout and "69 right" in done.stdout
+    assert "what is sent is what the plan promises" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --config FILE or --step FILE.py"),
+        (["--step", "none.py"], "there is no file none.py"),
+        (["--step", "{empty}"], "defines no step(model, run)"),
+        (["--step", "{step}", "--plan.ulysses", "2"], "no option '--plan.ulysses' beside --step"),
+        (["--step", "{step}", "--mesh", "data=3,sequence=3"], "more than --max-ranks 4"),
+        (["--step", "{step}", "--only", "communication"], "needs the true mesh"),
+        (["--step", "{step}", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["--config", "configs/bunny.toml", "--mesh", "data=2"], "--mesh is for --step"),
+        (["--config", "none.toml"], "there is no config file none.toml"),
+        (["--config", "{step}", "--plan.ulyses", "2"], "cannot be read"),
+    ],
+)
+def test_bad_calls_say_what_to_do(tmp_path, capsys, arguments, message):
+    (tmp_path / "empty.py").write_text("")
+    paths = {"step": step_file(tmp_path), "empty": str(tmp_path / "empty.py")}
+    assert main(["verify", *(argument.format(**paths) for argument in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mesh_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--step", "a.py", "--mesh", "4"])
+    assert "write axis=degree, such as data=2,sequence=2" in capsys.readouterr().err
+
+
+def test_interrupted_it_leaves_no_process_behind(tmp_path):
+    file = step_file(tmp_path, [("loss.backward()", "import time; time.sleep(60); loss.backward()")])
+    command = [sys.executable, "-m", "opensora_accel.cli", "verify", "--step", file]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while (
+        len(started := psutil.Process(process.pid).children(recursive=True)) < 3
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "interrupted" in errors
+    assert "Traceback" not in errors
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert len(started) >= 3 and not alive

@@ -1,0 +1,142 @@
+"""Factors, missing sums and axes to blame, on numbers made for it."""
+
+import itertools
+
+import pytest
+import torch
+
+from opensora_accel import Plan
+from opensora_accel.verify.findings import blame, compose_factor, count_names
+from opensora_accel.verify.fit import Factor, Samples, find_remedy, fit_powers, fit_ranks
+from opensora_accel.verify.shapes import MeshShape, meshes_of
+
+SHAPES = [MeshShape.of({"data": d, "sequence": s}) for d, s in ((2, 2), (1, 4), (4, 1), (1, 3))]
+AXES = ("data", "sequence")
+EXPECTED = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def samples(of_rank):
+    """`of_rank(shape, rank)` is the gradient that a rank found."""
+    return [Samples(s, tuple(of_rank(s, r) for r in range(s.world_size)), EXPECTED) for s in SHAPES]
+
+
+@pytest.mark.parametrize("data", [-2, -1, 0, 1, 2])
+@pytest.mark.parametrize("sequence", [-2, -1, 0, 1, 2])
+def test_a_scale_is_named_by_its_powers(data, sequence):
+    found = samples(lambda s, r: EXPECTED * s.degree("data") ** data * s.degree("sequence") ** sequence)
+    remedy = find_remedy(found, AXES)
+    assert remedy.missing == ()
+    assert dict(remedy.factor.exponents) == {a: e for a, e in zip(AXES, (data, sequence), strict=True) if e}
+    assert remedy.factor.constant == pytest.approx(1)
+    assert all(each.is_right for each in found) == (data == sequence == 0)
+
+
+def test_a_constant_is_one():
+    remedy = find_remedy(samples(lambda s, r: 2 * EXPECTED / s.degree("sequence")), AXES)
+    assert str(remedy.factor) == "2 · sequence⁻¹"
+
+
+@pytest.mark.parametrize("axes", [("data",), ("sequence",), ("data", "sequence")])
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_missing_sum_is_named_by_its_axes(axes, averaged):
+    torch.manual_seed(0)
+
+    def parts(shape):
+        found = [torch.randn(4, dtype=torch.float64) for _ in range(shape.world_size)]
+        for ranks in shape.groups(axes):
+            rest = (EXPECTED * (len(ranks) if averaged else 1)) - sum(found[r] for r in ranks[1:])
+            found[ranks[0]] = rest
+        return found
+
+    by_shape = {shape: parts(shape) for shape in SHAPES}
+    remedy = find_remedy(samples(lambda s, r: by_shape[s][r]), AXES)
+    assert remedy.missing == axes
+    assert dict(remedy.factor.exponents) == (dict.fromkeys(axes, 1) if averaged else {})
+
+
+def test_what_no_factor_explains_is_not_explained():
+    assert find_remedy(samples(lambda s, r: EXPECTED + s.degree("sequence") - 1), AXES) is None
+    assert fit_powers({SHAPES[0]: 2.0, SHAPES[1]: 3.0, SHAPES[2]: 7.0, SHAPES[3]: 11.0}, AXES) is None
+    wrong_shape = [Samples(SHAPES[1], (EXPECTED[:2],) * 4, EXPECTED)]
+    assert find_remedy(wrong_shape, AXES) is None and wrong_shape[0].error() == float("inf")
+
+
+def test_nan_is_never_right():
+    assert not Samples(SHAPES[1], (EXPECTED * float("nan"),) * 4, EXPECTED).is_right
+
+
+def test_below_the_floor_nothing_is_told():
+    tiny = Samples(SHAPES[1], (EXPECTED * 1e-17,) * 4, EXPECTED * -1e-17, floor=1e-8)
+    assert tiny.is_right and not tiny.is_provable
+    assert not Samples(SHAPES[1], (EXPECTED,) * 4, EXPECTED * 1e-17, floor=1e-8).is_right
+
+
+def test_factors_of_single_ranks():
+    torch.manual_seed(0)
+    parts = [[torch.randn(5, dtype=torch.float64)] for _ in range(3)]
+    expected = [sum(part[0] for part in parts)]
+    scaled = [[part[0] * factor] for part, factor in zip(parts, (0.5, 1.5, 3.0), strict=True)]
+    assert fit_ranks(scaled, expected) == pytest.approx([0.5, 1.5, 3.0])
+    assert fit_ranks([[torch.randn(5, dtype=torch.float64)] for _ in range(3)], expected) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "axes", "words"),
+    [
+        (lambda s: s.degree("sequence") > 1, ("sequence",), "over sequence"),
+        (lambda s: s.degree("sequence") > 2, ("sequence",), "wherever sequence has 3 ranks or more"),
+        (lambda s: s.degree("data") > 1, ("data",), "over data"),
+        (lambda s: s.world_size == 4 and s.degree("data") == 2, AXES, "where data and sequence are used together"),
+        (lambda s: True, AXES, "on every mesh"),
+        (lambda s: s.degree("sequence") == 3, (), "on sequence=3 only"),
+    ],
+)  # fmt: skip
+def test_blame(bad, axes, words):
+    found = blame([s for s in SHAPES if bad(s)], [s for s in SHAPES if not bad(s)], AXES)
+    assert (found.axes, found.words) == (axes, words)
+
+
+def test_ring_and_ulysses_together_are_called_sequence():
+    factor = Factor((("ring", -1), ("ulysses", -1)))
+    assert str(compose_factor(factor, ("dp_replicate", "ring", "ulysses"))) == "sequence⁻¹"
+    assert str(compose_factor(Factor((("ulysses", -1),)), ("dp_replicate", "ring", "ulysses"))) == "ulysses⁻¹"
+    assert str(compose_factor(Factor((("ulysses", -1),)), ("ulysses",))) == "ulysses⁻¹"
+
+
+def test_names_are_counted():
+    assert count_names(["a", "b"], 2) == "all 2 parameters"
+    assert count_names(list("abcdef"), 9) == "6 of 9 parameters (a, b, c, d, … 2 more)"
+
+
+PLANS = [
+    Plan(),
+    Plan(ulysses=8),
+    Plan(ring=4, ulysses=2, checkpoint="full"),
+    Plan(dp_replicate=16, ulysses=8),
+    Plan(dp_replicate=2, dp_shard=64, ring=8, sharding="zero3"),
+]
+
+
+@pytest.mark.parametrize("max_ranks", [2, 3, 4])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_small_meshes_tell_every_axis_of_a_plan_apart(plan, max_ranks):
+    shapes = [MeshShape.of(mesh) for mesh in meshes_of(plan, max_ranks)]
+    used = [axis for axis in shapes[0].axes if any(s.degree(axis) > 1 for s in shapes)]
+    assert set(used) >= {axis for axis, degree in MeshShape.of(plan).degrees if degree > 1}
+    assert max(s.world_size for s in shapes) <= max_ranks
+    for one, other in itertools.permutations(used, 2):
+        assert any(s.degree(one) > 1 and s.degree(other) == 1 for s in shapes)
+    for shape in shapes:
+        assert (shape.plan.checkpoint, shape.plan.sharding) == (plan.checkpoint, plan.sharding)
+    with pytest.raises(ValueError, match="max_ranks must be at least 2"):
+        meshes_of(plan, 1)
+
+
+def test_a_shape_places_its_ranks_as_a_device_mesh_does():
+    shape = MeshShape.of({"dp_replicate": 2, "ring": 2, "dp_shard": 3})
+    assert shape.coordinates(7) == {"dp_replicate": 1, "ring": 0, "dp_shard": 1}
+    assert [shape.data_rank(r) for r in range(12)] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
+    assert shape.groups(["ring"])[0] == [0, 3] and len(shape.groups(["ring"])) == 6
+    assert (
+        str(shape) == "dp_replicate=2 × ring=2 × dp_shard=3" and str(MeshShape.of({"data": 1})) == "one rank"
+    )

@@ -1,0 +1,69 @@
+"""The pool of ranks: one start, many jobs, and no job that fails harms the next."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opensora_accel.verify.pool import RankError, RankPool
+
+
+def total():
+    found = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(found)
+    return dist.get_rank(), dist.get_world_size(), found.item(), os.getpid()
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise RuntimeError(f"rank {rank} gives up")
+    return dist.get_rank()
+
+
+def hang_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(100)
+
+
+def die():
+    os._exit(3)
+
+
+def variable():
+    return os.environ.get("OPENSORA_ACCEL_POOL_TEST")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(3, timeout_s=30, grace_s=3) as pool:
+        yield pool
+
+
+def test_every_job_gets_a_world_of_its_own_on_the_same_processes(pool):
+    first, second = pool(3, total), pool(2, total)
+    assert [found[:3] for found in first] == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
+    assert [found[:3] for found in second] == [(0, 2, 3), (1, 2, 3)]
+    assert [found[3] for found in first[:2]] == [found[3] for found in second]
+
+
+def test_each_ranks_error_is_told_and_the_next_job_runs(pool):
+    with pytest.raises(RankError, match="rank 1 gives up") as caught:
+        pool(2, fail_on, 1)
+    assert set(caught.value.errors) == {1}
+    assert pool(2, fail_on, 7) == [0, 1]
+
+
+def test_a_rank_that_hangs_or_dies_is_replaced(pool):
+    with pool.patience(2, 1), pytest.raises(RankError, match="no answer: hangs"):
+        pool(2, hang_on, 0)
+    with pytest.raises(RankError, match="ended without an answer"):
+        pool(1, die)
+    assert pool(2, fail_on, 7) == [0, 1]
+    assert pool.timeout_s == 30
+
+
+def test_a_jobs_environment_ends_with_it(pool):
+    assert pool(1, variable, env={"OPENSORA_ACCEL_POOL_TEST": "1"}) == ["1"]
+    assert pool(1, variable) == [None]

@@ -1,0 +1,160 @@
+"""The verifier on loops as users have them: what is wrong is found and named, what is right passes."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from opensora_accel import Plan
+from opensora_accel.verify import verify
+from opensora_accel.verify.junit import to_junit
+from tests.verify import loops
+
+MESHES = [{"data": d, "sequence": s} for d, s in ((2, 2), (1, 4), (4, 1), (1, 3))]
+DATA = [{"data": 2}, {"data": 4}]
+
+
+@pytest.mark.parametrize(
+    ("step", "meshes"),
+    [
+        (loops.plain_ddp, DATA),
+        (loops.plain_fsdp2, DATA),
+        (loops.with_optimizer, DATA),
+        (loops.accelerated, DATA),
+        (loops.compiled, DATA),
+        (loops.in_bf16, DATA),
+        (loops.sequence_parallel, MESHES),
+        (loops.own_gradients, MESHES),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_right_loop_passes(ranks, step, meshes):
+    report = verify(step, loops.small, meshes, pool=ranks)
+    assert report.ok, report
+    assert not report.unproven()
+    for result in report.results:
+        assert len(result.parameters()) == 8
+        assert max(each.error() for each in result.parameters().values()) < 1e-13
+        assert result.inputs()["x"].is_right
+
+
+def test_uneven_split_scaled_by_shares_is_named(ranks):
+    report = verify(loops.shares_for_scale, loops.small, MESHES, pool=ranks)
+    (finding,) = report.findings
+    assert finding.kind == "shares" and finding.axes == ("sequence",)
+    assert "its share of an uneven split, 4:4:3" in finding.what
+    assert "exactly the number of ranks" in finding.remedy
+    assert set(finding.names) == {f"{m}.{p}" for m in ("norm", "mlp", "out") for p in ("weight", "bias")}
+
+
+def test_gradients_averaged_over_data_only_are_named(ranks):
+    finding, *_ = verify(loops.averaged_over_data_only, loops.small, MESHES, pool=ranks).findings
+    assert finding.what.startswith("missing average over sequence for 6 of 8 parameters")
+    assert "average gradients over the mixed group" in finding.remedy
+
+
+def test_one_missing_sum_is_named(ranks):
+    finding, *rest = verify(
+        loops.norm_left_out, loops.small, [{"sequence": 2}, {"sequence": 3}], pool=ranks
+    ).findings
+    assert not rest
+    assert finding.what == "missing sum over sequence for 2 of 8 parameters (norm.weight, norm.bias)"
+    assert "all-reduce them there" in finding.remedy
+
+
+def test_noise_that_differs_between_ranks_of_one_sample_is_named(ranks):
+    finding, *rest = verify(
+        loops.noise_by_rank, loops.small, [{"sequence": 2}, {"sequence": 3}], pool=ranks
+    ).findings
+    assert finding.kind == "inputs" and finding.axes == ("sequence",)
+    assert "drew different noise" in finding.what and "x differ" in finding.what
+    assert [other.kind for other in rest] == ["values"] and "as they must" in rest[0].what
+
+
+def test_the_same_shard_on_every_rank_is_named(ranks):
+    finding, *_ = verify(loops.same_shard, loops.small_on_meta, DATA, pool=ranks).findings
+    assert finding.what.startswith("every rank holds the same shard of")
+    assert "mlp.weight" in finding.names and "from a seed of its own" in finding.remedy
+
+
+def test_a_collective_that_one_rank_skips_is_a_failure(ranks):
+    report = verify(loops.left_alone, loops.small, DATA, pool=ranks, timeout_s=4)
+    finding, *_ = report.findings
+    assert finding.kind == "failure" and "never ends" in finding.what and finding.axes == ("data",)
+    assert report.results[0].errors
+
+
+def test_a_rank_that_fails_is_named_with_its_cause(ranks):
+    finding, *_ = verify(loops.fails_on_one_rank, loops.small, DATA, pool=ranks, timeout_s=20).findings
+    assert finding.what == "the step fails over data: RuntimeError: the disk is full (rank 1)"
+
+
+@pytest.mark.parametrize(
+    ("step", "model_fn", "meshes", "options", "message"),
+    [
+        (loops.fails_everywhere, loops.small, DATA, {}, "fails on a single device.*\n(.*\n)*.*there is no such file"),
+        (loops.forgets_to_watch, None, DATA, {}, "never called run.watch"),
+        (loops.returns_a_tensor, loops.small, DATA, {}, "returned loss of shape .3,.; return numbers"),
+        (lambda model, run: None, loops.small, DATA, {}, "top level of a module or script, no lambda"),
+        (loops.plain_ddp, loops.small, [], {}, "there is no mesh to verify on"),
+        (loops.plain_ddp, loops.small, {"data": 0}, {}, "mesh axis data must be a whole number of ranks"),
+        (loops.plain_ddp, loops.small, {"data": 9}, {}, "this pool has up to 6 ranks; 9 were asked for"),
+        (loops.plain_ddp, loops.small, DATA, {"data_axes": ["dp"]}, "data_axes names dp, but the mesh has data"),
+        (loops.plain_ddp, loops.small, Plan(), {"data_axes": ["data"]}, "a Plan has data axes of its own"),
+        (loops.plain_ddp, loops.small, DATA, {"reference": "half"}, 'reference must be "turns" or "whole"'),
+        (loops.plain_ddp, loops.small, Plan(tp=2), {}, "tensor parallelism cannot be verified yet"),
+    ],
+)  # fmt: skip
+def test_bad_calls_say_what_to_do(ranks, step, model_fn, meshes, options, message):
+    with pytest.raises(ValueError, match=message):
+        verify(step, model_fn, meshes, pool=ranks, **options)
+
+
+def test_the_report_as_text_json_and_junit(ranks):
+    report = verify(loops.averaged_over_data_only, loops.small, MESHES, pool=ranks)
+    text = str(report)
+    assert "✗ sequence=3" in text and "✓ data=4" in text and text.endswith("are NOT those of a single device")
+    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert not values["ok"] and values["findings"][0]["axes"] == ["sequence"]
+    assert (
+        values["meshes"][0]["parameters"]["embed.weight"]
+        < 1e-12
+        < values["meshes"][0]["parameters"]["mlp.weight"]
+    )
+    suite = ElementTree.fromstring(to_junit(report, ["a group of no name"]))
+    assert (suite.get("tests"), suite.get("failures")) == ("5", "4")
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert "gradients on data=4" not in failed and "communication" in failed
+
+
+def test_progress_is_told(ranks):
+    told = []
+    verify(loops.plain_ddp, loops.small, DATA, pool=ranks, on_progress=lambda *what: told.append(what))
+    assert told[0][2] == 2 and told[-1] == ("done", 2, 2)
+
+
+def test_a_colossalai_loop(ranks):
+    """Beside torch 2.13 it installs with `pip install --no-deps colossalai==0.5.0` and what that asks for."""
+    pytest.importorskip("colossalai")
+    report = verify(loops.colossalai_ddp, loops.small, MESHES, pool=ranks)
+    assert report.ok and not report.unproven(), report
+
+
+class TestDiffusers:
+    """What was found in diffusers 0.42.1 by running it; where these fail, it may have been mended."""
+
+    def test_ulysses_under_fsdp2_gives_one_over_sp(self, ranks):
+        meshes = [{"data": d, "ring": 1, "ulysses": u} for d, u in ((2, 2), (1, 4), (1, 2), (4, 1))]
+        report = verify(loops.diffusers_ulysses_under_fsdp2, loops.wan_of_4_heads, meshes, pool=ranks)
+        (finding,) = report.findings
+        assert finding.what == "scale ulysses⁻¹ on all 69 parameters"
+        assert "set the divisor to the data degree" in finding.remedy
+
+    def test_ring_of_three_pairs_the_wrong_keys(self, ranks):
+        report = verify(
+            loops.diffusers_ring, loops.wan_of_6_heads, [{"sequence": 2}, {"sequence": 3}], pool=ranks
+        )
+        finding, *_ = report.findings
+        assert finding.kind == "values" and "wherever sequence has 3 ranks or more" in finding.what
+        assert "blocks.1.attn1.to_k.weight" in finding.remedy and "keys and values" in finding.remedy
+        assert "blocks.1.attn1.to_q.weight" not in finding.names
