@@ -47,7 +47,7 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from opensora_accel.verify.record import Recorder
+from opensora_accel.verify.communication.record import Recorder
 
 CLAIMED_RATIO = 1.5
 HEAD_DIM = 128

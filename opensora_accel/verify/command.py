@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.plan import Plan
+from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.junit import to_junit
-from opensora_accel.verify.promise import broken_promises
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.shapes import MAX_RANKS, MeshShape
-from opensora_accel.verify.static import Record, record_step
 from opensora_accel.verify.step_file import StepFile
 from opensora_accel.verify.verify import Meshes, ModelFn, Step, verify
-from opensora_accel.verify.violation import Violation
 
 DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
     {"data": 2, "sequence": 2},

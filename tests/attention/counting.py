@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from opensora_accel.verify.record import Recorder
+from opensora_accel.verify.communication.record import Recorder
 
 
 class Sent(Recorder):

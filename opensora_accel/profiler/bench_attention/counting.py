@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from opensora_accel.profiler.memory import LiveBytes
-from opensora_accel.verify.record import Call, Recorder
+from opensora_accel.verify.communication.record import Call, Recorder
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from opensora_accel.verify.record import Call
+from opensora_accel.verify.communication.record import Call
 
 _MOST_SOURCES = 4
 

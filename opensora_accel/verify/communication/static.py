@@ -12,12 +12,12 @@ from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from opensora_accel.plan import Plan
-from opensora_accel.verify.answers import Answers, Exchanges, are_answered, gathered
-from opensora_accel.verify.faking import FakeFloats, fake_world
-from opensora_accel.verify.record import Call, Recorder
+from opensora_accel.verify.communication.answers import Answers, Exchanges, are_answered, gathered
+from opensora_accel.verify.communication.faking import FakeFloats, fake_world
+from opensora_accel.verify.communication.record import Call, Recorder
+from opensora_accel.verify.communication.table import as_dict, as_table
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.table import as_dict, as_table
 
 Step = Callable[[Any, Run], object]
 

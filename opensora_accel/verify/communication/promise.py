@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from opensora_accel.plan import Plan
-from opensora_accel.verify.agree import disagreements
-from opensora_accel.verify.gradients import unreduced_gradients
-from opensora_accel.verify.groups import SHARD_AXES, axes_between, group_of, name_of, promised_groups, used
-from opensora_accel.verify.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
-from opensora_accel.verify.static import RankRecord, Record
-from opensora_accel.verify.violation import Violation, sources_of
+from opensora_accel.verify.communication.agree import disagreements
+from opensora_accel.verify.communication.gradients import unreduced_gradients
+from opensora_accel.verify.communication.groups import (
+    SHARD_AXES,
+    axes_between,
+    group_of,
+    name_of,
+    promised_groups,
+    used,
+)
+from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
+from opensora_accel.verify.communication.static import RankRecord, Record
+from opensora_accel.verify.communication.violation import Violation, sources_of
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
 

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications import all_to_all
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.verify.faking import FakeFloats, _Chunks
-from opensora_accel.verify.promise import broken_promises
-from opensora_accel.verify.record import Recorder
+from opensora_accel.verify.communication.faking import FakeFloats, _Chunks
+from opensora_accel.verify.communication.promise import broken_promises
+from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.verify.communication.static import record_step
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.static import record_step
-from tests.verify.recorded_steps import Attending, attending_step, tiny_wan, wan_step
+from tests.verify.communication.recorded_steps import Attending, attending_step, tiny_wan, wan_step
 
 PLANS = [
     Plan(ulysses=3),

@@ -6,11 +6,11 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from opensora_accel.verify.groups import group_of
-from opensora_accel.verify.record import Call
+from opensora_accel.verify.communication.groups import group_of
+from opensora_accel.verify.communication.record import Call
 
 if TYPE_CHECKING:
-    from opensora_accel.verify.static import RankRecord, Record
+    from opensora_accel.verify.communication.static import RankRecord, Record
 
 Key = tuple[str, str, str, str]
 

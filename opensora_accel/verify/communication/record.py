@@ -12,9 +12,9 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_accel.verify.collectives import NAMESPACES, Traffic, traffic_of
-from opensora_accel.verify.derived import Derived
-from opensora_accel.verify.frames import Where, find_source
+from opensora_accel.verify.communication.collectives import NAMESPACES, Traffic, traffic_of
+from opensora_accel.verify.communication.derived import Derived
+from opensora_accel.verify.communication.frames import Where, find_source
 
 FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
 """Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are

@@ -11,9 +11,9 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.attention import ring_attention, ulysses_attention
 from opensora_accel.communications import ring_exchange
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
-from opensora_accel.verify.promise import broken_promises
-from opensora_accel.verify.static import record_step
-from tests.verify.recorded_steps import (
+from opensora_accel.verify.communication.promise import broken_promises
+from opensora_accel.verify.communication.static import record_step
+from tests.verify.communication.recorded_steps import (
     Attending,
     attending_step,
     average,
@@ -288,7 +288,7 @@ def test_a_broken_step_is_told_what_it_broke(step, plan, model_fn, words):
 def test_a_violation_says_where():
     (violation,) = violations(averaged_over("data"), Plan(dp_replicate=2, ulysses=2))
     (line,) = violation.sources
-    assert line.startswith("tests/verify/recorded_steps.py:") and line.endswith(" in average")
+    assert line.startswith("tests/verify/communication/recorded_steps.py:") and line.endswith(" in average")
     assert 'get_parallel_group("mixed")' in violation.remedy and line in str(violation)
 
 

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from opensora_accel.verify.groups import axes_between, group_of
-from opensora_accel.verify.record import Call
-from opensora_accel.verify.violation import Violation
+from opensora_accel.verify.communication.groups import axes_between, group_of
+from opensora_accel.verify.communication.record import Call
+from opensora_accel.verify.communication.violation import Violation
 
 if TYPE_CHECKING:
-    from opensora_accel.verify.static import Record
+    from opensora_accel.verify.communication.static import Record
 
 _SAME_BYTES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "gather", "scatter")
 _REMEDY = (

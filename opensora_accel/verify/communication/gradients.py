@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from opensora_accel.plan import MIXED_AXES
-from opensora_accel.verify.groups import group_of, used
-from opensora_accel.verify.record import Call
+from opensora_accel.verify.communication.groups import group_of, used
+from opensora_accel.verify.communication.record import Call
+from opensora_accel.verify.communication.violation import Violation, sources_of
 from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.violation import Violation, sources_of
 
 if TYPE_CHECKING:
-    from opensora_accel.verify.static import Parameter, RankRecord
+    from opensora_accel.verify.communication.static import Parameter, RankRecord
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 _SHOWN = 3
