@@ -21,7 +21,8 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n, function, *args)` runs a module-level function on n gloo ranks, started once per session."""
-    pool = RankPool()
+    # A model of diffusers takes seconds to import: once, and not in every process that replaces one that failed.
+    pool = RankPool(preload=["diffusers.models.transformers.transformer_wan"])
     yield pool
     pool.close()
 

@@ -1,0 +1,136 @@
+"""No false alarm: correct plans on correct models are found right, and every gradient that can be told is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opensora_accel.training.proof import write_clips
+from opensora_accel.verify.verify import verify
+from tests.verify.meshes import BOTH, HYBRID, RING, SHARDED, TENSOR, ULYSSES, plan
+from tests.verify.mutation import Edit, Mutated
+from tests.verify.steps import (
+    AttentionStep,
+    DiTStep,
+    FactorisedStep,
+    JointStep,
+    MegatronStep,
+    ShiftStep,
+    TinyDiT,
+    TrainerStep,
+    WanStep,
+    plain_step,
+)
+
+TO_ULYSSES_3, TO_RING_3 = ULYSSES[:2], RING[:2]
+U2D2, R2D2, R2U2 = plan(dp_replicate=2, ulysses=2), plan(dp_replicate=2, ring=2), plan(ring=2, ulysses=2)
+ZERO3 = plan(dp_shard=2, ulysses=2, sharding="zero3")
+TRACED = Edit(
+    "opensora_accel.communications.alltoall:all_to_all_packed",
+    "if torch.compiler.is_compiling():",
+    "if True:",
+)
+
+LAYERS = {
+    "ulysses 2, 3, 4": (AttentionStep("ulysses"), (*TO_ULYSSES_3, plan(ulysses=4))),
+    "ulysses, 2 key heads of 6": (AttentionStep("ulysses", heads=6, kv_heads=2), TO_ULYSSES_3),
+    "ulysses, masked": (AttentionStep("ulysses", masked=True), TO_ULYSSES_3),
+    "ulysses, causal": (AttentionStep("ulysses", causal=True), TO_ULYSSES_3),
+    "ring 2, 3, 4": (AttentionStep("ring"), (*TO_RING_3, plan(ring=4))),
+    "ring, 2 key heads of 6": (AttentionStep("ring", heads=6, kv_heads=2), TO_RING_3),
+    "ring, masked": (AttentionStep("ring", masked=True), TO_RING_3),
+    "ring, causal": (AttentionStep("ring", causal=True), TO_RING_3),
+    "ring, causal zigzag": (AttentionStep("ring", causal=True, layout="zigzag"), TO_RING_3),
+    "ring, causal striped": (AttentionStep("ring", causal=True, layout="striped"), TO_RING_3),
+    "ring × ulysses": (AttentionStep(), BOTH[:3]),
+    "ring × ulysses, masked": (AttentionStep(masked=True), (R2U2,)),
+    "ring × ulysses, causal zigzag": (AttentionStep(causal=True, layout="zigzag"), (R2U2,)),
+    "ring × ulysses, causal striped, 12 tokens": (
+        AttentionStep(causal=True, layout="striped", tokens=12),
+        (R2U2,),
+    ),
+    "fewer tokens than ranks": (AttentionStep("ulysses", tokens=3), (plan(ulysses=4), plan(dp_replicate=2))),
+    "fewer tokens than ranks of a ring": (AttentionStep("ring", tokens=3), (plan(ring=4),)),
+    "gather-free loss": (AttentionStep(gather_free=True), BOTH[:3]),
+    "gather-free loss, causal zigzag": (
+        AttentionStep("ring", gather_free=True, causal=True, layout="zigzag"),
+        TO_RING_3,
+    ),
+    "gather-free loss, masked": (AttentionStep("ulysses", gather_free=True, masked=True), TO_ULYSSES_3),
+    "joint attention": (JointStep(), BOTH[:3]),
+    "joint attention, one text token": (JointStep(text_tokens=1), (R2U2, plan(ulysses=3))),
+    "joint attention, 6 heads": (JointStep(heads=6, text_tokens=6, tokens=12), (R2U2, plan(ring=3))),
+    "factorised": (FactorisedStep(), TO_ULYSSES_3),
+    "factorised, 3 frames on 4 ranks": (FactorisedStep(frames=3), (plan(ulysses=4),)),
+    "tokens that see the one before": (ShiftStep(), TO_ULYSSES_3),
+    "Megatron": (MegatronStep(), TENSOR),
+    "Megatron, sequence parallel": (MegatronStep(sequence_parallel=True), TENSOR),
+}
+
+MODELS = {
+    "ulysses": (DiTStep(), TO_ULYSSES_3),
+    "ulysses as torch.compile sees it": (Mutated(DiTStep(), (TRACED,)), TO_ULYSSES_3),
+    "ring": (DiTStep(), TO_RING_3),
+    "ring × ulysses": (DiTStep(), BOTH[:3]),
+    "accumulated": (DiTStep(accumulation=3), (U2D2, R2U2)),
+    "checkpoint full": (DiTStep(), (U2D2.replace(checkpoint="full"), R2U2.replace(checkpoint="full"))),
+    "checkpoint selective": (DiTStep(), (U2D2.replace(checkpoint="selective"), R2D2.replace(checkpoint="selective"))),
+    "offload": (DiTStep(), (U2D2.replace(checkpoint="full", offload=1.0),)),
+    "offload selective": (DiTStep(), (R2U2.replace(checkpoint="selective", offload=0.5),)),
+    "MLPs in chunks": (DiTStep(), (U2D2.replace(mlp_chunks=3), R2D2.replace(mlp_chunks=2))),
+    "MLPs in chunks, checkpointed": (DiTStep(), (U2D2.replace(mlp_chunks=2, checkpoint="full", offload=1.0),)),
+    "zero3": (DiTStep(), SHARDED[:2]),
+    "zero2": (DiTStep(), (ZERO3.replace(sharding="zero2"), plan(ulysses=3, sharding="zero2"))),
+    "zero3, checkpointed, offload": (DiTStep(), (ZERO3.replace(checkpoint="full", offload=1.0),)),
+    "zero3 on a ring": (DiTStep(), (plan(dp_shard=2, ring=2, sharding="zero3"),)),
+    "HSDP": (DiTStep(), HYBRID[:2]),
+    "HSDP, data only": (DiTStep(), (plan(dp_replicate=2, dp_shard=2, sharding="zero3"),)),
+    "HSDP, zero2, accumulated": (DiTStep(accumulation=2), (plan(dp_replicate=2, ulysses=2, sharding="zero2"),)),
+    "plain DDP": (plain_step, (plan(dp_replicate=2), plan(dp_replicate=3))),
+    "plain FSDP2": (plain_step, (plan(dp_shard=2, sharding="zero3"), plan(dp_shard=3, sharding="zero3"))),
+    "Wan": (WanStep(), (U2D2, plan(ring=3))),
+    "Wan, ring × ulysses, selective": (WanStep(), (R2U2.replace(checkpoint="selective"),)),
+    "Wan, time of every token": (WanStep(("per_token_time",)), (U2D2, R2D2)),
+    "Wan from an image": (WanStep(("image",)), (U2D2, plan(ring=3))),
+    "Wan from an image, zero3, full": (WanStep(("image",)), (ZERO3.replace(checkpoint="full"),)),
+}  # fmt: skip
+
+TRAINERS = {
+    "accumulated": ({"optim.accumulation": 2}, (U2D2, plan(ulysses=3))),
+    "zero3 on a ring, offload": (
+        {},
+        (plan(dp_shard=2, ring=2, sharding="zero3", checkpoint="full", offload=1.0),),
+    ),
+}
+
+
+def test_there_are_enough_cases():
+    """Counted as plan × model."""
+    cases = [*LAYERS.values(), *MODELS.values(), *TRAINERS.values()]
+    assert sum(len(meshes) for _, meshes in cases) >= len(cases) >= 40
+
+
+@pytest.mark.parametrize(("step", "meshes"), [*LAYERS.values(), *MODELS.values()], ids=[*LAYERS, *MODELS])
+def test_a_correct_step_raises_no_alarm(ranks, step: Any, meshes: Any):
+    model_fn = TinyDiT if step is plain_step else getattr(step, "step", step).model
+    report = verify(step, model_fn, meshes, pool=ranks)
+    assert report.ok, report
+    assert_is_proof(report)
+
+
+@pytest.mark.parametrize(("changes", "meshes"), TRAINERS.values(), ids=list(TRAINERS))
+def test_the_trainers_own_step_raises_no_alarm(ranks, tmp_path, changes: dict[str, Any], meshes: Any):
+    step = TrainerStep(write_clips(tmp_path / "clips"), changes=tuple(changes.items()))
+    report = verify(step, None, meshes, reference="whole", pool=ranks)
+    assert report.ok, report
+    assert_is_proof(report)
+
+
+def assert_is_proof(report):
+    """Nothing was left out of the comparison."""
+    assert not report.unproven()
+    for result in report.results:
+        assert not result.errors and len(result.observations) == result.shape.world_size
+        assert result.parameters().keys() == result.expected.gradients.keys()
+        assert set(result.scalars()) >= {"loss"}
