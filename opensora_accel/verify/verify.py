@@ -15,6 +15,7 @@ from opensora_accel.plan import MESH_AXES, Plan
 from opensora_accel.verify.diagnose import Diagnosis
 from opensora_accel.verify.findings import Finding
 from opensora_accel.verify.fit import are_factors, fit_ranks
+from opensora_accel.verify.gradients import first_wrong
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
@@ -167,7 +168,7 @@ class _Verification:
         """On the smallest mesh that is wrong: is every rank's contribution multiplied by a factor of its own?"""
         names = list(diagnosis.unexplained)
         bad = {s.shape for samples in diagnosis.unexplained.values() for s in samples if not s.is_right}
-        for result in sorted(diagnosis.ran, key=lambda each: each.shape.world_size):
+        for result in sorted(diagnosis.view.ran, key=lambda each: each.shape.world_size):
             if result.shape not in bad:
                 continue
             wrong = [
@@ -179,7 +180,7 @@ class _Verification:
             expected = {n: gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None}
             if parts is None:
                 return findings
-            for some in filter(None, (wrong, diagnosis.first_wrong(wrong))):
+            for some in filter(None, (wrong, first_wrong(diagnosis.view, wrong))):
                 factors = fit_ranks([[part[n] for n in some] for part in parts], [expected[n] for n in some])
                 if factors is not None:
                     told = [n for n in wrong if are_factors([p[n] for p in parts], factors, expected[n])]

@@ -1,0 +1,157 @@
+"""What makes a comparison of gradients pointless: a step that fails, other weights, other data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from opensora_accel.verify.findings import Finding, count_names, list_names
+from opensora_accel.verify.results import MeshResult
+from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.view import View, shape_names, shapes_in
+
+_HANGS = "hangs"
+_SIZES = re.compile(r"[\d, ()\[\]]+")
+_TIMEOUT_WORDS = ("hangs", "Timed out", "timed out", "timeout")
+_FOLLOWING_WORDS = ("Connection closed by peer", "Connection reset", "Socket closed", "Broken pipe")
+
+
+def failures(view: View) -> list[Finding]:
+    """Steps that raise or never end, by their cause."""
+    by_cause: dict[str, list[MeshResult]] = {}
+    for result in view.results:
+        if result.errors:
+            # Sizes differ from mesh to mesh.
+            by_cause.setdefault(_SIZES.sub(" ", _cause(result.errors)[1]), []).append(result)
+    found = []
+    for failed in by_cause.values():
+        rank, text = _cause(failed[0].errors)
+        others = [each for each in view.results if each in failed or not each.errors]
+        where = view.blame([each.shape for each in failed], others)
+        if text.startswith(_HANGS):
+            what = f"the step never ends {where.words}: a rank waits for another that does not answer"
+            remedy = (
+                "every rank of a group must make the same calls in the same order: look for a collective that only "
+                "some ranks reach, a send without its receive, or a group of the wrong ranks"
+            )
+        else:
+            what = f"the step fails {where.words}: {text} (rank {rank})"
+            remedy = "the whole traceback is in the report's errors"
+        found.append(
+            Finding("failure", what, remedy, where.axes, meshes=shape_names(each.shape for each in failed))
+        )
+    return found
+
+
+def other_weights(view: View) -> list[Finding]:
+    """Ranks that start from other weights than the single device."""
+    bad: dict[str, list[MeshShape]] = {}
+    repeated: dict[str, list[MeshShape]] = {}
+    for result in view.ran:
+        first = result.observations[0]
+        for name, expected in result.expected.weights.items():
+            if all(each.weights.get(name) == expected for each in result.observations):
+                continue
+            bad.setdefault(name, []).append(result.shape)
+            shards = {each.shards[name] for each in result.observations if name in each.shards}
+            if name in first.shards and len(shards) == 1:
+                repeated.setdefault(name, []).append(result.shape)
+    found = []
+    if repeated:
+        where = view.blame(shapes_in(repeated))
+        found.append(
+            Finding(
+                "weights",
+                f"every rank holds the same shard of {count_names(list(repeated), len(view.weight_names))}: "
+                "the model starts with one slice of its weights, repeated",
+                "to_empty() and reset_parameters() draw the same numbers on every rank; draw each whole parameter "
+                "from a seed of its own and keep this rank's slice, or load a checkpoint",
+                where.axes,
+                names=tuple(repeated),
+                meshes=shape_names(shapes_in(repeated)),
+            )
+        )
+    others = [name for name in bad if name not in repeated]
+    if others:
+        where = view.blame(shapes_in({name: bad[name] for name in others}))
+        found.append(
+            Finding(
+                "weights",
+                f"the ranks start from other weights than the single device {where.words}: "
+                f"{count_names(others, len(view.weight_names))}",
+                "initialise by one seed on all ranks, or broadcast from rank 0 (DDP does), before the first step",
+                where.axes,
+                names=tuple(others),
+                meshes=shape_names(shapes_in({name: bad[name] for name in others})),
+            )
+        )
+    return found
+
+
+def other_inputs(view: View) -> list[Finding]:
+    """Ranks whose model is given other tensors than the single device's, or than its peers'."""
+    apart: dict[str, list[MeshShape]] = {}
+    other: dict[str, list[MeshShape]] = {}
+    for result in view.ran:
+        in_turns = len(result.expected.turns) == result.shape.data_size
+        for name in result.observations[0].inputs:
+            for data_rank in range(result.shape.data_size):
+                given = [result.observations[r].inputs.get(name) for r in result.sharing(data_rank)]
+                first = given[0]
+                turn = result.expected.turns[data_rank if in_turns else 0].inputs.get(name)
+                if first is None or turn is None or (in_turns and first.shape != turn.shape):
+                    continue  # the step splits this input itself
+                if any(each is None or not torch.equal(each, first) for each in given):
+                    apart.setdefault(name, []).append(result.shape)
+                elif in_turns and not torch.equal(first, turn):
+                    other.setdefault(name, []).append(result.shape)
+    found = []
+    if apart:
+        where = view.blame(shapes_in(apart))
+        found.append(
+            Finding(
+                "inputs",
+                f"ranks that share a sample drew different noise (or were given different data) {where.words}: "
+                f"{list_names(list(apart))} differ between them",
+                "noise, timestep, caption drop and the sampler of the data must depend on the data rank only: seed "
+                "by it (run.data_rank), not by the global rank",
+                where.axes,
+                names=tuple(apart),
+                meshes=shape_names(shapes_in(apart)),
+            )
+        )
+    only = [name for name in other if name not in apart]
+    if only:
+        where = view.blame(shapes_in({name: other[name] for name in only}))
+        found.append(
+            Finding(
+                "inputs",
+                f"the ranks were given other data than the single device {where.words}: {list_names(only)}",
+                "what a sample is must depend on the data rank (run.data_rank of run.data_size) only, not on the "
+                "rank, the world size or what was drawn before",
+                where.axes,
+                names=tuple(only),
+                meshes=shape_names(shapes_in({name: other[name] for name in only})),
+            )
+        )
+    return found
+
+
+def _cause(errors: Mapping[int, str]) -> tuple[int, str]:
+    """The rank that failed first, as far as can be told, and why in one line."""
+    lines = {rank: _message(text) for rank, text in errors.items()}
+    follows = (*_TIMEOUT_WORDS, *_FOLLOWING_WORDS)
+    for rank, line in sorted(lines.items()):
+        if not any(word in line for word in follows):
+            return rank, line
+    return min(lines), _HANGS
+
+
+def _message(text: str) -> str:
+    """The first line of the exception that a traceback ends with."""
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in after if line and not line.startswith(" ")), lines[-1])
