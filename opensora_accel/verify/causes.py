@@ -6,16 +6,44 @@ import re
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from opensora_accel.verify.findings import Finding, count_names, list_names
 from opensora_accel.verify.results import MeshResult
 from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.view import View, shape_names, shapes_in
+from opensora_accel.verify.view import View, shape_names
 
 _HANGS = "hangs"
 _SIZES = re.compile(r"[\d, ()\[\]]+")
 _TIMEOUT_WORDS = ("hangs", "Timed out", "timed out", "timeout")
 _FOLLOWING_WORDS = ("Connection closed by peer", "Connection reset", "Socket closed", "Broken pipe")
+
+
+def same_samples(view: View) -> list[Finding]:
+    """Data ranks with one and the same gradient: nothing can be told of their average."""
+    bad: dict[str, list[MeshShape]] = {}
+    for result in view.ran:
+        first, *others = (turn.gradients for turn in result.expected.turns)
+        if others and all(_are_equal(first, other) for other in others):
+            bad["the samples"] = [*bad.get("the samples", []), result.shape]
+    if not bad:
+        return []
+    return [
+        view.finding(
+            "inputs",
+            "all data ranks were given the same samples {where}: a missing average between them could not be seen",
+            "draw with torch's generator, which is seeded by the data rank before the step, or choose samples by "
+            "run.data_rank; do not seed it anew",
+            bad,
+        )
+    ]
+
+
+def _are_equal(first: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
+    return all(
+        gradient is None or (found is not None and torch.equal(gradient, found))
+        for gradient, found in ((gradient, other.get(name)) for name, gradient in first.items())
+    )
 
 
 def failures(view: View) -> list[Finding]:
@@ -52,42 +80,41 @@ def other_weights(view: View) -> list[Finding]:
     for result in view.ran:
         first = result.observations[0]
         for name, expected in result.expected.weights.items():
-            if all(each.weights.get(name) == expected for each in result.observations):
+            if all(_is_same(each.weights.get(name), expected) for each in result.observations):
                 continue
             bad.setdefault(name, []).append(result.shape)
             shards = {each.shards[name] for each in result.observations if name in each.shards}
             if name in first.shards and len(shards) == 1:
                 repeated.setdefault(name, []).append(result.shape)
-    found = []
+    found, total = [], len(view.weight_names)
     if repeated:
-        where = view.blame(shapes_in(repeated))
         found.append(
-            Finding(
+            view.finding(
                 "weights",
-                f"every rank holds the same shard of {count_names(list(repeated), len(view.weight_names))}: "
-                "the model starts with one slice of its weights, repeated",
+                f"every rank holds the same shard of {count_names(list(repeated), total)}: the model starts with one "
+                "slice of its weights, repeated",
                 "to_empty() and reset_parameters() draw the same numbers on every rank; draw each whole parameter "
                 "from a seed of its own and keep this rank's slice, or load a checkpoint",
-                where.axes,
-                names=tuple(repeated),
-                meshes=shape_names(shapes_in(repeated)),
+                repeated,
             )
         )
-    others = [name for name in bad if name not in repeated]
+    others = {name: shapes for name, shapes in bad.items() if name not in repeated}
     if others:
-        where = view.blame(shapes_in({name: bad[name] for name in others}))
         found.append(
-            Finding(
+            view.finding(
                 "weights",
-                f"the ranks start from other weights than the single device {where.words}: "
-                f"{count_names(others, len(view.weight_names))}",
+                f"the ranks start from other weights than the single device {{where}}: "
+                f"{count_names(list(others), total)}",
                 "initialise by one seed on all ranks, or broadcast from rank 0 (DDP does), before the first step",
-                where.axes,
-                names=tuple(others),
-                meshes=shape_names(shapes_in({name: bad[name] for name in others})),
+                others,
             )
         )
     return found
+
+
+def _is_same(digest: str | None, expected: str) -> bool:
+    """A parameter of another shape is this rank's part of it: a step with parts hands gradients over whole."""
+    return digest is None or digest == expected or digest.split("]")[0] != expected.split("]")[0]
 
 
 def other_inputs(view: View) -> list[Finding]:
@@ -109,31 +136,25 @@ def other_inputs(view: View) -> list[Finding]:
                     other.setdefault(name, []).append(result.shape)
     found = []
     if apart:
-        where = view.blame(shapes_in(apart))
         found.append(
-            Finding(
+            view.finding(
                 "inputs",
-                f"ranks that share a sample drew different noise (or were given different data) {where.words}: "
+                "ranks that share a sample drew different noise (or were given different data) {where}: "
                 f"{list_names(list(apart))} differ between them",
                 "noise, timestep, caption drop and the sampler of the data must depend on the data rank only: seed "
                 "by it (run.data_rank), not by the global rank",
-                where.axes,
-                names=tuple(apart),
-                meshes=shape_names(shapes_in(apart)),
+                apart,
             )
         )
-    only = [name for name in other if name not in apart]
+    only = {name: shapes for name, shapes in other.items() if name not in apart}
     if only:
-        where = view.blame(shapes_in({name: other[name] for name in only}))
         found.append(
-            Finding(
+            view.finding(
                 "inputs",
-                f"the ranks were given other data than the single device {where.words}: {list_names(only)}",
+                f"the ranks were given other data than the single device {{where}}: {list_names(list(only))}",
                 "what a sample is must depend on the data rank (run.data_rank of run.data_size) only, not on the "
                 "rank, the world size or what was drawn before",
-                where.axes,
-                names=tuple(only),
-                meshes=shape_names(shapes_in({name: other[name] for name in only})),
+                only,
             )
         )
     return found

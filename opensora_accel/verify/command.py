@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,9 +86,12 @@ def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path)
     report: Report | None = None
     record: Record | None = None
     violations: list[Violation] = []
+    if parsed.only == "communication" and proof.world is None:
+        raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
     if parsed.only != "communication":
         report = _verify(proof, parsed)
         print(report, flush=True)
+        _write(parsed, report, record, violations)  # whatever becomes of the record
     if parsed.only != "gradients" and proof.world is not None:
         record, violations = _record(proof, parsed)
         if report is not None:
@@ -118,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--data-axes",
         type=_names,
         metavar="A,B",
-        help="axes whose ranks see different samples (default: data, dp)",
+        help="axes whose ranks see different samples (default: those called data, dp, fsdp, …), or none",
     )
     add(
         "--one-batch",
@@ -154,10 +158,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _mesh(text: str) -> dict[str, int]:
     """`data=2,sequence=2`."""
-    found = {}
+    found: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, degree = part.partition("=")
-        if not equals or not axis.strip() or not degree.strip().isdecimal():
+        if not equals or not axis.strip() or not degree.strip().isdecimal() or axis.strip() in found:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no mesh; write axis=degree, such as data=2,sequence=2"
             )
@@ -166,7 +170,8 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    """`a,b`; none for no name."""
+    return () if text == "none" else tuple(name.strip() for name in text.split(","))
 
 
 def _check_options(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -181,6 +186,12 @@ def _check_options(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
                 raise ValueError(
                     f"{option} is for --step: a config's meshes follow from its plan (--plan.ulysses 4)"
                 )
+    if parsed.only == "gradients" and parsed.world is not None:
+        raise ValueError("--world is for the communication, which --only gradients leaves out")
+    if parsed.max_ranks < 2 or parsed.timeout <= 0:
+        raise ValueError(
+            f"--max-ranks must be at least 2, --timeout above 0; got {parsed.max_ranks} and {parsed.timeout:g}"
+        )
     if parsed.only == "communication" and parsed.step is not None and parsed.world is None:
         raise ValueError("--only communication needs the true mesh: --world data=128,sequence=8")
     for path in (parsed.json, parsed.junit):
@@ -190,8 +201,11 @@ def _check_options(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def _proof_of_file(parsed: argparse.Namespace) -> Proof:
     file = StepFile(parsed.step)
-    meshes = parsed.mesh or file.meshes or list(DEFAULT_MESHES)
-    largest = max(MeshShape.of(mesh).world_size for mesh in meshes)
+    defaults = [mesh for mesh in DEFAULT_MESHES if math.prod(mesh.values()) <= parsed.max_ranks]
+    meshes = (
+        parsed.mesh or file.meshes or defaults or [{"data": 2, "sequence": 1}, {"data": 1, "sequence": 2}]
+    )
+    largest = max(math.prod(mesh.values()) for mesh in meshes)
     if largest > parsed.max_ranks:
         raise ValueError(
             f"a mesh has {largest} ranks, more than --max-ranks {parsed.max_ranks}: verify small meshes, the factors "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from opensora_accel.verify.causes import failures, other_inputs, other_weights
+from opensora_accel.verify.causes import failures, other_inputs, other_weights, same_samples
 from opensora_accel.verify.findings import Finding
 from opensora_accel.verify.fit import Remedy, Samples, find_remedy, fit_slices
 from opensora_accel.verify.gradients import (
@@ -30,12 +30,14 @@ class Diagnosis:
 
     def findings(self) -> list[Finding]:
         view, wrong = self.view, self.view.wrong_parameters()
-        causes = [*other_weights(view), *other_inputs(view)]
+        returned = wrong_scalars(view)
+        # Inputs may differ and nothing be wrong: a step that splits them itself, or one that computes them.
+        causes = [*other_weights(view), *(other_inputs(view) if wrong or returned else [])]
         if wrong and causes:
             # A different model, or different data: factors would explain nothing.
             return [*failures(view), *causes, consequence(view, wrong)]
         gradients = [*one_sided(view), *self._wrong_gradients(wrong)]
-        return [*failures(view), *causes, *gradients, *wrong_inputs(view), *wrong_scalars(view)]
+        return [*failures(view), *causes, *same_samples(view), *gradients, *wrong_inputs(view), *returned]
 
     def _wrong_gradients(self, wrong: Mapping[str, Sequence[Samples]]) -> list[Finding]:
         by_remedy: dict[tuple[tuple[str, ...], str, bool], tuple[Remedy, list[str]]] = {}

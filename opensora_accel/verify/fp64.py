@@ -38,14 +38,27 @@ class LiftCasts(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-_FACTORIES = {torch.ops.aten.zeros, torch.ops.aten.ones, torch.ops.aten.empty, torch.ops.aten.full}
+_aten = torch.ops.aten
+_FACTORIES = {
+    *(
+        _aten.zeros,
+        _aten.ones,
+        _aten.empty,
+        _aten.full,
+        _aten.arange,
+        _aten.linspace,
+        _aten.rand,
+        _aten.randn,
+    ),
+    *(_aten.scalar_tensor, _aten._to_copy),  # a cast of whole numbers makes a value as well
+}
 
 
 class LiftOperations(TorchDispatchMode):
     """`LiftCasts` for all that runs within it, backward and recomputation too, where function modes are off.
 
-    Also what is made in fp32 for fp64 to be added up in (`zeros`, `ones`, `empty`, `full`) is made in fp64. Slower
-    than `LiftCasts`, and not seen by torch.compile.
+    Also what is made in fp32, from nothing or from whole numbers, is made in fp64: it meets fp64. Slower than
+    `LiftCasts`, and not seen by torch.compile.
     """
 
     def __torch_dispatch__(
@@ -55,7 +68,12 @@ class LiftOperations(TorchDispatchMode):
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is _aten.lift_fresh.default and _narrow(
+            result.dtype
+        ):  # torch.tensor(numbers, dtype=torch.float32)
+            return result.double()
+        return result
 
 
 def _narrow(dtype: Any) -> bool:

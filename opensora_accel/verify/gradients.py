@@ -18,7 +18,7 @@ from opensora_accel.verify.findings import (
 )
 from opensora_accel.verify.fit import Factor, Remedy, Samples
 from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.view import View, shape_names, shapes_in, wrong_shapes
+from opensora_accel.verify.view import View, shape_names, wrong_shapes
 
 _OF_KEYS = re.compile(r"(^|_)(k|v|kv|key|value)(_|$|s)")
 """Modules that make keys and values: to_k, k_proj, norm_k, key."""
@@ -46,21 +46,15 @@ def one_sided(view: View) -> list[Finding]:
             "look for another branch",
         ),
     }
-    found = []
-    for side, names in where.items():
-        blamed = view.blame(shapes_in(names))
-        what, remedy = words[side]
-        found.append(
-            Finding(
-                "missing gradient",
-                f"{count_names(list(names), len(view.names))} {what} {blamed.words}",
-                remedy,
-                blamed.axes,
-                names=tuple(names),
-                meshes=shape_names(shapes_in(names)),
-            )
+    return [
+        view.finding(
+            "missing gradient",
+            f"{count_names(list(names), len(view.weight_names))} {words[side][0]} {{where}}",
+            words[side][1],
+            names,
         )
-    return found
+        for side, names in where.items()
+    ]
 
 
 def consequence(view: View, wrong: Mapping[str, Sequence[Samples]]) -> Finding:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from opensora_accel.verify.report import Report
+
+_NOT_XML = re.compile(r"(\x1b\[[0-9;]*m)|[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
+"""Colours of a terminal, and characters that XML 1.0 has not."""
 
 
 def to_junit(report: Report | None, violations: Sequence[str] | None) -> str:
@@ -26,5 +30,5 @@ def to_junit(report: Report | None, violations: Sequence[str] | None) -> str:
 def _add_case(suite: ElementTree.Element, name: str, seconds: float, failures: Sequence[str]) -> None:
     case = ElementTree.SubElement(suite, "testcase", classname="verify", name=name, time=f"{seconds:.3f}")
     if failures:
-        failure = ElementTree.SubElement(case, "failure", message=failures[0].splitlines()[0])
-        failure.text = "\n".join(failures)
+        text = _NOT_XML.sub("", "\n".join(failures))
+        ElementTree.SubElement(case, "failure", message=text.splitlines()[0]).text = text

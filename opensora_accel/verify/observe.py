@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import inspect
 import math
+import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from opensora_accel.verify.fp64 import LiftOperations
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 from opensora_accel.verify.run import Run
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod|module)\.")
 """What torch's wrappers put into parameter names."""
 
 
@@ -58,14 +60,25 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        hook = register_optimizer_step_pre_hook(lambda *_: self.capture())
-        self._undo.append(hook.remove)
+        self._undo.append(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         try:
             yield
             self.capture()
         finally:
             for undo in reversed(self._undo):
                 undo()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._model is None or self._captured:
+            return
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return  # of another model
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "an optimizer steps within backward, when not all gradients are there; verify the step without it"
+            )
+        self.capture()
 
     def watch(self, model: nn.Module) -> None:
         if self._model is not None:
@@ -82,22 +95,40 @@ class Observer:
                     self._undo.append(hook.remove)
 
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        first = self._inputs is None
-        seen: dict[str, Tensor] = {} if self._inputs is None else self._inputs
-        self._inputs = seen
-        leaves, structure = tree_flatten_with_path((args, kwargs))
+        is_first = self._inputs is None
+        if is_first:
+            self._inputs = {}
+            for name, parameter in module.named_parameters():
+                if not isinstance(parameter, DTensor):
+                    self.observation.weights[_clean(name)] = digest(parameter)
         names = list(inspect.signature(module.forward).parameters)
-        replaced = []
-        for path, leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not isinstance(leaf, DTensor):
-                leaf = leaf.double()
-                if torch.is_grad_enabled():
-                    leaf = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
-                    leaf.retain_grad()
-            if first and isinstance(leaf, Tensor):
-                seen[_input_name(path, names)] = leaf
-            replaced.append(leaf)
+        positional = [names[i] if i < len(names) else f"argument {i}" for i in range(len(args))]
+        args = tuple(self._see(name, value, is_first) for name, value in zip(positional, args, strict=True))
+        return args, {name: self._see(name, value, is_first) for name, value in kwargs.items()}
+
+    def _see(self, name: str, value: Any, is_first: bool) -> Any:
+        """The argument with its floating-point tensors as fp64 that take a gradient; itself, where it has none."""
+        leaves, structure = tree_flatten_with_path(value)
+        replaced = [self._see_tensor(name + keystr(path), leaf, is_first) for path, leaf in leaves]
+        if all(new is old for new, (_, old) in zip(replaced, leaves, strict=True)):
+            return value
         return tree_unflatten(replaced, structure)
+
+    def _see_tensor(self, name: str, leaf: Any, is_first: bool) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        if is_first:
+            self.observation.inputs[name] = leaf.detach().clone()
+        if not leaf.is_floating_point():
+            return leaf
+        leaf = leaf.double()
+        if not torch.is_grad_enabled():
+            return leaf
+        leaf = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
+        leaf.retain_grad()
+        if is_first and self._inputs is not None:
+            self._inputs[name] = leaf
+        return leaf.clone()  # which the model may change in place
 
     def _weigh_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         weight = self._output_weight
@@ -124,13 +155,11 @@ class Observer:
                 found.gradients[name] = _whole(parameter.grad)
             if isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements):
                 found.shards[name] = digest(parameter.to_local())
-            whole = _whole(parameter)
-            assert whole is not None
-            found.weights[name] = digest(whole)
+            if isinstance(parameter, DTensor) or name not in found.weights:
+                found.weights[name] = digest(parameter)
         if gradients is not None:
             found.gradients = {_clean(name): _whole(gradient) for name, gradient in gradients.items()}
         for name, tensor in (self._inputs or {}).items():
-            found.inputs[name] = tensor.detach().clone()
             if tensor.grad is not None:
                 found.input_gradients[name] = tensor.grad.detach().clone()
 
@@ -147,20 +176,7 @@ class _Once:
 
 
 def _clean(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def _input_name(path: Any, names: list[str]) -> str:
-    """`hidden_states`, or `frames[0]` for a tensor within a list."""
-    where, first, *rest = path
-    is_positional = where.idx == 0
-    if is_positional:
-        name = names[first.idx] if first.idx < len(names) else f"argument {first.idx}"
-    else:
-        name = str(first.key)
-    return name + keystr(tuple(rest))
+    return _WRAPPERS.sub("", name)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
@@ -173,8 +189,12 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def digest(tensor: Tensor) -> str:
-    values = tensor.detach().double().cpu().contiguous()
-    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    """Of shape and values; of a sharded tensor, the whole."""
+    values = tensor.detach()
+    values = values.full_tensor() if isinstance(values, DTensor) else values
+    values = values.double().cpu().flatten().clone()  # numpy would pin a storage that FSDP2 frees
+    found = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{list(tensor.shape)} {found}"
 
 
 def prepare(model: nn.Module) -> list[str]:
@@ -218,11 +238,14 @@ def observe(
     model_fn: Callable[[], nn.Module] | None,
     run: Run,
     seed: int = 0,
+    *,
+    one_batch: bool = False,
     output_weight: float | None = None,
 ) -> Observation:
     """Builds the model, runs the step once and tells what it did. Collective on the ranks of `run`.
 
-    The weights depend on `seed` alone; what the step draws itself depends on the data rank too.
+    The weights depend on `seed` alone; what the step draws itself depends on the data rank too, unless all of them
+    share `one_batch`.
     """
     observer = Observer(run, output_weight)
     run = dataclasses.replace(run, watch=observer.watch)
@@ -237,7 +260,9 @@ def observe(
                 observer.observation.notes += prepare(model)
                 observer.watch(model)
                 arguments = (model, run)
-            torch.manual_seed(seed + 1 + run.data_rank)
+            draws = seed + 1 + (0 if one_batch else run.data_rank)
+            torch.manual_seed(draws)
+            random.seed(draws)
             with launcher_environment(run), accelerator_stand_ins(), LiftOperations():
                 returned = step(*arguments)
             gradients = None
@@ -258,6 +283,8 @@ def _scalars(returned: Any) -> dict[str, float]:
     values = returned if isinstance(returned, Mapping) else {"loss": returned}
     found = {}
     for name, value in values.items():
+        if value is None:
+            continue
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
@@ -265,5 +292,9 @@ def _scalars(returned: Any) -> dict[str, float]:
                 )
             value = value.detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
+        if not isinstance(value, (Tensor, int, float)):
+            raise ValueError(
+                f"the step returned {name} as {type(value).__name__}; return the loss, or a dict of numbers"
+            )
         found[name] = float(value)
     return found

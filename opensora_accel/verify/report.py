@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opensora_accel.verify.findings import Finding, list_names
+import torch
+
+from opensora_accel.verify.findings import Finding, join, list_names
 from opensora_accel.verify.fit import Samples
 from opensora_accel.verify.results import MeshResult
 
@@ -35,10 +37,25 @@ class Report:
                 f"{len(unproven)} parameters could not be told: their gradient is zero, or rounding errors, on one "
                 f"device too ({list_names(unproven)})"
             )
+        tied = self._tied_axes()
+        if tied:
+            notes.append(
+                f"the degrees of {join(tied)} go together on these meshes: which of them a factor belongs to cannot be "
+                "told; add meshes on which each is alone"
+            )
         idle = [name for name, gradient in self.results[0].expected.gradients.items() if gradient is None]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
         return notes
+
+    def _tied_axes(self) -> list[str]:
+        """Axes whose powers these meshes cannot tell apart."""
+        axes = list(
+            dict.fromkeys(axis for result in self.results for axis, n in result.shape.degrees if n > 1)
+        )
+        rows = [[math.log(result.shape.degree(axis)) for axis in axes] for result in self.results]
+        rank = int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64)))
+        return axes if rank < len(axes) else []
 
     def unproven(self) -> list[str]:
         expected, floor = self.results[0].expected.gradients, self.results[0].expected.floor()

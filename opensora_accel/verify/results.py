@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -24,18 +25,17 @@ class Expected:
     turns: tuple[Observation, ...]
     """One call for every data rank in turn, or a single one for the whole batch."""
 
-    @property
+    @cached_property
     def gradients(self) -> dict[str, Tensor | None]:
         """The mean over data ranks."""
-        names = self.turns[0].gradients
+        names = dict.fromkeys(name for turn in self.turns for name in turn.gradients)
         return {name: _mean([turn.gradients.get(name) for turn in self.turns]) for name in names}
 
     @property
     def scalars(self) -> dict[str, float]:
-        return {
-            name: statistics.fmean(turn.scalars[name] for turn in self.turns)
-            for name in self.turns[0].scalars
-        }
+        """The mean of what all turns tell."""
+        names = [name for name in self.turns[0].scalars if all(name in turn.scalars for turn in self.turns)]
+        return {name: statistics.fmean(turn.scalars[name] for turn in self.turns) for name in names}
 
     @property
     def weights(self) -> dict[str, str]:
@@ -49,6 +49,13 @@ class Expected:
         """Magnitude under which a gradient is rounding errors."""
         largest = [g.abs().max().item() for g in self.gradients.values() if g is not None and g.numel()]
         return NEGLIGIBLE * max(largest, default=0.0)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """[data ranks, …], or flat where their batches differ in size."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _mean(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -81,7 +88,9 @@ class MeshResult:
     def one_sided(self) -> dict[str, str]:
         """Parameters that have a gradient on one side only, with a word on where."""
         found: dict[str, str] = {}
-        for name, expected in self.expected.gradients.items():
+        everywhere = [self.expected.gradients, *(each.gradients for each in self.observations)]
+        for name in dict.fromkeys(name for gradients in everywhere for name in gradients):
+            expected = self.expected.gradients.get(name)
             has = [each.gradients.get(name) is not None for each in self.observations]
             if expected is not None and not all(has):
                 found[name] = "none" if not any(has) else "some ranks only"
@@ -125,10 +134,10 @@ class MeshResult:
                 means.append(torch.stack(gradients).mean(0))
                 expected.append(turn.input_gradients[name])
             else:
-                whole, floor = torch.stack(expected), self._input_floor()
-                mean = Samples(self.shape, (torch.stack(means),), whole, floor)
+                (joined, whole), floor = (_joined(each) for each in (means, expected)), self._input_floor()
+                mean = Samples(self.shape, (joined,), whole, floor)
                 num_sharing = self.shape.world_size // self.shape.data_size
-                total = Samples(self.shape, (torch.stack(means) * num_sharing,), whole, floor)
+                total = Samples(self.shape, (joined * num_sharing,), whole, floor)
                 found[name] = total if total.is_right else mean
         return found
 

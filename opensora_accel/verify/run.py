@@ -25,7 +25,8 @@ class Run:
     data_rank: int
     """Which samples the step takes, and what its noise depends on: nothing else may."""
     data_size: int
-    """How many data ranks there are. On a single device they take their turns."""
+    """How many data ranks there are, to choose samples by and for nothing else: on a single device they take their
+    turns, so a loss divided by it would be wrong alike."""
     is_reference: bool = False
     """The plain run on one device: apply no parallelism."""
     watch: Callable[[nn.Module], None] = field(default=lambda model: None, repr=False)

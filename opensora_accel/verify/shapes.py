@@ -9,8 +9,22 @@ from dataclasses import dataclass
 
 from opensora_accel.plan import DATA_AXES, MESH_AXES, Plan
 
-DATA_AXIS_NAMES = ("data", "dp", *DATA_AXES)
-"""Axes whose ranks see different samples, unless the caller names others. Ranks along any other share a sample."""
+DATA_AXIS_NAMES = ("data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard", *DATA_AXES)
+"""Axes whose ranks see different samples, unless the caller names others."""
+SHARING_AXIS_NAMES = (
+    "sequence",
+    "sp",
+    "cp",
+    "context",
+    "ring",
+    "ulysses",
+    "tp",
+    "tensor",
+    "model",
+    "ep",
+    "pp",
+)
+"""Axes whose ranks share a sample."""
 MAX_RANKS = 4
 
 
@@ -24,7 +38,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: Plan | Mapping[str, int], data_axes: Sequence[str] | None = None) -> MeshShape:
-        """ValueError for an axis without ranks, or data axes that the mesh does not have."""
+        """ValueError for an axis without ranks, or of a name that does not tell whether its ranks share a sample."""
         if isinstance(mesh, Plan):
             if data_axes is not None:
                 raise ValueError(
@@ -36,9 +50,12 @@ class MeshShape:
                 raise ValueError(
                     f"mesh axis {axis} must be a whole number of ranks, at least 1; got {degree!r}"
                 )
-        unknown = [axis for axis in data_axes or () if axis not in mesh]
-        if unknown:
-            raise ValueError(f"data_axes names {', '.join(unknown)}, but the mesh has {', '.join(mesh)}")
+        unknown = [axis for axis in mesh if axis not in (*DATA_AXIS_NAMES, *SHARING_AXIS_NAMES)]
+        if unknown and data_axes is None:
+            raise ValueError(
+                f"do the ranks along {' and '.join(unknown)} see different samples, or share one? Say so: data_axes "
+                f"(--data-axes) names those that see different ones; {', '.join(DATA_AXIS_NAMES[:4])} do by default"
+            )
         return cls(tuple(mesh.items()), DATA_AXIS_NAMES if data_axes is None else tuple(data_axes))
 
     @property

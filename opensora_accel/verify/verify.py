@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from opensora_accel.plan import MESH_AXES, Plan
 from opensora_accel.verify.diagnose import Diagnosis
-from opensora_accel.verify.findings import Finding
+from opensora_accel.verify.findings import Finding, list_names
 from opensora_accel.verify.fit import are_factors, fit_ranks
 from opensora_accel.verify.gradients import first_wrong
 from opensora_accel.verify.observe import Observation, observe
@@ -82,9 +82,15 @@ def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
     elif isinstance(meshes, Mapping):
         meshes = [meshes]
     shapes = [MeshShape.of(mesh, data_axes) for mesh in meshes]
-    if not shapes:
+    if not any(shape.world_size > 1 for shape in shapes):
         raise ValueError(
-            'there is no mesh to verify on; give a Plan, or for example [{"data": 2, "sequence": 2}]'
+            'there is no mesh of several ranks to verify on; give a Plan, or for example [{"data": 2, "sequence": 2}]'
+        )
+    axes = {axis for shape in shapes for axis in shape.axes}
+    unknown = [axis for axis in data_axes or () if axis not in axes]
+    if unknown:
+        raise ValueError(
+            f"data_axes names {', '.join(unknown)}, but the meshes have {', '.join(sorted(axes))}"
         )
     return shapes
 
@@ -155,13 +161,16 @@ class _Verification:
             self._say("one device")
             single = _single(shape)
             try:
-                (turns,) = pool(1, _on_one, self.step, self.model_fn, single, num_turns, self.seed)
+                (turns,) = pool(
+                    1, _on_one, self.step, self.model_fn, single, num_turns, self.reference, self.seed
+                )
             except RankError as error:
                 text = error.errors[0].strip()
                 raise ValueError(
                     f"the step fails on a single device, before anything is parallel:\n{text}"
                 ) from error
             self._expected[key] = Expected(tuple(turns))
+            _check_reference(self._expected[key])
         return self._expected[key]
 
     def _probe(self, pool: RankPool, diagnosis: Diagnosis, findings: list[Finding]) -> list[Finding]:
@@ -214,6 +223,20 @@ class _Verification:
         return parts
 
 
+def _check_reference(expected: Expected) -> None:
+    """ValueError where a single device gives nothing to hold a gradient against."""
+    gradients = {name: g for name, g in expected.gradients.items() if g is not None}
+    infinite = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+    if infinite:
+        raise ValueError(f"on a single device already, gradients are not finite: {list_names(infinite)}")
+    if not any(gradient.any() for gradient in gradients.values()):
+        raise ValueError(
+            "the step leaves no gradient on a single device: does it call backward(), does it clear gradients (other "
+            "than after an optimizer's step), is the loss a constant? Gradients that lie elsewhere are returned: "
+            '{"loss": loss, "gradients": {name: tensor}}'
+        )
+
+
 def _single(shape: MeshShape) -> MeshShape:
     """The mesh's axes with one rank each, and a Plan that does nothing."""
     plan = None if shape.plan is None else Plan(precision=shape.plan.precision)
@@ -221,12 +244,12 @@ def _single(shape: MeshShape) -> MeshShape:
 
 
 def _on_one(
-    step: Step, model_fn: ModelFn | None, shape: MeshShape, num_turns: int, seed: int
+    step: Step, model_fn: ModelFn | None, shape: MeshShape, num_turns: int, reference: Reference, seed: int
 ) -> list[Observation]:
     runs = [Run(shape, 0, turn, num_turns, is_reference=True) for turn in range(num_turns)]
     found = []
     for run in runs:
-        found.append(observe(step, model_fn, run, seed))
+        found.append(observe(step, model_fn, run, seed, one_batch=reference == "whole"))
         _forget_groups()
     return found
 
@@ -243,7 +266,7 @@ def _on_rank(
     rank = torch.distributed.get_rank()
     weight = None if weighed is None else float(rank == weighed)
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
-    return observe(step, model_fn, run, seed, weight)
+    return observe(step, model_fn, run, seed, one_batch=reference == "whole", output_weight=weight)
 
 
 def _forget_groups() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opensora_accel.verify.findings import Blame, blame, compose_axes, join
+from opensora_accel.verify.findings import Blame, Finding, Kind, blame, compose_axes, join
 from opensora_accel.verify.fit import Samples
 from opensora_accel.verify.results import MeshResult
 from opensora_accel.verify.shapes import MeshShape
@@ -39,15 +39,19 @@ class View:
             return Blame(composed, f"over {join(composed, 'or')}")
         return Blame(composed, found.words)
 
+    def finding(
+        self, kind: Kind, what: str, remedy: str, by_name: Mapping[str, Sequence[MeshShape]]
+    ) -> Finding:
+        """The finding on these names and the meshes on which each shows; `{where}` in `what` becomes the axes."""
+        shapes = list(dict.fromkeys(shape for each in by_name.values() for shape in each))
+        where = self.blame(shapes)
+        told = what.replace("{where}", where.words)
+        return Finding(kind, told, remedy, where.axes, names=tuple(by_name), meshes=shape_names(shapes))
+
 
 def _used_axes(shapes: Sequence[MeshShape]) -> tuple[str, ...]:
     names = dict.fromkeys(axis for shape in shapes for axis in shape.axes)
     return tuple(axis for axis in names if any(shape.degree(axis) > 1 for shape in shapes))
-
-
-def shapes_in(by_name: Mapping[str, Sequence[MeshShape]]) -> list[MeshShape]:
-    """All meshes of all names, once each."""
-    return list(dict.fromkeys(shape for shapes in by_name.values() for shape in shapes))
 
 
 def wrong_shapes(wrong: Mapping[str, Sequence[Samples]]) -> list[MeshShape]:

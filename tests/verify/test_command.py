@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from opensora_accel.cli import main
+from opensora_accel.verify.junit import to_junit
 
 GUIDE = Path(__file__).parents[2] / "docs" / "verify.md"
 
@@ -38,7 +39,8 @@ def run(*arguments, **options):
 
 
 def test_the_guides_step_file_is_right(tmp_path):
-    done = run("--step", step_file(tmp_path), "--mesh", "data=2,sequence=2", "--mesh", "sequence=3")
+    meshes = ["--mesh", "data=2,sequence=2", "--mesh", "sequence=3", "--data-axes", "data"]
+    done = run("--step", step_file(tmp_path), *meshes)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "✓ sequence=3" in done.stdout and "the gradients are those of a single device" in done.stdout
 
@@ -77,6 +79,16 @@ def test_the_plan_of_a_configured_run(tmp_path):
         (["--step", "{step}", "--plan.ulysses", "2"], "no option '--plan.ulysses' beside --step"),
         (["--step", "{step}", "--mesh", "data=3,sequence=3"], "more than --max-ranks 4"),
         (["--step", "{step}", "--only", "communication"], "needs the true mesh"),
+        (
+            ["--step", "{step}", "--only", "gradients", "--world", "data=8"],
+            "which --only gradients leaves out",
+        ),
+        (["--step", "{step}", "--max-ranks", "1"], "--max-ranks must be at least 2"),
+        (["--step", "{step}", "--timeout", "0"], "--timeout above 0"),
+        (
+            ["--config", "configs/bunny.toml", "--plan.ulysses", "1", "--only", "communication"],
+            "sends nothing",
+        ),
         (["--step", "{step}", "--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["--config", "configs/bunny.toml", "--mesh", "data=2"], "--mesh is for --step"),
         (["--config", "none.toml"], "there is no config file none.toml"),
@@ -94,6 +106,11 @@ def test_a_mesh_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "--step", "a.py", "--mesh", "4"])
     assert "write axis=degree, such as data=2,sequence=2" in capsys.readouterr().err
+
+
+def test_a_report_of_colours_is_still_xml():
+    text = to_junit(None, ["\x1b[31mred\x1b[0m and \x00 nothing"])
+    assert ElementTree.fromstring(text).find("testcase/failure").get("message") == "red and  nothing"
 
 
 def test_interrupted_it_leaves_no_process_behind(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from opensora_accel import Plan
 from opensora_accel.verify import verify
 from opensora_accel.verify.junit import to_junit
-from tests.verify import loops
+from tests.verify import corners, loops
 
 MESHES = [{"data": d, "sequence": s} for d, s in ((2, 2), (1, 4), (4, 1), (1, 3))]
 DATA = [{"data": 2}, {"data": 4}]
@@ -92,14 +92,21 @@ def test_a_rank_that_fails_is_named_with_its_cause(ranks):
 @pytest.mark.parametrize(
     ("step", "model_fn", "meshes", "options", "message"),
     [
+        (corners.never_backward, loops.small, DATA, {}, "leaves no gradient on a single device"),
+        (corners.clears_gradients, loops.small, DATA, {}, "leaves no gradient on a single device"),
+        (corners.hands_over_nothing, loops.small, DATA, {}, "leaves no gradient on a single device"),
+        (corners.is_not_finite, loops.small, DATA, {}, "on a single device already, gradients are not finite"),
+        (corners.steps_within_backward, loops.small, DATA, {}, "an optimizer steps within backward"),
+        (corners.returns_a_pair, loops.small, DATA, {}, "returned loss as tuple; return the loss, or a dict"),
+        (loops.plain_ddp, loops.small, {"blob": 2}, {}, "do the ranks along blob see different samples"),
         (loops.fails_everywhere, loops.small, DATA, {}, "fails on a single device.*\n(.*\n)*.*there is no such file"),
         (loops.forgets_to_watch, None, DATA, {}, "never called run.watch"),
         (loops.returns_a_tensor, loops.small, DATA, {}, "returned loss of shape .3,.; return numbers"),
         (lambda model, run: None, loops.small, DATA, {}, "top level of a module or script, no lambda"),
-        (loops.plain_ddp, loops.small, [], {}, "there is no mesh to verify on"),
+        (loops.plain_ddp, loops.small, [], {}, "there is no mesh of several ranks to verify on"),
         (loops.plain_ddp, loops.small, {"data": 0}, {}, "mesh axis data must be a whole number of ranks"),
         (loops.plain_ddp, loops.small, {"data": 9}, {}, "this pool has up to 6 ranks; 9 were asked for"),
-        (loops.plain_ddp, loops.small, DATA, {"data_axes": ["dp"]}, "data_axes names dp, but the mesh has data"),
+        (loops.plain_ddp, loops.small, DATA, {"data_axes": ["dp"]}, "data_axes names dp, but the meshes have data"),
         (loops.plain_ddp, loops.small, Plan(), {"data_axes": ["data"]}, "a Plan has data axes of its own"),
         (loops.plain_ddp, loops.small, DATA, {"reference": "half"}, 'reference must be "turns" or "whole"'),
         (loops.plain_ddp, loops.small, Plan(tp=2), {}, "tensor parallelism cannot be verified yet"),
@@ -125,6 +132,46 @@ def test_the_report_as_text_json_and_junit(ranks):
     assert (suite.get("tests"), suite.get("failures")) == ("5", "4")
     failed = [case.get("name") for case in suite if case.find("failure") is not None]
     assert "gradients on data=4" not in failed and "communication" in failed
+
+
+@pytest.mark.parametrize(
+    ("step", "model_fn", "options"),
+    [
+        (corners.unusual_model, corners.unusual, {}),
+        (corners.batches_of_unlike_size, loops.small, {}),
+        (corners.ddp_for_each_layer, loops.small, {}),
+        (corners.hand_written_optimizer, loops.small, {}),
+        (corners.one_batch_split_by_the_step, loops.small, {"reference": "whole"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_unusual_but_right_step_passes(ranks, step, model_fn, options):
+    report = verify(step, model_fn, [{"data": 2}, {"data": 3}], pool=ranks, **options)
+    assert report.ok and not report.unproven(), report
+    assert len(report.results[0].parameters()) == 8
+
+
+def test_data_ranks_with_the_same_samples_prove_nothing(ranks):
+    (finding,) = verify(corners.seeds_all_alike, loops.small, DATA, pool=ranks).findings
+    assert "all data ranks were given the same samples over data" in finding.what
+
+
+def test_a_parameter_that_only_the_ranks_train_is_named(ranks):
+    finding, *_ = verify(corners.trains_what_one_device_freezes, loops.small, DATA, pool=ranks).findings
+    assert finding.kind == "missing gradient" and finding.names == ("embed.weight", "embed.bias")
+    assert finding.what.startswith(
+        "2 of 8 parameters (embed.weight, embed.bias) get a gradient that the single"
+    )
+
+
+def test_another_models_optimizer_is_not_waited_for(ranks):
+    finding, *_ = verify(corners.another_optimizer_first, loops.small, DATA, pool=ranks).findings
+    assert finding.what == "missing average over data for all 8 parameters"
+
+
+def test_axes_that_no_mesh_tells_apart_are_told(ranks):
+    report = verify(loops.sequence_parallel, loops.small, {"data": 2, "sequence": 2}, pool=ranks)
+    assert report.ok and any("data and sequence go together on these meshes" in note for note in report.notes)
 
 
 def test_progress_is_told(ranks):

@@ -31,6 +31,11 @@ class Derived:
         self._parameters = parameters
         self._names_of = {id(parameter): name for name, parameter in parameters.items()}
         self._storages: dict[int, tuple[StorageWeakRef, frozenset[str]]] = {}
+        self.seen: set[str] = set()
+        """Parameters that had a gradient after some backward, also if it was cleared since."""
+
+    def note_gradients(self) -> None:
+        self.seen |= {name for name, parameter in self._parameters.items() if parameter.grad is not None}
 
     def follow(self, func: Any, args: Sequence[Any], result: Any, in_backward: bool) -> None:
         """Notes what an operation has put where. Within backward only where a gradient is accumulated."""
@@ -42,11 +47,12 @@ class Derived:
         names |= self._held([*_tensors(args)])
         written = args[0] if func._schema.name.endswith("copy_") else result
         for tensor in _tensors(written) if names else ():
-            self._add(tensor, names)
+            if _may_hold(tensor):
+                self._add(tensor, names)
 
     def names(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """Of the parameters whose gradients are in these."""
-        held = self._accumulated() if any(t.is_floating_point() and t.numel() > 1 for t in tensors) else set()
+        held = self._accumulated() if any(_may_hold(t) and t.numel() > 1 for t in tensors) else set()
         found = held | self._held(tensors)
         return tuple(name for name in self._parameters if name in found)
 
@@ -58,7 +64,7 @@ class Derived:
         return set() if name is None else {name}
 
     def _held(self, tensors: Sequence[Tensor]) -> set[str]:
-        wanted = {_storage(tensor) for tensor in tensors}
+        wanted = {_storage(tensor) for tensor in tensors if _may_hold(tensor)}
         found: set[str] = set()
         for key in wanted & self._storages.keys():
             reference, names = self._storages[key]
@@ -75,6 +81,11 @@ class Derived:
         if reference is None or reference.expired():
             reference, before = StorageWeakRef(tensor.untyped_storage()), frozenset()
         self._storages[key] = reference, before | names
+
+
+def _may_hold(tensor: Tensor) -> bool:
+    """Whole numbers are counts, or DDP's map of the parameters that were used."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from opensora_accel import parallel_states
@@ -94,6 +95,16 @@ class _Chunks:
         return self._tensor.narrow(self._dim, index * self._size, min(self._size, left))
 
 
+def _forget_groups() -> None:
+    """DTensor keeps the meshes that it has seen, whose groups are known by name: those of another world are gone."""
+    propagate = getattr(DTensor._op_dispatcher.sharding_propagator, "propagate_op_sharding", None)
+    clear = getattr(getattr(propagate, "cache", None), "cache_clear", None)
+    if clear is not None:
+        clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
+        torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """This process is `rank` of a world whose other ranks do not exist; afterwards all is as before.
@@ -108,6 +119,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
             "and a recording needs to make its own; record in a process of its own, or destroy_process_group() first"
         )
     parallel_states.reset()
+    _forget_groups()
     manager = vars(GLOBAL_ACTIVATION_MANAGER).copy()
     generator_state = torch.get_rng_state()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -123,4 +135,5 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         _fsdp_param._chunk_with_empty = chunk_with_empty
         vars(GLOBAL_ACTIVATION_MANAGER).update(manager)
         parallel_states.reset(destroy_process_group=True)
+        _forget_groups()
         torch.set_rng_state(generator_state)

@@ -1,13 +1,13 @@
-"""Whether the gradient of every parameter is reduced once over every axis of mixed."""
+"""Whether the gradient of every parameter is reduced over the axes that it should be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opensora_accel.plan import MIXED_AXES
 from opensora_accel.verify.communication.groups import group_of, used
-from opensora_accel.verify.communication.record import Call
+from opensora_accel.verify.communication.record import BACKWARD, FORWARD, Call
 from opensora_accel.verify.communication.violation import Violation, sources_of
 from opensora_accel.verify.shapes import MeshShape
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from opensora_accel.verify.communication.static import Parameter, RankRecord
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+_LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")
+"""Kinds by which no rank learns of the gradients of all others. Any other may be a part of an average by hand."""
 _SHOWN = 3
 
 
@@ -26,7 +28,7 @@ def unreduced_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Violatio
     FSDP1 nothing can be said, and the record's notes say so.
     """
     axes = used(MIXED_AXES, shape)
-    if not axes or not rank.num_backwards or any(call.where.via.startswith("FSDP1") for call in rank.calls):
+    if not axes or not rank.num_backwards or _is_by_fsdp1(rank):
         return
     reductions = [call for call in rank.calls if call.kind in _REDUCTIONS]
     trained = [parameter for parameter in rank.parameters if parameter.is_trained]
@@ -58,7 +60,7 @@ def _by_name(
         if off:
             wrong.setdefault(off, []).append(name)
     for off, names in wrong.items():
-        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        shown = _shown(names)
         often = " and ".join(f"{_often(count)} over {axis}" for axis, count in off)
         yield Violation(
             _rule(axes),
@@ -96,6 +98,63 @@ def _by_elements(
             _REMEDY,
             sources_of(by_fsdp),
         )
+
+
+def gradients_kept_from_data(rank: RankRecord, shape: MeshShape) -> Iterator[Violation]:
+    """Violations of one rank of a mesh given as axes: whole gradients that never meet those of other samples.
+
+    Followed by name. What a call carries beyond that, such as gradients that lie elsewhere than in `.grad`, or the
+    parameters themselves, may be what is missed: nothing is said where it is large enough.
+    """
+    if not rank.num_backwards or _is_by_fsdp1(rank):
+        return
+    sizes = {p.name: p.num_elements for p in rank.parameters if p.padded_elements is None and p.has_gradient}
+    for axis in used(shape.data_axes, shape):
+        calls = [
+            call
+            for call in rank.calls
+            if axis in (group_of(call.group, shape).axes or ())
+            and call.phase != FORWARD
+            and call.kind not in _LEADS_ELSEWHERE
+            and not call.is_by_fsdp
+        ]
+        carried = {name for call in calls for name in call.gradients}
+        names = [name for name in sizes if name not in carried]
+        if names and not _may_carry(calls, sizes, sum(sizes[name] for name in names)):
+            yield Violation(
+                f"the gradient of every whole parameter is reduced over every data axis ({axis}={shape.degree(axis)})",
+                f"the gradient of {_shown(names)} ({len(names)} of {len(sizes)} parameters) is never reduced over "
+                f"{axis}",
+                f"average it over a group that contains {axis} (DDP's process_group, or all_reduce after backward); "
+                f"if ranks along {axis} see the same samples, name the axes that do not in data_axes",
+                sources_of(call for call in calls if call.gradients),
+            )
+
+
+def _may_carry(calls: Sequence[Call], sizes: Mapping[str, int], missed: int) -> bool:
+    """Whether calls hold as many elements more than those of the gradients that are known to be in them."""
+    unknown = 0
+    for call in calls:
+        known = sum(sizes.get(name, 0) for name in call.gradients)
+        is_packed = call.phase == BACKWARD and call.num_elements < known
+        if is_packed or _is_hook_that_packs(call):
+            return True
+        unknown += 0 if call.dtype.startswith("int") else max(0, call.num_elements - known)
+    return unknown >= missed
+
+
+def _is_hook_that_packs(call: Call) -> bool:
+    """Of DDP's communication hooks all but the default ones send something else than the gradients."""
+    via = call.where.via
+    return via.startswith("torch/distributed/algorithms/") and "default_hooks" not in via
+
+
+def _is_by_fsdp1(rank: RankRecord) -> bool:
+    return any(call.where.via.startswith("FSDP1") for call in rank.calls)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def _rule(axes: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.agree import disagreements
-from opensora_accel.verify.communication.gradients import unreduced_gradients
+from opensora_accel.verify.communication.gradients import gradients_kept_from_data, unreduced_gradients
 from opensora_accel.verify.communication.groups import (
     SHARD_AXES,
     axes_between,
@@ -29,10 +29,12 @@ def broken_promises(record: Record) -> list[Violation]:
     - Messages travel along ring, all-to-alls over ulysses; both appear where the axis has ranks, in whole rounds, and
       come back in backward.
     - The gradient of every trained parameter is reduced exactly once over every axis of mixed.
-    - Sharded parameters are gathered over dp_shard × ring × ulysses: once a step under zero2, twice under zero3.
+    - Sharded parameters are gathered over dp_shard × ring × ulysses: once a step under zero2, twice under zero3 (or
+      once, where FSDP2 keeps the root module's own, as it does by default).
     - The ranks that were recorded agree: see `disagreements`.
 
-    A mesh that was given as axes promises no more than the first and the last.
+    A mesh that was given as axes promises the first and the last, and that the gradient of every whole parameter is
+    reduced over every data axis at least once.
     """
     found = [violation for rank in record.ranks for violation in _of_rank(rank, record)]
     if record.shape.plan is not None:
@@ -44,6 +46,7 @@ def _of_rank(rank: RankRecord, record: Record) -> Iterator[Violation]:
     yield from _strange_groups(rank, record)
     plan = record.shape.plan
     if plan is None:
+        yield from gradients_kept_from_data(rank, record.shape)
         return
     yield from _misplaced(rank, record, plan)
     yield from unreduced_gradients(rank, record.shape)
@@ -174,9 +177,10 @@ def _gathered_amount(rank: RankRecord, plan: Plan, gathers: Sequence[Call], name
     often = 2 if plan.sharding == "zero3" and has_backward else 1
     steps = range(1, max(rank.num_backwards, 1) + 1)
     # Parameters that need no gradient may not be needed again in backward.
-    is_relaxed = often == 2 and not all(parameter.is_trained for parameter in sharded)
-    least = 1 if is_relaxed else often
-    if whole and any(least * whole * n <= gathered <= often * whole * n for n in steps):
+    once = sum(p.padded_elements or 0 for p in sharded if p.may_stay_gathered)
+    is_relaxed = not all(parameter.is_trained for parameter in sharded)
+    least = whole if often == 1 or is_relaxed else 2 * whole - once
+    if whole and any(least * n <= gathered <= often * whole * n for n in steps):
         return
     yield Violation(
         f"{plan.sharding} gathers every parameter {'twice' if often == 2 else 'once'} a step over {name}: "

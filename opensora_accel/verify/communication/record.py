@@ -79,14 +79,21 @@ class Recorder(TorchDispatchMode):
         self._was_in_backward = False
         self._derived = Derived(parameters or {})
 
+    @property
+    def with_gradient(self) -> frozenset[str]:
+        """Parameters that had a gradient when a backward was done, also if the step has cleared it."""
+        return frozenset(self._derived.seen)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(kind not in (Tensor, FakeTensor) for kind in types):
+        if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor takes its operation apart; this mode then sees what is done to the parts
         kwargs = kwargs or {}
         in_backward = torch._C._current_graph_task_id() != -1
         self.num_backwards += in_backward and not self._was_in_backward
+        if self._was_in_backward and not in_backward:
+            self._derived.note_gradients()
         self._was_in_backward = in_backward
         definition = OPDEFS.get(func._schema.name)
         if definition is not None:

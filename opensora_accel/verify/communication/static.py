@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from opensora_accel.plan import Plan
@@ -16,6 +17,7 @@ from opensora_accel.verify.communication.answers import Answers, Exchanges, are_
 from opensora_accel.verify.communication.faking import FakeFloats, fake_world
 from opensora_accel.verify.communication.record import Call, Recorder
 from opensora_accel.verify.communication.table import as_dict, as_table
+from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.shapes import MeshShape
 
@@ -42,11 +44,15 @@ class Parameter:
     num_elements: int
     """Of the whole parameter."""
     is_trained: bool
-    """It asks for a gradient, and has one (where any has: a step may have cleared them)."""
+    """It asks for a gradient, and has one, or had one (of sharded ones, where any has: a step may clear them)."""
     shard_ranks: int | None = None
     """Ranks that hold a part of it each, where FSDP2 made it a DTensor."""
     padded_elements: int | None = None
     """What FSDP2 sends of it: the dim that is cut, filled up to a multiple of `shard_ranks`."""
+    may_stay_gathered: bool = False
+    """FSDP2 keeps it gathered after forward, as it does by default with the root module's own parameters."""
+    has_gradient: bool = False
+    """One was seen after a backward, or is there."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +141,10 @@ def _record_rank(
     with fake_world(rank, shape.world_size), _tensors(fake_tensors), answers:
         model = model_fn()
         recorder = Recorder(dict(model.named_parameters()))
-        with recorder:
+        # As where gradients are compared, so that one step serves both.
+        with launcher_environment(run), accelerator_stand_ins(), recorder:
             step(model, run)
-        cleared = all(parameter.grad is None for parameter in model.parameters())
-        parameters = tuple(
-            _describe(name, parameter, cleared) for name, parameter in model.named_parameters()
-        )
+        parameters = _parameters(model, recorder.with_gradient)
     return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards)
 
 
@@ -157,22 +161,57 @@ def _tensors(are_fake: bool) -> Iterator[None]:
             raise
         raise ValueError(
             "a step is recorded on tensors without values, and this one reads some "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); keep .item() and .numpy() out of it, or pass "
-            "fake_tensors=False, which needs the model's memory"
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); keep .item() and .numpy() out of it (return the "
+            "tensor itself), or, in Python, call record_step(..., fake_tensors=False), which needs the model's memory"
         ) from error
 
 
-def _describe(name: str, parameter: nn.Parameter, cleared: bool) -> Parameter:
-    is_trained = parameter.requires_grad and (cleared or parameter.grad is not None)
+def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parameter, ...]:
+    named, kept = dict(model.named_parameters()), _kept_by_root(model)
+    seen = with_gradient | {name for name, parameter in named.items() if parameter.grad is not None}
+    cleared = all(parameter.grad is None for parameter in named.values())
+    found = []
+    for name, parameter in named.items():
+        is_followed = bool(with_gradient) and not isinstance(parameter, DTensor)
+        is_trained = parameter.requires_grad and (name in seen or (cleared and not is_followed))
+        shard_ranks, padded = _sharding(parameter)
+        found.append(
+            Parameter(
+                name,
+                parameter.numel(),
+                is_trained,
+                shard_ranks,
+                padded,
+                may_stay_gathered=id(parameter) in kept,
+                has_gradient=name in seen,
+            )
+        )
+    return tuple(found)
+
+
+def _kept_by_root(model: nn.Module) -> set[int]:
+    """The parameters that FSDP2's root holds itself, unless it was told what to do with them after forward."""
+    found: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        # torch before 2.8 was not to be told: it always kept them.
+        if getattr(state, "_is_root", False) and getattr(state, "_auto_reshard_after_forward", True):
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            found |= {id(each.sharded_param) for group in groups if group for each in group.fsdp_params}
+    return found
+
+
+def _sharding(parameter: nn.Parameter) -> tuple[int | None, int | None]:
     if not isinstance(parameter, DTensor):
-        return Parameter(name, parameter.numel(), is_trained)
+        return None, None
     shard_ranks, rows = 1, 1
     for dim, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             shard_ranks *= parameter.device_mesh.size(dim)
             rows = parameter.shape[placement.dim]
-    padded = -(-rows // shard_ranks) * shard_ranks * (parameter.numel() // max(rows, 1))
-    return Parameter(name, parameter.numel(), is_trained, shard_ranks, padded)
+    return shard_ranks, -(-rows // shard_ranks) * shard_ranks * (parameter.numel() // max(rows, 1))
 
 
 def _notes(found: Sequence[RankRecord]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import time
 
@@ -22,6 +23,7 @@ from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.static import record_step
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.shapes import MeshShape
+from tests.verify import loops
 from tests.verify.communication.recorded_steps import Attending, attending_step, tiny_wan, wan_step
 
 PLANS = [
@@ -202,7 +204,9 @@ def test_a_step_that_reads_values_needs_real_tensors(read):
         dist.barrier()
 
     with pytest.raises(
-        ValueError, match=r"keep \.item\(\) and \.numpy\(\) out of it, or pass fake_tensors=False"
+        ValueError,
+        match=r"keep \.item\(\) and \.numpy\(\) out of it \(return the tensor itself\), or, in Python, call "
+        r"record_step\(\.\.\., fake_tensors=False\)",
     ):
         record_step(step, lambda: nn.Linear(2, 2), {"dp": 4})
     record = record_step(step, lambda: nn.Linear(2, 2), {"dp": 4}, fake_tensors=False)
@@ -215,6 +219,60 @@ def test_errors_of_the_step_pass_through():
 
     with pytest.raises(RuntimeError, match="reduction dim"):
         record_step(step, lambda: nn.Linear(2, 2), {"dp": 4})
+
+
+# ---- where the step finds itself
+
+
+def test_the_step_finds_the_environment_of_a_launcher():
+    found = []
+
+    def step(model, run):
+        found.append([os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")])
+
+    before = dict(os.environ)
+    record_step(step, lambda: nn.Linear(2, 2), {"dp": 4}, ranks=[0, 3])
+    assert found == [["0", "0", "4", "4"], ["3", "3", "4", "4"]]
+    assert dict(os.environ) == before
+
+
+@pytest.fixture
+def doubles():
+    """What these models and their inputs are made of."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_ulysses_of_diffusers_is_recorded(doubles):
+    mesh = {"data": 2, "ring": 1, "ulysses": 2}
+    record = record_step(loops.diffusers_ulysses_under_fsdp2, loops.wan_of_4_heads, mesh, ranks=[0, 3])
+    assert broken_promises(record) == []
+    for rank in record.ranks:
+        exchanges = [call for call in rank.calls if call.kind == "all-to-all"]
+        assert {call.group for call in exchanges} == {(0, 1) if rank.rank == 0 else (2, 3)}
+        assert {call.phase for call in exchanges} == {"forward", "backward"}
+
+
+def test_the_ring_of_diffusers_is_recorded(doubles):
+    record = record_step(loops.diffusers_ring, loops.wan_of_4_heads, {"ring": 3}, ranks=[0, 2])
+    assert broken_promises(record) == []
+    assert {call.phase for call in record.ranks[0].calls} == {"forward", "backward", "after backward"}
+
+
+def hsdp_step(model, run):
+    """Clipping and the optimizer work on DTensors, whose groups torch remembers by name."""
+    fully_shard(model, mesh=run.mesh["dp_replicate", "dp_shard"])
+    model(torch.ones(2, 6)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_groups_of_the_rank_before_are_forgotten():
+    plan = Plan(dp_replicate=2, dp_shard=4, sharding="zero3")
+    record = record_step(hsdp_step, lambda: nn.Linear(6, 8), plan, ranks=[0, 1, 7])
+    places = [{call.group for call in rank.calls if call.is_by_fsdp} for rank in record.ranks]
+    assert places == [{(0, 1, 2, 3), (0, 4)}, {(0, 1, 2, 3), (1, 5)}, {(4, 5, 6, 7), (3, 7)}]
 
 
 # ---- what it says
