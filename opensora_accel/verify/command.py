@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.plan import Plan
-from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
+from opensora_accel.verify.communication import (
+    Record,
+    Violation,
+    as_dict,
+    as_table,
+    broken_promises,
+    record_step,
+)
 from opensora_accel.verify.junit import to_junit
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Reference
@@ -270,7 +277,7 @@ def _told_apart(shape: MeshShape) -> list[int]:
 
 
 def _communication_text(record: Record, violations: Sequence[Violation]) -> str:
-    lines = [f"communication {record.table()}", ""]
+    lines = [f"communication {as_table(record)}", ""]
     lines += [f"{number}. {violation}" for number, violation in enumerate(violations, 1)]
     promise = "the plan promises" if record.shape.plan is not None else "its mesh allows"
     lines.append(f"what is sent is {'NOT ' if violations else ''}what {promise}")
@@ -286,7 +293,7 @@ def _write(
             "gradients": None if report is None else report.to_dict(),
             "communication": None
             if record is None
-            else {**record.to_dict(), "violations": [dataclasses.asdict(each) for each in violations]},
+            else {**as_dict(record), "violations": [dataclasses.asdict(each) for each in violations]},
         }
         parsed.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if parsed.junit is not None:

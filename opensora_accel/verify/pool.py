@@ -7,10 +7,13 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -87,7 +90,8 @@ class RankPool:
         if worker is None or not worker[0].is_alive():
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
-            process.start()
+            with _deferring_interrupts():
+                process.start()
             there.close()
             worker = self._workers[rank] = (process, here)
         return worker[1]
@@ -149,6 +153,20 @@ class RankPool:
             self._stop(rank)
 
 
+@contextlib.contextmanager
+def _deferring_interrupts() -> Iterator[None]:
+    """Within it Ctrl-C waits. Processes that start keep it waiting for ever: whoever has the pool ends them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # which would unblock it, were it started below
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _pickled(job: tuple[Any, ...], function: Any) -> bytes:
     try:
         return pickle.dumps(job)
@@ -159,14 +177,23 @@ def _pickled(job: tuple[Any, ...], function: Any) -> bytes:
         ) from error
 
 
+def _end_with_parent() -> None:
+    """Also in the middle of a job, and where the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
 def _serve(connection: Connection, port: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
             rank, message = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return
         connection.send_bytes(_run_job(rank, message, store))
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from opensora_accel.verify.communication.groups import axes_between, group_of
 from opensora_accel.verify.communication.record import Call
+from opensora_accel.verify.communication.recorded import Record
 from opensora_accel.verify.communication.violation import Violation
-
-if TYPE_CHECKING:
-    from opensora_accel.verify.communication.static import Record
 
 _SAME_BYTES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "gather", "scatter")
 _REMEDY = (

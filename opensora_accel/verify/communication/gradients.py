@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from opensora_accel.plan import MIXED_AXES
 from opensora_accel.verify.communication.groups import group_of, used
 from opensora_accel.verify.communication.record import BACKWARD, FORWARD, Call
+from opensora_accel.verify.communication.recorded import Parameter, RankRecord
 from opensora_accel.verify.communication.violation import Violation, sources_of
 from opensora_accel.verify.shapes import MeshShape
-
-if TYPE_CHECKING:
-    from opensora_accel.verify.communication.static import Parameter, RankRecord
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 _LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")

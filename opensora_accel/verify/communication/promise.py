@@ -16,7 +16,7 @@ from opensora_accel.verify.communication.groups import (
     used,
 )
 from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
-from opensora_accel.verify.communication.static import RankRecord, Record
+from opensora_accel.verify.communication.recorded import RankRecord, Record
 from opensora_accel.verify.communication.violation import Violation, sources_of
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.answers import Answers, Exchanges, are_answered, gathered
 from opensora_accel.verify.communication.faking import FakeFloats, fake_world
-from opensora_accel.verify.communication.record import Call, Recorder
-from opensora_accel.verify.communication.table import as_dict, as_table
+from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.verify.communication.recorded import Parameter, RankRecord, Record
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.shapes import MeshShape
@@ -34,53 +33,6 @@ _NOT_FAKE = (
     fake_tensor.UnsupportedMutationAliasingException,
 )
 _FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot access data pointer")
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """What is known of it once the step is done."""
-
-    name: str
-    num_elements: int
-    """Of the whole parameter."""
-    is_trained: bool
-    """It asks for a gradient, and has one, or had one (of sharded ones, where any has: a step may clear them)."""
-    shard_ranks: int | None = None
-    """Ranks that hold a part of it each, where FSDP2 made it a DTensor."""
-    padded_elements: int | None = None
-    """What FSDP2 sends of it: the dim that is cut, filled up to a multiple of `shard_ranks`."""
-    may_stay_gathered: bool = False
-    """FSDP2 keeps it gathered after forward, as it does by default with the root module's own parameters."""
-    has_gradient: bool = False
-    """One was seen after a backward, or is there."""
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """One rank's step."""
-
-    rank: int
-    calls: tuple[Call, ...]
-    parameters: tuple[Parameter, ...]
-    num_backwards: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """What every recorded rank has called, in order."""
-
-    shape: MeshShape
-    ranks: tuple[RankRecord, ...]
-    notes: tuple[str, ...] = ()
-    """What this record cannot tell."""
-
-    def table(self) -> str:
-        """One line for each kind of collective, group, phase and source line; bytes of the busiest rank."""
-        return as_table(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return as_dict(self)
 
 
 def record_step(

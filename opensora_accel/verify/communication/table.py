@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opensora_accel.verify.communication.groups import group_of
 from opensora_accel.verify.communication.record import Call
-
-if TYPE_CHECKING:
-    from opensora_accel.verify.communication.static import RankRecord, Record
+from opensora_accel.verify.communication.recorded import RankRecord, Record
 
 Key = tuple[str, str, str, str]
 

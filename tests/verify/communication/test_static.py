@@ -21,6 +21,7 @@ from opensora_accel.verify.communication.faking import FakeFloats, _Chunks
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.static import record_step
+from opensora_accel.verify.communication.table import as_dict, as_table
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.shapes import MeshShape
 from tests.verify import loops
@@ -281,7 +282,7 @@ def test_groups_of_the_rank_before_are_forgotten():
 def test_the_table_names_groups_by_their_axes():
     plan = Plan(dp_replicate=2, ring=2, ulysses=2)
     record = record_step(attending_step, Attending, plan, ranks=[0, 7])
-    lines = record.table().splitlines()
+    lines = as_table(record).splitlines()
     assert (
         lines[0]
         == "dp_replicate=2 × ring=2 × ulysses=2, 8 ranks; calls and bytes of the busiest of ranks 0, 7"
@@ -301,7 +302,7 @@ def test_the_table_names_groups_by_their_axes():
 
 def test_the_record_as_json():
     record = record_step(attending_step, Attending, Plan(ulysses=2), ranks=[1])
-    values = json.loads(json.dumps(record.to_dict()))
+    values = json.loads(json.dumps(as_dict(record)))
     assert values["world_size"] == 2 and values["plan"]["ulysses"] == 2
     (rank,) = values["ranks"]
     assert rank["sent_bytes"] == sum(call["sent_bytes"] for call in rank["calls"]) > 0
