@@ -21,20 +21,23 @@ _FOLLOWING_WORDS = ("Connection closed by peer", "Connection reset", "Socket clo
 
 def same_samples(view: View) -> list[Finding]:
     """Data ranks with one and the same gradient: nothing can be told of their average."""
-    bad: dict[str, list[MeshShape]] = {}
+    shapes = []
     for result in view.ran:
         first, *others = (turn.gradients for turn in result.expected.turns)
         if others and all(_are_equal(first, other) for other in others):
-            bad["the samples"] = [*bad.get("the samples", []), result.shape]
-    if not bad:
+            shapes.append(result.shape)
+    if not shapes:
         return []
+    where = view.blame(shapes)
     return [
-        view.finding(
+        Finding(
             "inputs",
-            "all data ranks were given the same samples {where}: a missing average between them could not be seen",
+            f"all data ranks were given the same samples {where.words}: a missing average between them could not be "
+            "seen",
             "draw with torch's generator, which is seeded by the data rank before the step, or choose samples by "
             "run.data_rank; do not seed it anew",
-            bad,
+            where.axes,
+            meshes=shape_names(shapes),
         )
     ]
 

@@ -45,7 +45,7 @@ class Samples:
 
     @property
     def is_provable(self) -> bool:
-        return _magnitude(self.expected) > self.floor
+        return magnitude(self.expected) > self.floor
 
     def reduced(self, axes: Sequence[str]) -> Samples | None:
         """With the ranks that differ along `axes` summed, as one rank each; None where shapes disagree."""
@@ -69,15 +69,16 @@ class Samples:
         return s if math.isfinite(s) and s != 0 and scaled.is_right else None
 
 
-def _magnitude(tensor: Tensor) -> float:
+def magnitude(tensor: Tensor) -> float:
+    """Of the largest element; 0 where there is none."""
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _difference(found: Tensor, expected: Tensor, floor: float) -> float:
     if found.shape != expected.shape or not torch.isfinite(found).all():
         return math.inf
-    scale = max(_magnitude(expected), floor)
-    difference = _magnitude(found - expected)
+    scale = max(magnitude(expected), floor)
+    difference = magnitude(found - expected)
     return difference / scale if scale else math.inf if difference else 0.0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opensora_accel.verify.findings import Finding, join, list_names
-from opensora_accel.verify.fit import Samples
+from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.results import MeshResult
 
 
@@ -58,11 +58,11 @@ class Report:
         return axes if rank < len(axes) else []
 
     def unproven(self) -> list[str]:
-        expected, floor = self.results[0].expected.gradients, self.results[0].expected.floor()
+        expected, floor = self.results[0].expected.gradients, self.results[0].expected.floor
         return [
             name
             for name, gradient in expected.items()
-            if gradient is not None and _largest(gradient) <= floor
+            if gradient is not None and magnitude(gradient) <= floor
         ]
 
     def __str__(self) -> str:
@@ -142,7 +142,3 @@ def _describe(result: MeshResult) -> str:
 def _errors(samples: dict[str, Samples]) -> dict[str, float | None]:
     errors = {name: each.error() for name, each in samples.items()}
     return {name: error if math.isfinite(error) else None for name, error in errors.items()}
-
-
-def _largest(tensor: Any) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.fit import NEGLIGIBLE, Samples
+from opensora_accel.verify.fit import NEGLIGIBLE, Samples, magnitude
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.shapes import MeshShape
 
@@ -45,10 +45,10 @@ class Expected:
     def backward_order(self) -> list[str]:
         return self.turns[0].backward_order
 
+    @cached_property
     def floor(self) -> float:
         """Magnitude under which a gradient is rounding errors."""
-        largest = [g.abs().max().item() for g in self.gradients.values() if g is not None and g.numel()]
-        return NEGLIGIBLE * max(largest, default=0.0)
+        return NEGLIGIBLE * max((magnitude(g) for g in self.gradients.values() if g is not None), default=0.0)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -77,7 +77,7 @@ class MeshResult:
 
     def parameters(self) -> dict[str, Samples]:
         """Gradients that both sides have."""
-        floor = self.expected.floor()
+        floor = self.expected.floor
         found = {}
         for name, expected in self.expected.gradients.items():
             gradients = self._tensors(each.gradients.get(name) for each in self.observations)
@@ -143,7 +143,7 @@ class MeshResult:
 
     def _input_floor(self) -> float:
         gradients = [g for turn in self.expected.turns for g in turn.input_gradients.values()]
-        return NEGLIGIBLE * max(g.abs().max().item() for g in gradients)
+        return NEGLIGIBLE * max(magnitude(gradient) for gradient in gradients)
 
     def sharing(self, data_rank: int) -> list[int]:
         """The ranks that share the samples of a data rank."""

@@ -90,13 +90,13 @@ def traffic_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         return list(_batched(values, group))
     kind = _KIND_OF.get(name, "unknown")
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-    tensors = tuple(_tensors(_inputs(values)))
+    tensors = tuple(tensors_in(_inputs(values)))
     if kind == "unknown" or group is None:
-        return [Traffic("unknown", ranks, tuple(_tensors([*values.values()])), 0)]
+        return [Traffic("unknown", ranks, tuple(tensors_in([*values.values()])), 0)]
     if kind == "all-to-all":
         return [_all_to_all(name, values, group, ranks)]
     if kind == "scatter" and not tensors:  # all but the root give nothing
-        tensors = tuple(_tensors(values["output_tensors"]))
+        tensors = tuple(tensors_in(values["output_tensors"]))
     root = _root(values, ranks)
     return [Traffic(kind, ranks, tensors, _sent_bytes(kind, tensors, group, ranks, root), root)]
 
@@ -120,12 +120,13 @@ def _inputs(values: Mapping[str, Any]) -> Any:
     return next((values[name] for name in _INPUTS if name in values), ())
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """Those in nested lists and tuples."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, (list, tuple)):
         for item in given:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _root(values: Mapping[str, Any], ranks: tuple[int, ...]) -> int | None:
@@ -165,7 +166,7 @@ def _all_to_all(
         sent_to = tuple(tensor.nbytes for tensor in tensors)
         received_from = tuple(tensor.nbytes for tensor in values["output_tensors"])
     else:
-        tensors = tuple(_tensors(_inputs(values)))
+        tensors = tuple(tensors_in(_inputs(values)))
         num_ranks, (tensor,) = group.size(), tensors
         sent_to = _parts(tensor, values.get("input_split_sizes", values.get("input_splits")), num_ranks)
         output = values.get("output", tensor)

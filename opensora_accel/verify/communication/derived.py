@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from opensora_accel.verify.communication.collectives import tensors_in
 
 _CARRIES = {
     "aten::_foreach_copy_",
@@ -44,9 +46,9 @@ class Derived:
         names = self._accumulated()
         if in_backward and not names:
             return
-        names |= self._held([*_tensors(args)])
+        names |= self._held([*tensors_in(args)])
         written = args[0] if func._schema.name.endswith("copy_") else result
-        for tensor in _tensors(written) if names else ():
+        for tensor in tensors_in(written) if names else ():
             if _may_hold(tensor):
                 self._add(tensor, names)
 
@@ -91,11 +93,3 @@ def _may_hold(tensor: Tensor) -> bool:
 def _storage(tensor: Tensor) -> int:
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     return local.untyped_storage()._cdata
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for item in given:
-            yield from _tensors(item)
