@@ -24,9 +24,10 @@ from opensora_accel.verify.communication import (
 from opensora_accel.verify.junit import to_junit
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Reference
+from opensora_accel.verify.run import ModelFn, Step
 from opensora_accel.verify.shapes import MAX_RANKS, MeshShape
 from opensora_accel.verify.step_file import StepFile
-from opensora_accel.verify.verify import Meshes, ModelFn, Step, verify
+from opensora_accel.verify.verify import Meshes, verify
 
 DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
     {"data": 2, "sequence": 2},

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Step = Callable[..., Any]
+"""`step(model, run)`, or `step(run)` where it builds its model itself."""
+ModelFn = Callable[[], "nn.Module"]
+
+
 @dataclass(frozen=True)
 class Run:
     """One call of the step: on a rank of a mesh, or on the single device that the mesh is held against."""

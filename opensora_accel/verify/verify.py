@@ -6,10 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_accel.plan import MESH_AXES, Plan
 from opensora_accel.verify.diagnose import Diagnosis
@@ -20,14 +19,12 @@ from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Expected, MeshResult, Reference
-from opensora_accel.verify.run import Run
+from opensora_accel.verify.run import ModelFn, Run, Step
 from opensora_accel.verify.shapes import MeshShape, meshes_of
 
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them failed."""
 
-Step = Callable[..., Any]
-ModelFn = Callable[[], nn.Module]
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,10 +17,8 @@ from opensora_accel.verify.communication.faking import FakeFloats, fake_world
 from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.recorded import Parameter, RankRecord, Record
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
-from opensora_accel.verify.run import Run
+from opensora_accel.verify.run import ModelFn, Run, Step
 from opensora_accel.verify.shapes import MeshShape
-
-Step = Callable[[Any, Run], object]
 
 _MOST_RECORDINGS = 4
 """Sizes that ranks tell each other are known once all have been recorded; then all are recorded again with them."""
@@ -37,7 +35,7 @@ _FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot 
 
 def record_step(
     step: Step,
-    model_fn: Callable[[], nn.Module],
+    model_fn: ModelFn,
     mesh: Plan | Mapping[str, int] | MeshShape,
     *,
     ranks: int | Sequence[int] = 0,
@@ -83,7 +81,7 @@ def record_step(
 
 def _record_rank(
     step: Step,
-    model_fn: Callable[[], nn.Module],
+    model_fn: ModelFn,
     shape: MeshShape,
     fake_tensors: bool,
     answers: Answers,
