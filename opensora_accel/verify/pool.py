@@ -155,7 +155,7 @@ class RankPool:
 
 @contextlib.contextmanager
 def _deferring_interrupts() -> Iterator[None]:
-    """Within it Ctrl-C waits. Processes that start keep it waiting for ever: whoever has the pool ends them."""
+    """Within it Ctrl-C waits. Processes that start keep it waiting, until `_leave_the_terminal`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -185,7 +185,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _leave_the_terminal() -> None:
+    """Ctrl-C no longer reaches this process: whoever has the pool ends it. What is sent to it alone still does."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _serve(connection: Connection, port: int) -> None:
+    _leave_the_terminal()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
