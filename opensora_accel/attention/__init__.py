@@ -1,6 +1,7 @@
 """Attention over a sequence that is spread over ranks. Layout [B, S_local, H, D]; exact in both directions."""
 
 from opensora_accel.attention.factorised import switch_sharded_dim
+from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
 from opensora_accel.attention.local import explain_kernel, local_attention
 from opensora_accel.attention.ring import ring_attention
@@ -9,6 +10,7 @@ from opensora_accel.attention.usp import usp_attention
 
 __all__ = [
     "explain_kernel",
+    "gathered_attention",
     "joint_attention",
     "local_attention",
     "ring_attention",

@@ -6,16 +6,17 @@ from opensora_accel.checkpoint.api import (
     checkpoint,
     set_grad_checkpoint,
 )
-from opensora_accel.checkpoint.blocks import Scope, checkpoint_blocks
+from opensora_accel.checkpoint.blocks import checkpoint_blocks
 from opensora_accel.checkpoint.chunked import chunk_tokens
+from opensora_accel.checkpoint.core import carrying
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, ActivationManager
 
 __all__ = [
     "GLOBAL_ACTIVATION_MANAGER",
     "ActivationManager",
     "CheckpointFunctionWithOffload",
-    "Scope",
     "auto_grad_checkpoint",
+    "carrying",
     "checkpoint",
     "checkpoint_blocks",
     "chunk_tokens",

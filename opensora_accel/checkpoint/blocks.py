@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -18,7 +17,6 @@ from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, AutoOffload
 from opensora_accel.plan import check_offload
 from opensora_accel.wrapping import Forward, wrap_forward
 
-Scope = Callable[[], AbstractContextManager[Any]]
 Mode = Literal["full", "selective"]
 
 _NOT_COMPILED = "a checkpoint is no part of a compiled region; compile what is inside by block.compile()"
@@ -33,7 +31,6 @@ def checkpoint_blocks(
     offload: float | Literal["auto"] = 0.0,
     *,
     boundary: Sequence[str] | Callable[[nn.Module], Sequence[str]] = (),
-    capture_scope: Callable[[], Scope] | None = None,
     keep_last: int = KEEP_LAST,
 ) -> Callable[[], None]:
     """Checkpoints every block's forward in place; returns the function that undoes it.
@@ -52,7 +49,6 @@ def checkpoint_blocks(
             then moves as many blocks as the memory needs and the link carries; until then all.
         boundary: names of the forward arguments that are moved, for all blocks or as a function of the block;
             by default the first one.
-        capture_scope: called at every forward; the scope that it returns is entered around the recomputation.
         keep_last: blocks at the end that never leave, whatever `offload` says.
     """
     _check_options(mode, offload, keep_last)
@@ -66,7 +62,7 @@ def checkpoint_blocks(
         for index, block in enumerate(blocks):
             positions = _positions(block, boundary(block) if callable(boundary) else boundary)
             moved = _Moved(index, positions if index < num_moved else [], auto)
-            undo_each.append(_wrap(block, mode, moved, capture_scope or (lambda: nullcontext)))
+            undo_each.append(_wrap(block, mode, moved))
     except ValueError:
         _undo_all(undo_each)
         raise
@@ -103,16 +99,14 @@ class _Moved:
         return marked if self.auto.moves(self.index, size_bytes, device) else []
 
 
-def _wrap(
-    block: nn.Module, mode: Mode, moved: _Moved, capture_scope: Callable[[], Scope]
-) -> Callable[[], None]:
+def _wrap(block: nn.Module, mode: Mode, moved: _Moved) -> Callable[[], None]:
     if getattr(block, "_compiled_call_impl", None) is not None:
         raise ValueError(
             f"this {type(block).__name__} is compiled already, which would put its checkpoint inside of the compiled "
             "region; checkpoint first (shardformer.shard), then call block.compile()"
         )
     inner = _Compilable(block.forward, mode)
-    undo_forward = wrap_forward(block, partial(_checkpointed, inner, mode, moved, capture_scope))
+    undo_forward = wrap_forward(block, partial(_checkpointed, inner, mode, moved))
     block.compile = inner.compile  # type: ignore[method-assign]
 
     def undo() -> None:
@@ -142,27 +136,19 @@ class _Compilable:
         self.call = torch.compile(self._forward, *args, **kwargs)
 
 
-def _checkpointed(
-    inner: _Compilable, mode: Mode, moved: _Moved, capture_scope: Callable[[], Scope], original: Forward
-) -> Forward:
+def _checkpointed(inner: _Compilable, mode: Mode, moved: _Moved, original: Forward) -> Forward:
     signature = inspect.signature(original)
 
     @torch.compiler.disable(reason=_NOT_COMPILED)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner.call(*args, **kwargs)
-        scope = capture_scope()
-
-        def run(*run_args: Any, **run_kwargs: Any) -> Any:
-            with scope():
-                return inner.call(*run_args, **run_kwargs)
-
         # Tensors passed by keyword become positional: the engine keeps only those where hooks can see them.
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         marked = moved.now(bound.args)
         return checkpointed(
-            run,
+            inner.call,
             bound.args,
             bound.kwargs,
             marked=marked,

@@ -6,7 +6,8 @@ for the recomputation pass through autograd's hooks, where the offload engine ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,22 @@ from opensora_accel.offload.layout import is_plain
 from opensora_accel.offload.measure import Measurement
 
 Contexts = Callable[[Call], Callable[[], tuple[Any, Any]]]
+Carry = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_carriers: list[Carry] = []
+
+
+@contextmanager
+def carrying(carry: Carry) -> Iterator[None]:
+    """Within it, what is checkpointed is `carry(function)`: called in forward and again in the recomputation.
+
+    For state that belongs to a forward and is gone when the recomputation runs.
+    """
+    _carriers.append(carry)
+    try:
+        yield
+    finally:
+        _carriers.remove(carry)
 
 
 def checkpointed(
@@ -39,6 +56,8 @@ def checkpointed(
         options: of `torch.utils.checkpoint.checkpoint`.
     """
     assert torch.is_grad_enabled()
+    for carry in _carriers:
+        function = carry(function)
     if marked and any(map(_loses_its_class, args)):
         GLOBAL_ACTIVATION_MANAGER.keep(
             marked, "an argument is of a subclass of Tensor, which autograd's hooks lose"

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from opensora_accel.wrapping import Forward, wrap_forward
 
 Attention = Callable[..., Tensor]
-"""(q, k, v, *, mask, causal, scale) -> out, in the layout [B, S, H, D]."""
+"""(q, k, v, *, mask, causal, scale) -> out, in the layout [B, S, H, D]; the mask as the model gave it."""
 
 
 class RedirectAttention(TorchFunctionMode):
@@ -52,21 +52,9 @@ class RedirectAttention(TorchFunctionMode):
             raise ValueError(
                 f"attention dropout ({dropout_p}) would drop other weights than on one device; set it to 0"
             )
-        mask = None if attn_mask is None else _key_mask(attn_mask, query, key)
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out = self.attention(q, k, v, mask=mask, causal=is_causal, scale=scale)
+        out = self.attention(q, k, v, mask=attn_mask, causal=is_causal, scale=scale)
         return out.transpose(1, 2)
-
-
-def _key_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """[B, S_kv] from a mask that is the same for all heads and queries."""
-    *_, heads, queries, keys = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if mask.dtype.is_floating_point or heads != 1 or queries != 1 or keys != key.size(2):
-        raise ValueError(
-            "sequence-parallel attention takes a bool key mask [B, 1, 1, S_kv] over this rank's keys "
-            f"(S_kv = {key.size(2)}); the model passed {mask.dtype} {tuple(mask.shape)}"
-        )
-    return mask.reshape(-1, keys).expand(query.size(0), keys)
 
 
 def redirect_attention(module: nn.Module, name: str, attention: Attention) -> Callable[[], None]:

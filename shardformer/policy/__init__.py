@@ -6,22 +6,15 @@ import difflib
 
 from torch import nn
 
-from shardformer.policy.base import Blocks, GatherOutput, NormSwap, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import Policy
+from shardformer.policy.cogvideox import COGVIDEOX
+from shardformer.policy.hunyuan_video import HUNYUAN_VIDEO
 from shardformer.policy.t5_encoder import T5_ENCODER
-from shardformer.policy.wan import WAN
+from shardformer.policy.wan import WAN, WAN_VACE
 
-__all__ = [
-    "Blocks",
-    "GatherOutput",
-    "NormSwap",
-    "Policy",
-    "SplitInput",
-    "SplitOutput",
-    "find_policy",
-    "model_names",
-]
+__all__ = ["Policy", "find_policy", "model_names"]
 
-_POLICIES = (WAN, T5_ENCODER)
+_POLICIES = (WAN, WAN_VACE, HUNYUAN_VIDEO, COGVIDEOX, T5_ENCODER)
 
 
 def model_names() -> tuple[str, ...]:

@@ -1,46 +1,138 @@
-"""A policy: what is split, gathered and swapped where, for one family of models. Data, no code."""
+"""A policy: what is split, gathered and swapped where, for one family of models. Data, no code.
+
+Module paths start at the model (`""`); `*` stands for any one name and `-1` for the last of a list:
+`blocks.*.attn1`, `blocks.-1`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Text = Literal["first", "last"]
+"""Where the text tokens stand that share a dimension with the video tokens."""
 
 
 @dataclass(frozen=True)
 class SplitInput:
-    """A tensor argument of a module's forward becomes this rank's share along `dim`."""
+    """An argument of a module's forward becomes this rank's share along `dim`.
+
+    Of a tuple or list every tensor is split, of `index` that item alone. What is None stays None, and a tensor of
+    size 1 along `dim` stays as it is: it is broadcast over the tokens. A tensor that every block gets is split once.
+    """
 
     module: str
     argument: str
     dim: int = 1
+    ndim: int | None = None
+    """For what has a token dimension only sometimes: a tensor of so many dims is split, one of fewer stays whole."""
+    text: Text | None = None
+    """Text tokens stand before or after the video tokens along `dim`: they stay, on every rank."""
+    index: int | None = None
 
 
 @dataclass(frozen=True)
 class SplitOutput:
     """What a module returns becomes this rank's share along `dim`: outputs `indices` of a tuple, or the tensor.
 
-    `ndim` limits it to tensors of that many dims, for outputs that have a token dimension only sometimes.
+    `ndim` and `text` as in `SplitInput`.
     """
 
     module: str
     indices: tuple[int, ...] = ()
     dim: int = 1
     ndim: int | None = None
+    text: Text | None = None
 
 
 @dataclass(frozen=True)
 class GatherOutput:
-    """What a module returns is joined over the ranks along `dim`."""
+    """What a module returns, or item `index` of it, is joined over the ranks along `dim`."""
 
     module: str
     dim: int = 1
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class CountInput:
+    """A number of tokens, counted from the first, becomes the number of those that are in this rank's share.
+
+    Modules whose forward has no such argument are passed over: variants of a model differ in it.
+    """
+
+    module: str
+    argument: str
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Shares are whole frames, for layers that need the grid of a frame: convolutions, say.
+
+    The argument `count` of the modules, a number of frames, becomes this rank's; a frame has as many tokens as the
+    product of the arguments `sizes`. Nothing may be split before the first of these modules.
+    """
+
+    module: str
+    count: str
+    sizes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Halo:
+    """A convolution over frames: `reach` frames of the neighbours along `dim` come to its input."""
+
+    module: str
+    dim: int
+    reach: int = 1
+
+
+@dataclass(frozen=True)
+class JointAttention:
+    """Attention over video tokens, which are spread, and text tokens, which are whole, in one sequence."""
+
+    module: str
+    text: Text
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks that attend along one dimension of a grid of tokens while another one is spread.
+
+    Layouts are einops patterns: `"B (T S) C"`. Whichever dimension is spread when the block is called, one all-to-all
+    makes it `spread`; other arguments that have this dimension are split along it.
+    """
+
+    module: str
+    spread: str
+    tokens: tuple[str, str]
+    """The argument that holds the tokens, and its layout; what the block returns has the same one."""
+    layouts: tuple[tuple[str, str], ...] = ()
+    """Of further arguments that may have a dimension of the grid."""
+    counts: tuple[tuple[str, str], ...] = ()
+    """Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's."""
+    leave: str | None = None
+    """The dimension that is spread in what the block returns, where the model between the blocks needs that."""
+
+
+@dataclass(frozen=True)
+class GatherGrid:
+    """What a module returns is joined along whichever dimension of the grid is spread."""
+
+    module: str
+    layout: str
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of repeated blocks, in the order they run, and the arguments that flow from block to block."""
+    """A list of repeated blocks, in the order they run, and the arguments that flow from block to block.
+
+    `alternating` names further lists whose blocks run in turn with these: first of each, second of each, …
+    """
 
     module: str
     boundary: tuple[str, ...] = ("hidden_states",)
+    alternating: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,10 +146,9 @@ class NormSwap:
 
 @dataclass(frozen=True)
 class Policy:
-    """One model family. Module paths may hold `*` for any one name: `blocks.*.attn1`.
+    """One model family.
 
-    `split_inputs` meets the token dimension first, so the first entry fixes the number of tokens; every other
-    tensor that is split must have as many.
+    What is split first fixes the number of tokens; every other tensor that is split must have as many.
     """
 
     models: tuple[str, ...]
@@ -65,10 +156,24 @@ class Policy:
     split_inputs: tuple[SplitInput, ...] = ()
     split_outputs: tuple[SplitOutput, ...] = ()
     gather_outputs: tuple[GatherOutput, ...] = ()
+    count_inputs: tuple[CountInput, ...] = ()
+    frames: Frames | None = None
+    halos: tuple[Halo, ...] = ()
     self_attention: tuple[str, ...] = ()
     """Attention modules whose queries, keys and values all come from the split tokens. Cross-attention to
     replicated text needs nothing: its queries are local and its keys are whole."""
+    joint_attention: tuple[JointAttention, ...] = ()
+    whole_queries: tuple[str, ...] = ()
+    """Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens."""
+    linear_attention: tuple[str, ...] = ()
+    """As `self_attention`, of modules that sum over the tokens instead of taking a softmax."""
+    grids: tuple[Grid, ...] = ()
+    gather_grids: tuple[GatherGrid, ...] = ()
+    grid_sizes: tuple[tuple[str, str, int], ...] = ()
+    """Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells."""
     blocks: tuple[Blocks, ...] = ()
     mlps: tuple[str, ...] = ()
     """Modules that treat every token alone: [B, S, C] → [B, S, C]."""
     norm_swaps: tuple[NormSwap, ...] = ()
+    refuses: tuple[tuple[str, str], ...] = ()
+    """Arguments of the model's forward that cannot be split, each with the reason: they must be None or False."""

@@ -1,9 +1,11 @@
-"""Wan 2.1 and 2.2 (diffusers `WanTransformer3DModel`), text- and image-to-video."""
+"""Wan 2.1 and 2.2 (diffusers): text- and image-to-video, VACE, and ChronoEdit, which is built like it."""
+
+from dataclasses import replace
 
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
 
 WAN = Policy(
-    models=("WanTransformer3DModel",),
+    models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
     split_outputs=(
         SplitOutput("rope", indices=(0, 1)),
         # Wan 2.2 TI2V gives every token its own timestep: the embeddings then have a token dimension.
@@ -14,4 +16,17 @@ WAN = Policy(
     self_attention=("blocks.*.attn1",),
     blocks=(Blocks("blocks"),),
     mlps=("blocks.*.ffn",),
+)
+
+WAN_VACE = replace(
+    WAN,
+    models=("WanVACETransformer3DModel",),
+    split_inputs=(
+        SplitInput("vace_blocks.*", "hidden_states"),  # every one gets what the first block gets
+        SplitInput("vace_blocks.0", "control_hidden_states"),
+        SplitInput("blocks.0", "hidden_states"),
+    ),
+    self_attention=("vace_blocks.*.attn1", "blocks.*.attn1"),
+    blocks=(Blocks("vace_blocks", ("control_hidden_states",)), Blocks("blocks")),
+    mlps=("vace_blocks.*.ffn", "blocks.*.ffn"),
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from shardformer.policy import GatherOutput, SplitInput
+from shardformer.policy.base import GatherOutput, SplitInput
 from tests.models import wan, wan_inputs
 
 
@@ -135,12 +135,15 @@ def own_policy():
     for broken, message in (
         (
             shardformer.Policy(("Tower",), split_inputs=(SplitInput("middle", "input"),)),
-            "names the module 'middle'",
+            "names 'middle', which fits no module of Tower: it has first, last",
         ),
-        (shardformer.Policy(("Tower",), split_inputs=(SplitInput("first", "x"),)), "forward takes input"),
+        (
+            shardformer.Policy(("Tower",), split_inputs=(SplitInput("first", "x"),)),
+            "the forward of Linear takes input",
+        ),
         (
             shardformer.Policy(("Tower",), split_inputs=entry, self_attention=("blocks.*",)),
-            "'blocks.*' fits no module",
+            "'blocks.*', which fits no module",
         ),
         (shardformer.Policy(("Tower",), split_inputs=entry, gather_outputs=(GatherOutput("end"),)), "'end'"),
     ):

@@ -40,7 +40,7 @@ from opensora_accel.communications import (
 )
 from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.verify.run import Run
-from shardformer.policy import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
 
 CHANNELS, HEADS, TOKENS, BATCH = 12, 3, 11, 2
 ATTENTION = {"ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}

@@ -1,0 +1,176 @@
+"""`shard` and `unshard`. Knows nothing of any one model.
+
+Order: policy, checkpointing, sharding of parameters. Parameters keep their names and identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens
+from opensora_accel.fsdp import shard_parameters
+from opensora_accel.parallel_states import get_parallel_group, get_sequence_parallel_group
+from opensora_accel.plan import Plan
+from opensora_accel.wrapping import refuse_copy
+from shardformer.engine.paths import children, find
+from shardformer.engine.spread import spread_tokens
+from shardformer.engine.tokens import Tokens
+from shardformer.modeling import NORMS
+from shardformer.policy import find_policy
+from shardformer.policy.base import NormSwap, Policy
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_ATTRIBUTE = "_shardformer"
+
+
+@dataclass
+class _Applied:
+    """What `shard` left on a model."""
+
+    undo: ExitStack
+    has_sharded_parameters: bool
+
+
+def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
+    """The same model, run as the plan says over the registered groups.
+
+    Every rank still calls it with the whole input and gets the whole output, and the training step around it does
+    not change: average gradients over the mixed group (DDP's and FSDP's default).
+
+    Args:
+        model: of a class that has a policy, or any with `policy`.
+        plan: sequence degrees split the tokens, `checkpoint`, `offload` and `mlp_chunks` act on the blocks,
+            `sharding` on the parameters. `precision` is for the training loop: the model's dtype stays.
+        policy: a table for a model that `shardformer.policy` does not know.
+
+    Raises:
+        ValueError: no policy, groups that do not match the plan, or a model that is sharded already.
+    """
+    if hasattr(model, _ATTRIBUTE):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already; call shardformer.unshard(model) first"
+        )
+    policy = policy or find_policy(model)
+    group = _sequence_group(plan)
+    # Left by an exception, the stack takes back what was done: a policy that fails leaves the model as it was.
+    with ExitStack() as undo:
+        for swap in policy.norm_swaps:
+            undo.callback(_swap_norms(model, swap))
+        if group is not None:
+            spread_tokens(model, plan, policy, Tokens(group), undo)
+        if plan.mlp_chunks > 1:
+            _chunk_mlps(model, plan.mlp_chunks, policy, undo)
+        if plan.checkpoint != "none":
+            _checkpoint(model, plan, policy, undo)
+        if plan.sharding != "none":
+            shard_parameters(model, plan, blocks_of(model, policy))
+        model.__deepcopy__ = refuse_copy  # type: ignore[assignment]
+        undo.callback(delattr, model, "__deepcopy__")
+        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none"))
+    return model
+
+
+def unshard(model: ModelT) -> ModelT:
+    """The model as it was before `shard`, bit for bit; ValueError where its parameters are sharded."""
+    applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
+    if applied is None:
+        raise ValueError(f"this {type(model).__name__} is not sharded")
+    if applied.has_sharded_parameters:
+        raise ValueError(
+            "the parameters were sharded by FSDP2, which cannot be undone; load a checkpoint instead"
+        )
+    applied.undo.close()
+    delattr(model, _ATTRIBUTE)
+    return model
+
+
+def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
+    """The repeated blocks that the policy names, in the order in which they run."""
+    policy = policy or find_policy(model)
+    return [block for block, _boundary in _blocks(model, policy)]
+
+
+def _blocks(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Blocks with the arguments that flow from one to the next."""
+    found = []
+    for entry in policy.blocks:
+        lists = [children(model, path) for path in (entry.module, *entry.alternating)]
+        in_turn = chain.from_iterable(zip_longest(*lists))
+        found += [(block, entry.boundary) for block in in_turn if block is not None]
+    return found
+
+
+def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
+    if plan.tp > 1:
+        raise ValueError(f"tp={plan.tp}: tensor parallelism is not available yet; put its ranks on ulysses")
+    if plan.sequence == 1:
+        return None
+    group = get_sequence_parallel_group()
+    if group is None or group.size() != plan.sequence:
+        registered = "none is registered" if group is None else f"the registered one has {group.size()}"
+        raise ValueError(
+            f"the plan needs a sequence group of {plan.sequence} ranks, but {registered}; "
+            "call opensora_accel.init_parallel(plan), or set_sequence_parallel_group(group)"
+        )
+    if plan.ring > 1:
+        _check_axes(plan)
+    return group
+
+
+def _check_axes(plan: Plan) -> None:
+    """Both axes must be registered as the plan has them: a sequence group alone does not tell who is on which."""
+    for axis in ("ring", "ulysses"):
+        size = get_parallel_group(axis).size()
+        if size != getattr(plan, axis):
+            raise ValueError(
+                f"the plan has {axis}={getattr(plan, axis)}, but the registered {axis} group has {size} ranks; "
+                "call opensora_accel.init_parallel(plan)"
+            )
+
+
+def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, undo: ExitStack) -> None:
+    if not policy.blocks:
+        raise ValueError(f'checkpoint="{plan.checkpoint}" needs a policy that names the model\'s blocks')
+    assert plan.checkpoint != "none"
+    boundaries = {id(block): boundary for block, boundary in _blocks(model, policy)}
+    undo.callback(
+        checkpoint_blocks(
+            blocks_of(model, policy),
+            plan.checkpoint,
+            plan.offload,
+            boundary=lambda block: boundaries[id(block)],
+        )
+    )
+
+
+def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitStack) -> None:
+    if not policy.mlps:
+        raise ValueError(
+            f"mlp_chunks={num_chunks} needs a policy that names the model's MLPs; use mlp_chunks=1"
+        )
+    for pattern in policy.mlps:
+        for _name, module in find(model, pattern):
+            undo.callback(chunk_tokens(module, num_chunks))
+
+
+def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:
+    target = NORMS[swap.target]
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in [each for _name, module in find(model, swap.module) for each in module.modules()]:
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in swap.sources and type(child) is not target:
+                replaced.append((parent, name, child))
+                setattr(parent, name, target.from_native_module(child))
+
+    def undo() -> None:
+        for parent, name, child in replaced:
+            setattr(parent, name, child)
+
+    return undo

@@ -1,0 +1,152 @@
+"""What takes the place of the kernel call in a model's attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_accel.attention import gathered_attention, joint_attention, ulysses_attention, usp_attention
+from opensora_accel.attention.overlap import OverlapWatch
+from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
+from opensora_accel.parallel_states import get_parallel_group
+from opensora_accel.plan import Plan
+from shardformer.engine.paths import find
+from shardformer.engine.tokens import Tokens
+from shardformer.modeling import redirect_attention
+from shardformer.modeling.attention import Attention
+from shardformer.modeling.masks import Extent, Mask, MaskReader
+from shardformer.policy.base import Policy, Text
+
+Undo = Callable[[], None]
+
+
+def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
+    """Leads the kernel calls of every attention module that the policy names to sequence-parallel ones."""
+    spread = _spread_attention(plan, tokens)
+    kinds: list[tuple[str, Callable[[str], Attention]]] = [
+        *((path, partial(_self_attention, tokens, spread)) for path in policy.self_attention),
+        *((entry.module, partial(_joint_attention, tokens, entry.text)) for entry in policy.joint_attention),
+        *((path, partial(_whole_queries, tokens, spread)) for path in policy.whole_queries),
+    ]
+    for path, make in kinds:
+        for name, module in find(model, path):
+            yield redirect_attention(module, name, make(name))
+
+
+def _spread_attention(plan: Plan, tokens: Tokens) -> Callable[..., Tensor]:
+    """Attention over the plan's axes: Ulysses, where that is all of them, needs the sequence group only."""
+    if plan.ring == 1:
+        return lambda q, k, v, **options: ulysses_attention(q, k, v, tokens.group, **options)
+    watch = OverlapWatch(get_parallel_group("ring"), plan.ulysses)
+
+    def usp(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        watch.check(q, k)
+        return usp_attention(q, k, v, **options)
+
+    return usp
+
+
+def _self_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> Attention:
+    reader = MaskReader(name)
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        splits = tokens.state.splits
+        options = {"scale": scale, "splits": splits, "kv_splits": splits}
+        if mask is None:
+            return spread(q, k, v, causal=causal, **options)
+        if causal:
+            raise ValueError(f"{name} passed a mask and is_causal; pass one of them")
+        extent = _extent(tokens, q.size(1), name)
+        read = reader.read(mask, q.size(0), extent, extent)
+        if read.bias is not None:
+            return gathered_attention(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
+        return _of_padding(spread(q, k, v, mask=read.keys, **options), read)
+
+    return attention
+
+
+def _joint_attention(tokens: Tokens, text: Text, name: str) -> Attention:
+    reader, text_first = MaskReader(name), text == "first"
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        if causal:
+            raise ValueError(f"{name} is causal, which a sequence of text and video is not")
+        extent = _extent(tokens, q.size(1), name, text_first)
+        read = reader.read(mask, q.size(0), extent, extent)
+        (video_q, text_q), (video_k, text_k), (video_v, text_v) = (_cut(t, extent) for t in (q, k, v))
+        if read.bias is not None:
+            return gathered_attention(
+                q, video_k, video_v, tokens.group, bias=read.bias, text_k=text_k, text_v=text_v,
+                text_first=text_first, scale=scale, kv_splits=tokens.state.splits,
+            )  # fmt: skip
+        keys, text_keys = (None, None) if read.keys is None else _cut(read.keys, extent)
+        outs = joint_attention(
+            video_q, video_k, video_v, text_q, text_k, text_v, text_first=text_first,
+            mask=keys, text_mask=text_keys, scale=scale, splits=tokens.state.splits,
+        )  # fmt: skip
+        return _of_padding(torch.cat(outs[::-1] if text_first else outs, 1), read)
+
+    return attention
+
+
+def _whole_queries(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> Attention:
+    """Each rank asks for its share of the queries; what comes back is gathered."""
+    reader = MaskReader(name)
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        if causal:
+            raise ValueError(f"{name} is causal, but its queries are not of the sequence of its keys")
+        group, splits = tokens.group, share_sizes(q.size(1), tokens.group.size())
+        own = tokens.own_range(splits)
+        keys = _extent(tokens, k.size(1), name)
+        read = reader.read(mask, q.size(0), Extent(own, q.size(1)), keys)
+        kv_splits = tokens.state.splits
+        share = q[:, own]  # plain: gradients of what every rank has are what passed through this one
+        if read.bias is not None:
+            out = gathered_attention(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
+        else:
+            out = spread(share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits)
+            out = _of_padding(out, read)
+        return gather_forward_reduce_scatter_backward(out, group, 1, splits=splits)
+
+    return attention
+
+
+def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False) -> Extent:
+    splits = tokens.state.splits
+    if splits is None:
+        raise ValueError(
+            f"{name} does not know which of its {num_local} tokens are spread: it is recomputed by a checkpoint that "
+            'shardformer does not know of, or the policy splits nothing before it. Use Plan(checkpoint="full"), '
+            "model.enable_gradient_checkpointing() or opensora_accel.checkpoint"
+        )
+    own = tokens.own_range(splits)
+    num_text = num_local - (own.stop - own.start)
+    if num_text < 0:
+        raise ValueError(
+            f"{name} attends to {num_local} tokens, fewer than this rank's {own.stop - own.start}"
+        )
+    return Extent(own, sum(splits), num_text, text_first)
+
+
+def _cut(tensor: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:
+    """The video part and the text part."""
+    num_video = extent.num_local - extent.num_text
+    sizes = [extent.num_text, num_video] if extent.text_first else [num_video, extent.num_text]
+    first, second = tensor.split(sizes, 1)
+    return (second, first) if extent.text_first else (first, second)
+
+
+def _of_padding(out: Tensor, read: Mask) -> Tensor:
+    """Queries that are padding give 0, as a kernel gives for a row that sees nothing."""
+    return out if read.queries is None else out * read.queries[:, :, None, None]

@@ -1,0 +1,167 @@
+"""Where tokens are split and gathered, and where they are counted."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_accel.communications import gather_forward_split_backward
+from shardformer.engine.paths import check_argument, find
+from shardformer.engine.tokens import Tokens
+from shardformer.policy.base import CountInput, Frames, GatherOutput, SplitInput, SplitOutput
+
+Undo = Callable[[], None]
+Arguments = dict[str, Any]
+
+
+def change_arguments(
+    module: nn.Module, signature: inspect.Signature, change: Callable[[Arguments], None]
+) -> Undo:
+    """Calls `change` with a module's arguments by name before its forward runs, defaults not among them."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
+        bound = signature.bind(*args, **kwargs)
+        change(bound.arguments)
+        return bound.args, bound.kwargs
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens) -> Iterator[Undo]:
+    for name, module in find(model, entry.module):
+        signature = check_argument(name, module, entry.argument)
+        what = f"{name or type(model).__name__}'s {entry.argument}"
+
+        def change(arguments: Arguments, what: str = what) -> None:
+            value = arguments.get(entry.argument)
+            if entry.index is None:
+                arguments[entry.argument] = _split_all(value, entry, tokens, what)
+            elif value is not None:
+                _check_index(entry.index, value, what)
+                items = list(value)
+                items[entry.index] = _split_all(items[entry.index], entry, tokens, what)
+                arguments[entry.argument] = type(value)(items)
+
+        yield change_arguments(module, signature, change)
+
+
+def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens) -> Iterator[Undo]:
+    for name, module in find(model, entry.module):
+        what = f"{name}'s output"
+
+        def hook(_module: nn.Module, _args: Any, output: Any, what: str = what) -> Any:
+            if not entry.indices:
+                return _split_all(output, entry, tokens, what)
+            for index in entry.indices:
+                _check_index(index, output, what)
+            return tuple(
+                _split_all(item, entry, tokens, f"{what} {index}") if index in entry.indices else item
+                for index, item in enumerate(output)
+            )
+
+        yield module.register_forward_hook(hook).remove
+
+
+def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens) -> Iterator[Undo]:
+    def gather(output: Tensor) -> Tensor:
+        return gather_forward_split_backward(
+            output, tokens.group, entry.dim, "up", splits=tokens.state.splits
+        )
+
+    for name, module in find(model, entry.module):
+
+        def hook(_module: nn.Module, _args: Any, output: Any, what: str = f"{name}'s output") -> Any:
+            if entry.index is None:
+                return gather(output)
+            _check_index(entry.index, output, what)
+            return tuple(gather(item) if i == entry.index else item for i, item in enumerate(output))
+
+        yield module.register_forward_hook(hook).remove
+
+
+def refuse_input(model: nn.Module, argument: str, reason: str) -> Iterator[Undo]:
+    def change(arguments: Arguments) -> None:
+        value = arguments.get(argument)
+        if value is not None and value is not False:
+            raise ValueError(f"{type(model).__name__}'s {argument} cannot be split over ranks: {reason}")
+
+    yield change_arguments(model, check_argument("", model, argument), change)
+
+
+def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator[Undo]:
+    def change(arguments: Arguments) -> None:
+        count, splits = arguments.get(entry.argument), tokens.state.splits
+        if count is not None and splits is not None:
+            own = tokens.own_range(splits)
+            arguments[entry.argument] = min(max(count - own.start, 0), own.stop - own.start)
+
+    for name, module in find(model, entry.module):
+        if entry.argument in inspect.signature(module.forward).parameters:
+            yield change_arguments(module, check_argument(name, module, entry.argument), change)
+
+
+def count_frames(model: nn.Module, entry: Frames, tokens: Tokens) -> Iterator[Undo]:
+    def change(arguments: Arguments) -> None:
+        tokens.state.unit = math.prod(arguments[name] for name in entry.sizes)
+        whole = arguments[entry.count] * tokens.state.unit
+        splits = tokens.share(whole, f"the grid of {entry.module}")
+        arguments[entry.count] = splits[tokens.group.rank()] // tokens.state.unit
+
+    for name, module in find(model, entry.module):
+        yield change_arguments(module, check_argument(name, module, entry.count), change)
+
+
+def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        return type(value)([_split_all(item, entry, tokens, what) for item in value])
+    if not isinstance(value, Tensor):
+        raise ValueError(f"the policy splits {what}, which is no tensor but a {type(value).__name__}")
+    if entry.ndim is not None and value.dim() == entry.ndim - 1:
+        return value
+    if entry.ndim not in (None, value.dim()) or not -value.dim() <= entry.dim < value.dim():
+        raise ValueError(
+            f"the policy splits dim {entry.dim} of {what}"
+            + (f" where it has {entry.ndim} dims" if entry.ndim is not None else "")
+            + f", but it is {tuple(value.shape)}"
+        )
+    return _split_one(value, entry, tokens, what)
+
+
+def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
+    total, known = tensor.size(entry.dim), tokens.state.splits
+    if entry.text is None:
+        if total == 1 and known is not None and sum(known) != 1:
+            return tensor  # broadcast over the tokens
+        return tokens.split(tensor, entry.dim, tokens.share(total, what))
+    if known is None:
+        raise ValueError(
+            f"{what} holds text and video tokens, and how many of either is not known yet: let the policy split "
+            "something of the video alone before it"
+        )
+    num_text = total - sum(known)
+    if num_text < 0:
+        raise ValueError(f"{what} has {total} tokens, fewer than the {sum(known)} of the video alone")
+    own = tokens.own_range(known)
+
+    def make() -> Tensor:
+        """The text is whole on every rank, and its gradient is what passed through this one."""
+        sizes = [num_text, sum(known)] if entry.text == "first" else [sum(known), num_text]
+        parts = list(tensor.split(sizes, entry.dim))
+        at = 1 if entry.text == "first" else 0
+        parts[at] = parts[at].narrow(entry.dim, own.start, own.stop - own.start)
+        return torch.cat(parts, entry.dim)
+
+    return tokens.once(tensor, (entry.dim, known, entry.text), make)
+
+
+def _check_index(index: int, value: Any, what: str) -> None:
+    if not isinstance(value, (tuple, list)) or not -len(value) <= index < len(value):
+        kind = f"{len(value)} items" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise ValueError(f"the policy names item {index} of {what}, which is {kind}")

@@ -1,0 +1,152 @@
+"""Factorised attention: blocks along one dimension of a grid, then along the other, and the switch between."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from opensora_accel.attention import switch_sharded_dim
+from opensora_accel.communications import (
+    gather_forward_split_backward,
+    share_sizes,
+    split_forward_gather_backward,
+)
+from shardformer.engine.boundaries import Arguments, Undo, change_arguments
+from shardformer.engine.layout import Layout
+from shardformer.engine.paths import check_argument, find
+from shardformer.engine.tokens import Tokens
+from shardformer.policy.base import GatherGrid, Grid, Policy
+
+
+def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
+    if policy.grid_sizes:
+        yield _read_sizes(model, policy, tokens)
+    for entry in policy.grids:
+        grid = _Grid(entry, tokens)
+        for name, module in find(model, entry.module):
+            yield from grid.attach(name, module)
+    for gather in policy.gather_grids:
+        for name, module in find(model, gather.module):
+            yield _gather(module, gather, tokens, f"{name}'s output")
+
+
+def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens) -> Undo:
+    signature: inspect.Signature | None = None
+    for _dimension, argument, _dim in policy.grid_sizes:
+        signature = check_argument("", model, argument)
+    assert signature is not None
+
+    def change(arguments: Arguments) -> None:
+        for dimension, argument, dim in policy.grid_sizes:
+            tokens.state.sizes[dimension] = arguments[argument].size(dim)
+
+    return change_arguments(model, signature, change)
+
+
+class _Grid:
+    def __init__(self, entry: Grid, tokens: Tokens):
+        self.entry, self.tokens = entry, tokens
+        self.layouts = {argument: Layout.parse(layout) for argument, layout in (entry.tokens, *entry.layouts)}
+
+    def attach(self, name: str, module: nn.Module) -> Iterator[Undo]:
+        argument = self.entry.tokens[0]
+        signature = check_argument(name, module, argument)
+        for other in (*self.layouts, *(argument for _dimension, argument in self.entry.counts)):
+            check_argument(name, module, other)
+
+        def change(arguments: Arguments) -> None:
+            self._enter(arguments, name)
+
+        yield change_arguments(module, signature, change)
+        if self.entry.leave is not None:
+            leave, layout, what = self.entry.leave, self.layouts[argument], f"{name}'s output"
+
+            def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+                return _spread_along(output, layout, leave, self.tokens, what)
+
+            yield module.register_forward_hook(hook).remove
+
+    def _enter(self, arguments: Arguments, name: str) -> None:
+        state, spread = self.tokens.state, self.entry.spread
+        for dimension, argument in self.entry.counts:
+            state.sizes[dimension] = arguments[argument]
+        argument, _ = self.entry.tokens
+        arguments[argument] = _spread_along(
+            arguments[argument], self.layouts[argument], spread, self.tokens, f"{name}'s {argument}"
+        )
+        for other, layout in self.layouts.items():
+            value = arguments.get(other)
+            if other != argument and isinstance(value, Tensor) and spread in layout.names:
+                arguments[other] = self._own(value, layout, f"{name}'s {other}")
+        for dimension, count in self.entry.counts:
+            if dimension == spread:
+                arguments[count] = _shares(self.tokens, spread)[self.tokens.group.rank()]
+
+    def _own(self, tensor: Tensor, layout: Layout, what: str) -> Tensor:
+        """This rank's part of a tensor that is whole."""
+        spread, tokens = self.entry.spread, self.tokens
+
+        def make() -> Tensor:
+            sizes = layout.sizes(tensor, tokens.state.sizes, what)
+            unfolded, dim = layout.unfold(tensor, sizes), layout.names.index(spread)
+            if not tensor.is_floating_point():
+                own = tokens.own_range(_shares(tokens, spread))
+                return layout.fold(unfolded.narrow(dim, own.start, own.stop - own.start))
+            splits = _shares(tokens, spread)
+            share = split_forward_gather_backward(unfolded, tokens.group, dim, "down", splits=splits)
+            return layout.fold(share)
+
+        return tokens.once(tensor, (layout.pattern, spread), make)
+
+
+def _shares(tokens: Tokens, dimension: str) -> tuple[int, ...]:
+    return share_sizes(tokens.state.sizes[dimension], tokens.group.size())
+
+
+def _local_sizes(tensor: Tensor, layout: Layout, tokens: Tokens, what: str) -> dict[str, int]:
+    """Sizes of a tensor whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
+    state, known = tokens.state, dict(tokens.state.sizes)
+    if state.spread is not None:
+        known[state.spread] = _shares(tokens, state.spread)[tokens.group.rank()]
+    sizes = layout.sizes(tensor, {name: known[name] for name in layout.names if name in known}, what)
+    for name, size in sizes.items():
+        if name != state.spread:
+            state.sizes.setdefault(name, size)
+    return sizes
+
+
+def _spread_along(tensor: Tensor, layout: Layout, dimension: str, tokens: Tokens, what: str) -> Tensor:
+    """The same tokens with `dimension` spread over the ranks, whatever was spread before."""
+    state, group = tokens.state, tokens.group
+    if state.spread == dimension:
+        return tensor
+    unfolded = layout.unfold(tensor, _local_sizes(tensor, layout, tokens, what))
+    to_dim = layout.names.index(dimension)
+    if state.spread is None:
+        splits = _shares(tokens, dimension)
+        unfolded = split_forward_gather_backward(unfolded, group, to_dim, "down", splits=splits)
+    else:
+        from_dim, splits = layout.names.index(state.spread), _shares(tokens, state.spread)
+        unfolded = switch_sharded_dim(unfolded, group, from_dim=from_dim, to_dim=to_dim, splits=splits)
+    state.spread = dimension
+    return layout.fold(unfolded)
+
+
+def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str) -> Undo:
+    layout = Layout.parse(entry.layout)
+
+    def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        spread = tokens.state.spread
+        if spread is None:
+            raise ValueError(f"the policy gathers {what}, but no dimension of it is spread")
+        unfolded = layout.unfold(output, _local_sizes(output, layout, tokens, what))
+        whole = gather_forward_split_backward(
+            unfolded, tokens.group, layout.names.index(spread), "up", splits=_shares(tokens, spread)
+        )
+        tokens.state.spread = None
+        return layout.fold(whole)
+
+    return module.register_forward_hook(hook).remove

@@ -1,0 +1,56 @@
+"""Modules by the paths that a policy holds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a path names, in order; ValueError where it names none."""
+    names = re.sub(r"(?<=\.)-1\b", lambda match: _last(model, path[: match.start() - 1]), path)
+    expression = re.compile(re.escape(names).replace(r"\*", r"[^.]+"))
+    found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
+    if not found:
+        raise ValueError(
+            f"the policy names {path!r}, which fits no module of {type(model).__name__}{_near(model, path)}"
+        )
+    return found
+
+
+def children(model: nn.Module, path: str) -> list[nn.Module]:
+    """The items of the list that a path names."""
+    return [child for _name, module in find(model, path) for child in module.children()]
+
+
+def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signature:
+    """The signature of a module's forward, which must have the argument."""
+    signature = inspect.signature(module.forward)
+    if argument not in signature.parameters:
+        raise ValueError(
+            f"the policy names {name or 'the model'}'s argument {argument!r}, but the forward of "
+            f"{type(module).__name__} takes {', '.join(signature.parameters)}"
+        )
+    return signature
+
+
+def _last(model: nn.Module, path: str) -> str:
+    items = [name for name, _child in dict(model.named_modules()).get(path, model).named_children()]
+    return items[-1] if items else "-1"
+
+
+def _near(model: nn.Module, path: str) -> str:
+    """What stands where the path leaves the model."""
+    at, parts = model, path.split(".")
+    for depth, part in enumerate(parts):
+        names: Sequence[str] = [name for name, _child in at.named_children()]
+        if part == "*" and names:
+            part = names[0]
+        if part not in names:
+            where = ".".join(parts[:depth]) or "it"
+            return f": {where} has {', '.join(names[:12]) or 'no modules'}{', …' if len(names) > 12 else ''}"
+        at = dict(at.named_children())[part]
+    return ""

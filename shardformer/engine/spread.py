@@ -1,0 +1,59 @@
+"""Sequence parallelism: everything that a policy says of tokens, put on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from torch import nn
+
+from opensora_accel.plan import Plan
+from shardformer.engine.attentions import redirect_attentions
+from shardformer.engine.boundaries import (
+    Undo,
+    count_frames,
+    count_input,
+    gather_output,
+    refuse_input,
+    split_input,
+    split_output,
+)
+from shardformer.engine.forward import follow_forward
+from shardformer.engine.grids import spread_grids
+from shardformer.engine.paths import find
+from shardformer.engine.tokens import Tokens
+from shardformer.modeling.halo import add_halo
+from shardformer.policy.base import Halo, Policy
+
+
+def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
+    """Puts it on; `undo` takes it off again, also where a later part failed."""
+    for step in _steps(model, plan, policy, tokens):
+        for each in step:
+            undo.callback(each)
+
+
+def _steps(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Iterator[Undo]]:
+    """Hooks of a module run in the order in which they are put on: frames before splits, splits before counts."""
+    yield from (refuse_input(model, argument, reason) for argument, reason in policy.refuses)
+    if policy.frames is not None:
+        yield count_frames(model, policy.frames, tokens)
+    yield from (split_input(model, entry, tokens) for entry in policy.split_inputs)
+    yield from (split_output(model, entry, tokens) for entry in policy.split_outputs)
+    yield from (count_input(model, entry, tokens) for entry in policy.count_inputs)
+    yield spread_grids(model, policy, tokens)
+    yield from (gather_output(model, entry, tokens) for entry in policy.gather_outputs)
+    yield from (_halo(model, entry, tokens) for entry in policy.halos)
+    yield redirect_attentions(model, plan, policy, tokens)
+    # Last, and it puts its first hook before all others: the model's own inputs may be split.
+    yield iter([follow_forward(model, tokens)])
+
+
+def _halo(model: nn.Module, entry: Halo, tokens: Tokens) -> Iterator[Undo]:
+    def get_splits() -> tuple[int, ...] | None:
+        """In frames."""
+        splits = tokens.state.splits
+        return None if splits is None else tuple(size // tokens.state.unit for size in splits)
+
+    for name, module in find(model, entry.module):
+        yield add_halo(module, name, tokens.group, entry.dim, entry.reach, get_splits)

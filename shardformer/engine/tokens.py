@@ -1,0 +1,119 @@
+"""How the tokens of the forward that is running are spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_accel.checkpoint import carrying
+from opensora_accel.communications import share_sizes, split_forward_gather_backward
+
+
+@dataclass
+class State:
+    """What a forward finds out about its tokens."""
+
+    splits: tuple[int, ...] | None = None
+    """Every rank's number of tokens."""
+    unit: int = 1
+    """Shares are multiples of so many tokens: of a frame, for one."""
+    spread: str | None = None
+    """Which dimension of a grid is spread over the ranks."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Whole sizes of a grid's dimensions."""
+
+
+class Tokens:
+    """The state of the running forward. Empty outside of one.
+
+    A recomputation runs outside of it: a checkpoint has to bring the state along (`carry`). Under one that
+    does not, shares are unknown, the same on every rank, and self-attention exchanges them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.state = State()
+        self.in_forward = False
+        self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_own(self) -> int | None:
+        """This rank's number of tokens."""
+        return None if self.state.splits is None else self.state.splits[self.group.rank()]
+
+    def own_range(self, splits: tuple[int, ...]) -> slice:
+        rank = self.group.rank()
+        return slice(sum(splits[:rank]), sum(splits[: rank + 1]))
+
+    def share(self, total: int, what: str) -> tuple[int, ...]:
+        """Every rank's share of `total` tokens, which must be as many as were split before."""
+        if total % self.state.unit:
+            raise ValueError(f"{what} has {total} tokens, which are no frames of {self.state.unit}")
+        splits = share_sizes(total // self.state.unit, self.group.size())
+        splits = tuple(size * self.state.unit for size in splits)
+        known = self.state.splits
+        if known is not None and known != splits:
+            raise ValueError(
+                f"{what} has {total} tokens, but the tokens split before it were {sum(known)}; "
+                "the policy splits tensors of different lengths"
+            )
+        if self.in_forward:  # not where another checkpoint recomputes a module that splits
+            self.state.splits = splits
+        return splits
+
+    def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...]) -> Tensor:
+        """This rank's share."""
+
+        def make() -> Tensor:
+            return split_forward_gather_backward(tensor, self.group, dim, "down", splits=splits)
+
+        return self.once(tensor, (dim, splits), make)
+
+    def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """`make()`, within a forward once for a tensor that many blocks get: one copy, one gradient to gather."""
+        if not self.in_forward:
+            return make()
+        # Under a reentrant checkpoint the forward records no graph: that share has no gradient to give.
+        key = id(tensor), torch.is_grad_enabled(), *key
+        if key not in self._made:
+            self._made[key] = tensor, make()  # the tensor as well: its id is its own while it lives
+        return self._made[key][1]
+
+    def carry(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` for a checkpoint, which calls it again: then in the state in which it was called first."""
+        found: State | None = None
+
+        def carried(*args: Any, **kwargs: Any) -> Any:
+            nonlocal found
+            if found is not None:
+                with self._within(found), carrying(self.carry):
+                    return function(*args, **kwargs)
+            spread = self.state.spread
+            out = function(*args, **kwargs)
+            # Shares may be found within; what is spread changes there, and counts as it was at the start.
+            found = replace(self.state, spread=spread, sizes=dict(self.state.sizes))
+            return out
+
+        return carried
+
+    @contextmanager
+    def _within(self, state: State) -> Iterator[None]:
+        before, self.state = self.state, replace(state)
+        try:
+            yield
+        finally:
+            self.state = before
+
+    def begin(self) -> None:
+        self.state, self.in_forward = State(), True
+        self._made.clear()
+
+    def end(self) -> None:
+        self.state, self.in_forward = State(), False
+        self._made.clear()

@@ -1,0 +1,134 @@
+"""What a model passes as `attn_mask`, as sequence-parallel attention can use it.
+
+Models build their mask before the tokens are split or after, over keys alone or over queries and keys, as bool or as
+a bias of 0 and −10000. Nearly all of them say the same: some keys are padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+HIDDEN = -10000.0
+"""A bias from here on hides a key: exp(−10000) is 0 in every dtype."""
+
+Kind = Literal["keys", "padding", "any"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Tokens along one dim of a mask: video that is spread over ranks, and text that every rank has."""
+
+    own: slice
+    """This rank's video tokens among all."""
+    num_video: int
+    num_text: int = 0
+    text_first: bool = False
+
+    @property
+    def num_local(self) -> int:
+        return self.own.stop - self.own.start + self.num_text
+
+    @property
+    def num_whole(self) -> int:
+        return self.num_video + self.num_text
+
+    def cut(self, mask: Tensor, dim: int) -> Tensor:
+        """This rank's part of a mask over all tokens."""
+        start = self.num_text if self.text_first else 0
+        video = mask.narrow(dim, start + self.own.start, self.own.stop - self.own.start)
+        if not self.num_text:
+            return video
+        text = mask.narrow(dim, 0 if self.text_first else self.num_video, self.num_text)
+        return torch.cat([text, video] if self.text_first else [video, text], dim)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Keys that may be seen, [B, S_kv/P + T], and queries that see any, [B, S_q/P + T]; or else `bias`.
+
+    `bias` is [B or 1, H or 1, S_q/P + T, S_kv + T], bool or added to the scores: this rank's queries and all keys.
+    """
+
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class MaskReader:
+    """Reads the masks of one attention module. What kind they are is looked up once, and asserted from then on:
+    to look would wait for the device at every call."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+
+    def read(self, mask: Tensor | None, batch: int, queries: Extent, keys: Extent) -> Mask:
+        """ValueError for a mask that fits neither this rank's tokens nor all of them."""
+        if mask is None:
+            return Mask()
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        num_rows, num_columns = mask.shape[2:]
+        rows_fit = num_rows in (1, queries.num_local, queries.num_whole)
+        if not rows_fit or num_columns not in (keys.num_local, keys.num_whole):
+            raise ValueError(
+                f"{self.name} got a mask of {tuple(mask.shape)}; sequence-parallel attention takes one over this "
+                f"rank's tokens, [B, 1, 1 or {queries.num_local}, {keys.num_local}], or over all, "
+                f"[B, 1, 1 or {queries.num_whole}, {keys.num_whole}]"
+            )
+        kind = self._kind(mask, spread=num_columns == keys.num_whole)
+        if kind == "any":
+            if num_rows == queries.num_whole:
+                mask = queries.cut(mask, 2)
+            return Mask(bias=mask)
+        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        seen = visible.any(1) if num_rows > 1 else visible[:, 0]
+        asking = visible.any(2) if kind == "padding" else None
+        if num_columns == keys.num_whole:
+            seen = keys.cut(seen, 1)
+        if asking is not None and num_rows == queries.num_whole:
+            asking = queries.cut(asking, 1)
+        return Mask(
+            seen.expand(batch, -1),
+            None if asking is None else asking.expand(batch, -1),
+        )
+
+    def _kind(self, mask: Tensor, spread: bool) -> Kind:
+        """Of a mask over all tokens every rank finds the same, so that all of them communicate alike."""
+        key = mask.dtype, mask.size(1) == 1, mask.size(2) == 1, spread
+        plain: Kind = "keys" if mask.size(2) == 1 else "padding"
+        known = self._kinds.get(key)
+        if known == "any":
+            return known
+        condition = _is_plain(mask)
+        if known is not None:
+            torch._assert_async(
+                condition, f"{self.name} got masks of two kinds; call shardformer.shard again"
+            )
+            return known
+        if bool(condition):
+            self._kinds[key] = plain
+        elif spread:
+            self._kinds[key] = "any"
+        else:
+            raise ValueError(
+                f"{self.name} got a mask over this rank's tokens that is more than padding ({mask.dtype}, "
+                f"{tuple(mask.shape)}); pass one over all tokens, or none"
+            )
+        return self._kinds[key]
+
+
+def _is_plain(mask: Tensor) -> Tensor:
+    """Whether all heads see the same and some queries and keys are padding, and that is all it says."""
+    visible, is_plain = mask, torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.dtype != torch.bool:
+        visible = mask == 0
+        is_plain = (visible | (mask <= HIDDEN)).all()
+    if mask.size(1) > 1:
+        is_plain = is_plain & (visible == visible[:, :1]).all()
+    visible = visible[:, 0]
+    padding = visible.any(2, keepdim=True) & visible.any(1, keepdim=True)
+    return is_plain & (visible == padding).all() if mask.size(2) > 1 else is_plain

@@ -1,0 +1,14 @@
+"""CogVideoX 1.0 and 1.5 (diffusers `CogVideoXTransformer3DModel`), text- and image-to-video."""
+
+from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy, SplitInput
+
+COGVIDEOX = Policy(
+    models=("CogVideoXTransformer3DModel",),
+    split_inputs=(
+        SplitInput("transformer_blocks.0", "hidden_states"),
+        SplitInput("transformer_blocks.*", "image_rotary_emb", dim=0),
+    ),
+    gather_outputs=(GatherOutput("proj_out"),),
+    joint_attention=(JointAttention("transformer_blocks.*.attn1", text="first"),),
+    blocks=(Blocks("transformer_blocks"),),
+)

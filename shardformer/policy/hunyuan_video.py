@@ -1,0 +1,29 @@
+"""HunyuanVideo (diffusers `HunyuanVideoTransformer3DModel`), text- and image-to-video."""
+
+from shardformer.policy.base import (
+    Blocks,
+    CountInput,
+    GatherOutput,
+    JointAttention,
+    Policy,
+    SplitInput,
+    SplitOutput,
+)
+
+HUNYUAN_VIDEO = Policy(
+    models=("HunyuanVideoTransformer3DModel",),
+    split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
+    split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
+    # Where the first frame is given, its tokens have a timestep of their own.
+    count_inputs=(
+        CountInput("transformer_blocks.*", "num_tokens"),
+        CountInput("single_transformer_blocks.*", "num_tokens"),
+    ),
+    gather_outputs=(GatherOutput("proj_out"),),
+    joint_attention=(
+        JointAttention("transformer_blocks.*.attn", text="last"),
+        JointAttention("single_transformer_blocks.*.attn", text="last"),
+    ),
+    blocks=(Blocks("transformer_blocks"), Blocks("single_transformer_blocks")),
+    mlps=("transformer_blocks.*.ff",),
+)

@@ -1,0 +1,86 @@
+"""A sharded model beside the same model on one device: output, input gradients and every parameter's gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardformer
+from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.verify import lift_casts
+from tests.tolerances import relative_error
+from tests.video_models import CASES
+from tests.video_models.case import Case, Inputs
+
+Found = dict[str, Tensor]
+
+
+def errors(name: str, plan: Plan, own_checkpointing: bool = False) -> dict[str, float]:
+    """Relative errors in fp64 of everything that can be wrong, on this rank of the plan's mesh.
+
+    A gradient is compared with the largest of the model's where it is zero but for rounding itself.
+    """
+    init_parallel(plan)
+    case = CASES[name]
+    inputs = in_double(case.inputs())
+    expected = step(fp64_model(case), case, inputs)
+    model = shardformer.shard(fp64_model(case), plan)
+    if own_checkpointing:
+        model.enable_gradient_checkpointing()
+    found = step(model, case, inputs)
+    return compare(found, expected)
+
+
+def compare(found: Found, expected: Found) -> dict[str, float]:
+    """Gradients are averaged over the ranks first, as DDP does; a text's is what passed through each rank."""
+    group = parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)
+    for name in sorted(name for name in found if not name.startswith("output ")):
+        dist.all_reduce(found[name], group=group)
+        found[name] /= group.size()
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    return {name: _error(found[name], value, largest) for name, value in expected.items()}
+
+
+def _error(found: Tensor, expected: Tensor, largest: float) -> float:
+    if expected.abs().max() > 1e-9 * largest:
+        return relative_error(found, expected)
+    if found.shape != expected.shape or not found.isfinite().all():
+        return float("inf")
+    return (found - expected).abs().max().item() / largest
+
+
+def fp64_model(case: Case) -> nn.Module:
+    model = case.make().double()
+    lift_casts(model)
+    return model
+
+
+def in_double(value: Any) -> Any:
+    """Every floating-point tensor in fp64, also in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        return {name: in_double(item) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(in_double(item) for item in value)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
+    """One training step: outputs, gradients of the inputs and of every parameter, zeros where there is none."""
+    leaves = {name: inputs[name].clone().requires_grad_() for name in case.differentiated}
+    outputs = model(**{**inputs, **leaves, "return_dict": False})
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(2)
+    targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outputs]
+    loss = sum((out - target).square().mean() for out, target in zip(outputs, targets, strict=True))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    found |= {f"input {name}": _gradient(leaf) for name, leaf in leaves.items()}
+    return found | {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

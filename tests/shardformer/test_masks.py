@@ -1,0 +1,87 @@
+"""Masks as models pass them, read as padding where that is all they say."""
+
+import pytest
+import torch
+
+from shardformer.modeling.masks import HIDDEN, Extent, MaskReader
+
+# 7 video tokens on 3 ranks, of which this one has 3 and 4; 2 text tokens.
+LAST = Extent(slice(3, 5), 7, 2)
+FIRST = Extent(slice(3, 5), 7, 2, text_first=True)
+VIDEO = Extent(slice(3, 5), 7)
+
+
+def read(mask, extent=LAST, batch=2):
+    return MaskReader("attn").read(mask, batch, extent, extent)
+
+
+def test_no_mask_is_none():
+    assert read(None).keys is None and read(None).bias is None
+
+
+@pytest.mark.parametrize("extent", [LAST, FIRST], ids=["text last", "text first"])
+def test_a_mask_over_all_tokens_becomes_this_ranks(extent):
+    whole = torch.arange(18).view(2, 9) % 2 == 0
+    video, text = (whole[:, 2:], whole[:, :2]) if extent.text_first else (whole[:, :7], whole[:, 7:])
+    own = video[:, 3:5]
+    expected = torch.cat([text, own] if extent.text_first else [own, text], 1)
+    assert torch.equal(read(whole[:, None, None], extent).keys, expected)
+    assert torch.equal(read(expected[:, None, None], extent).keys, expected)
+
+
+def test_one_mask_for_the_whole_batch_is_repeated():
+    assert read(torch.ones(1, 1, 1, 4, dtype=torch.bool)).keys.shape == (2, 4)
+
+
+def test_a_bias_of_nothing_and_minus_ten_thousand_is_a_mask():
+    keys = torch.tensor([[True, False, True, True], [True, True, True, False]])
+    bias = ((~keys) * HIDDEN)[:, None, None].expand(2, 3, 1, 4)  # for every head
+    assert torch.equal(read(bias).keys, keys)
+    assert torch.equal(read(torch.where(bias == 0, 0, -torch.inf)).keys, keys)
+
+
+@pytest.mark.parametrize("columns", [4, 9])
+def test_padding_over_queries_and_keys_is_read_as_both(columns):
+    visible = torch.rand(2, columns, generator=torch.Generator().manual_seed(0)) > 0.4
+    found = read((visible[:, :, None] & visible[:, None])[:, None])
+    expected = LAST.cut(visible, 1) if columns == 9 else visible
+    assert torch.equal(found.keys, expected) and torch.equal(found.queries, expected)
+
+
+def test_queries_without_keys_to_see_are_no_keys_less():
+    """Of 3 queries and 5 keys; a rectangle, not a square."""
+    queries, keys = (
+        torch.tensor([[True, False]]),
+        torch.tensor([[True, False, True, True, False, True, True]]),
+    )
+    found = MaskReader("attn").read(
+        (queries[:, :, None] & keys[:, None])[:, None], 1, Extent(slice(0, 2), 2), VIDEO
+    )
+    assert torch.equal(found.queries, queries) and torch.equal(found.keys, keys[:, 3:5])
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_anything_else_over_all_tokens_stays_as_it_is(heads):
+    causal = torch.ones(1, heads, 9, 9, dtype=torch.bool).tril()
+    assert torch.equal(read(causal).bias, LAST.cut(causal, 2))
+    bias = torch.randn(2, heads, 1, 9)
+    assert torch.equal(read(bias).bias, bias)
+
+
+def test_anything_else_over_this_ranks_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"more than padding .* pass one over all tokens"):
+        read(torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())
+
+
+def test_a_mask_of_other_tokens_is_refused():
+    with pytest.raises(
+        ValueError, match=r"got a mask of \(2, 1, 1, 5\).*this rank's tokens, \[B, 1, 1 or 4, 4\]"
+    ):
+        read(torch.ones(2, 1, 1, 5, dtype=torch.bool))
+
+
+def test_a_module_whose_masks_change_their_kind_is_told():
+    reader = MaskReader("attn")
+    reader.read(torch.zeros(2, 1, 1, 9), 2, LAST, LAST)
+    with pytest.raises(RuntimeError, match="masks of two kinds"):
+        reader.read(torch.randn(2, 1, 1, 9), 2, LAST, LAST)

@@ -1,0 +1,50 @@
+"""CogVideoX: text first in one joint sequence, rotary positions given from outside."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.opensora_models.randomize import randomize
+from tests.video_models.case import Case, Inputs, randn
+
+
+def cogvideox(patch_size_t: int | None = None) -> nn.Module:
+    from diffusers import CogVideoXTransformer3DModel
+
+    return randomize(
+        CogVideoXTransformer3DModel(
+            num_attention_heads=3,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=12,
+            text_embed_dim=16,
+            num_layers=2,
+            sample_width=10,
+            sample_height=6,
+            sample_frames=17,
+            patch_size=2,
+            patch_size_t=patch_size_t,
+            temporal_compression_ratio=4,
+            max_text_seq_length=7,
+            use_rotary_positional_embeddings=True,
+            patch_bias=patch_size_t is None,
+        )
+    )
+
+
+def inputs(frames: int = 5) -> Inputs:
+    """Patches of 2 × 2: 75 tokens for 5 frames, and 7 of text."""
+    positions = randn(frames * 15, 8, seed=4)
+    return {
+        "hidden_states": randn(2, frames, 4, 6, 10),
+        "encoder_hidden_states": randn(2, 7, 16, seed=2),
+        "timestep": torch.tensor([100, 700]),
+        "image_rotary_emb": (positions.cos(), positions.sin()),
+    }
+
+
+COGVIDEOX = {
+    "CogVideoX": Case(cogvideox, inputs, ("hidden_states", "encoder_hidden_states")),
+}

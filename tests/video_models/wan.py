@@ -1,0 +1,83 @@
+"""Wan 2.1 and 2.2: text by cross-attention, with an image, with a timestep per token, with control (VACE)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.models import wan, wan_inputs
+from tests.opensora_models.randomize import randomize
+from tests.video_models.case import Case, Inputs, randn
+
+
+def vace() -> nn.Module:
+    from diffusers import WanVACETransformer3DModel
+
+    return randomize(
+        WanVACETransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=3,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=32,
+            num_layers=3,
+            cross_attn_norm=True,
+            rope_max_seq_len=32,
+            vace_layers=[0, 2],
+            vace_in_channels=6,
+        )
+    )
+
+
+def vace_inputs() -> Inputs:
+    return {
+        "hidden_states": randn(2, 4, 5, 6, 10),
+        "timestep": torch.tensor([100, 700]),
+        "encoder_hidden_states": randn(2, 7, 16, seed=2),
+        "control_hidden_states": randn(2, 6, 5, 6, 10, seed=3),
+        "control_hidden_states_scale": torch.tensor([0.7, 1.2]),
+    }
+
+
+def chrono_edit() -> nn.Module:
+    from diffusers import ChronoEditTransformer3DModel
+
+    return randomize(
+        ChronoEditTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=3,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=32,
+            num_layers=2,
+            cross_attn_norm=True,
+            rope_max_seq_len=32,
+        )
+    )
+
+
+def chrono_edit_inputs() -> Inputs:
+    return {name: tensor for name, tensor in vace_inputs().items() if not name.startswith("control")}
+
+
+def single(**options: bool) -> Case:
+    return Case(
+        lambda: wan(torch.float32, image=options.get("image", False)),
+        lambda: wan_inputs(torch.float32, **options),
+        ("hidden_states", "encoder_hidden_states"),
+    )
+
+
+WAN = {
+    "Wan": single(),
+    "Wan, image": single(image=True),
+    "Wan, time per token": single(per_token_time=True),
+    "Wan VACE": Case(vace, vace_inputs, ("hidden_states", "control_hidden_states")),
+    "ChronoEdit": Case(chrono_edit, chrono_edit_inputs),
+}
