@@ -6,15 +6,38 @@ import difflib
 
 from torch import nn
 
+from shardformer.policy.allegro import ALLEGRO
 from shardformer.policy.base import Policy
 from shardformer.policy.cogvideox import COGVIDEOX
+from shardformer.policy.cosmos import COSMOS
+from shardformer.policy.easyanimate import EASYANIMATE
 from shardformer.policy.hunyuan_video import HUNYUAN_VIDEO
+from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
+from shardformer.policy.kandinsky5 import KANDINSKY5
+from shardformer.policy.ltx import LTX, LTX2
+from shardformer.policy.mochi import MOCHI
+from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.t5_encoder import T5_ENCODER
 from shardformer.policy.wan import WAN, WAN_VACE
 
 __all__ = ["Policy", "find_policy", "model_names"]
 
-_POLICIES = (WAN, WAN_VACE, HUNYUAN_VIDEO, COGVIDEOX, T5_ENCODER)
+_POLICIES = (
+    WAN,
+    WAN_VACE,
+    SKYREELS_V2,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO15,
+    COGVIDEOX,
+    LTX,
+    LTX2,
+    MOCHI,
+    ALLEGRO,
+    COSMOS,
+    EASYANIMATE,
+    KANDINSKY5,
+    T5_ENCODER,
+)
 
 
 def model_names() -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""CogVideoX 1.0 and 1.5 (diffusers `CogVideoXTransformer3DModel`), text- and image-to-video."""
+"""CogVideoX 1.0 and 1.5 (diffusers `CogVideoXTransformer3DModel`), and ConsisID, which adds faces to it."""
 
 from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy, SplitInput
 
 COGVIDEOX = Policy(
-    models=("CogVideoXTransformer3DModel",),
+    models=("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
         SplitInput("transformer_blocks.*", "image_rotary_emb", dim=0),

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from tests.video_models.allegro import ALLEGRO
 from tests.video_models.case import Case
 from tests.video_models.cogvideox import COGVIDEOX
+from tests.video_models.cosmos import COSMOS
+from tests.video_models.easyanimate import EASYANIMATE
 from tests.video_models.hunyuan_video import HUNYUAN_VIDEO
+from tests.video_models.hunyuan_video15 import HUNYUAN_VIDEO15
+from tests.video_models.kandinsky5 import KANDINSKY5
+from tests.video_models.ltx import LTX
+from tests.video_models.mochi import MOCHI
+from tests.video_models.skyreels_v2 import SKYREELS_V2
 from tests.video_models.wan import WAN
 
-CASES: dict[str, Case] = {**WAN, **HUNYUAN_VIDEO, **COGVIDEOX}
+CASES: dict[str, Case] = {
+    **WAN,
+    **SKYREELS_V2,
+    **HUNYUAN_VIDEO,
+    **HUNYUAN_VIDEO15,
+    **COGVIDEOX,
+    **LTX,
+    **MOCHI,
+    **ALLEGRO,
+    **COSMOS,
+    **EASYANIMATE,
+    **KANDINSKY5,
+}
 """By the name that tables and tests show."""

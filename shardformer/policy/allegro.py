@@ -1,0 +1,17 @@
+"""Allegro (diffusers `AllegroTransformer3DModel`)."""
+
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
+
+ALLEGRO = Policy(
+    models=("AllegroTransformer3DModel",),
+    split_inputs=(
+        SplitInput("transformer_blocks.0", "hidden_states"),
+        SplitInput("transformer_blocks.*", "attention_mask", dim=2),
+        # Tables of angles, and every token's place in them: the places are split.
+        SplitInput("transformer_blocks.*", "image_rotary_emb", dim=-1, index=1),
+    ),
+    gather_outputs=(GatherOutput("proj_out"),),
+    self_attention=("transformer_blocks.*.attn1",),
+    blocks=(Blocks("transformer_blocks"),),
+    mlps=("transformer_blocks.*.ff",),
+)

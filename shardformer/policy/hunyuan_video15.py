@@ -1,0 +1,13 @@
+"""HunyuanVideo 1.5 (diffusers `HunyuanVideo15Transformer3DModel`), text- and image-to-video."""
+
+from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy, SplitInput, SplitOutput
+
+HUNYUAN_VIDEO15 = Policy(
+    models=("HunyuanVideo15Transformer3DModel",),
+    split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
+    split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
+    gather_outputs=(GatherOutput("proj_out"),),
+    joint_attention=(JointAttention("transformer_blocks.*.attn", text="last"),),
+    blocks=(Blocks("transformer_blocks"),),
+    mlps=("transformer_blocks.*.ff",),
+)

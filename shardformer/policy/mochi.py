@@ -1,0 +1,13 @@
+"""Mochi (diffusers `MochiTransformer3DModel`)."""
+
+from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy, SplitInput, SplitOutput
+
+MOCHI = Policy(
+    models=("MochiTransformer3DModel",),
+    split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
+    split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
+    gather_outputs=(GatherOutput("proj_out"),),
+    joint_attention=(JointAttention("transformer_blocks.*.attn1", text="last"),),
+    blocks=(Blocks("transformer_blocks"),),
+    mlps=("transformer_blocks.*.ff",),
+)

@@ -1,0 +1,17 @@
+"""SkyReels-V2 (diffusers `SkyReelsV2Transformer3DModel`): text- and image-to-video, and diffusion forcing."""
+
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+
+SKYREELS_V2 = Policy(
+    models=("SkyReelsV2Transformer3DModel",),
+    split_outputs=(SplitOutput("rope", indices=(0, 1)),),
+    split_inputs=(
+        SplitInput("blocks.0", "hidden_states"),
+        SplitInput("blocks.*", "temb", dim=2, ndim=4),  # diffusion forcing: a timestep for every frame
+    ),
+    # Before the output's modulation, which has all tokens there.
+    gather_outputs=(GatherOutput("blocks.-1"),),
+    self_attention=("blocks.*.attn1",),
+    blocks=(Blocks("blocks"),),
+    mlps=("blocks.*.ffn",),
+)

@@ -1,0 +1,114 @@
+"""LTX-Video, whose input is tokens already, and LTX-2, which has audio tokens beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.opensora_models.randomize import randomize
+from tests.video_models.case import Case, Inputs, randn, text_mask
+
+TOKENS = 5 * 3 * 5
+
+
+def ltx() -> nn.Module:
+    from diffusers import LTXVideoTransformer3DModel
+
+    return randomize(
+        LTXVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=3,
+            attention_head_dim=8,
+            cross_attention_dim=24,
+            num_layers=2,
+            caption_channels=16,
+        )
+    )
+
+
+def ltx_inputs(per_token_time: bool = False) -> Inputs:
+    time = (
+        torch.linspace(10, 900, 2 * TOKENS).view(2, TOKENS)
+        if per_token_time
+        else torch.tensor([100.0, 700.0])
+    )
+    return {
+        "hidden_states": randn(2, TOKENS, 4),
+        "encoder_hidden_states": randn(2, 7, 16, seed=2),
+        "timestep": time,
+        "encoder_attention_mask": text_mask((7, 4), 7).long(),
+        "num_frames": 5,
+        "height": 3,
+        "width": 5,
+    }
+
+
+def ltx2(**options: Any) -> nn.Module:
+    from diffusers import LTX2VideoTransformer3DModel
+
+    return randomize(
+        LTX2VideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=3,
+            attention_head_dim=8,
+            cross_attention_dim=24,
+            audio_in_channels=6,
+            audio_out_channels=6,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=6,
+            audio_cross_attention_dim=12,
+            num_layers=2,
+            caption_channels=16,
+            **options,
+        )
+    )
+
+
+def ltx2_inputs(new: bool = False) -> Inputs:
+    """75 video tokens with a timestep each, and 11 of audio."""
+    inputs = {
+        **ltx_inputs(per_token_time=True),
+        "audio_hidden_states": randn(2, 11, 6, seed=5),
+        "audio_encoder_hidden_states": randn(2, 7, 16, seed=3),
+        "audio_encoder_attention_mask": text_mask((7, 4), 7).long(),
+        "audio_timestep": torch.tensor([150.0, 650.0]),
+        "audio_num_frames": 11,
+        "fps": 25.0,
+    }
+    if new:  # LTX-2.3
+        inputs |= {
+            "sigma": torch.tensor([0.1, 0.7]),
+            "audio_sigma": torch.tensor([0.15, 0.65]),
+            "use_cross_timestep": True,
+            "encoder_hidden_states": randn(2, 7, 24, seed=2),
+            "audio_encoder_hidden_states": randn(2, 7, 12, seed=3),
+            "video_keyframes_mask": (torch.arange(TOKENS) < 15).float()[None, :, None].repeat(2, 1, 1),
+        }
+    return inputs
+
+
+def ltx23() -> nn.Module:
+    return ltx2(
+        gated_attn=True,
+        cross_attn_mod=True,
+        audio_gated_attn=True,
+        audio_cross_attn_mod=True,
+        rope_type="split",
+        use_prompt_embeddings=False,
+        perturbed_attn=True,
+        use_keyframes_abs_pos_embedding=True,
+    )
+
+
+BOTH = ("hidden_states", "audio_hidden_states")
+
+LTX = {
+    "LTX-Video": Case(ltx, ltx_inputs, ("hidden_states", "encoder_hidden_states")),
+    "LTX-Video, time per token": Case(ltx, lambda: ltx_inputs(per_token_time=True)),
+    "LTX-2": Case(ltx2, ltx2_inputs, BOTH),
+    "LTX-2.3": Case(ltx23, lambda: ltx2_inputs(new=True), BOTH),
+}
