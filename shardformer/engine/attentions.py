@@ -17,7 +17,7 @@ from opensora_accel.plan import Plan
 from shardformer.engine.paths import find
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import redirect_attention
-from shardformer.modeling.attention import Attention
+from shardformer.modeling.attention import Attention, lead_kernel
 from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.policy.base import Policy, Text
 
@@ -32,9 +32,14 @@ def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: To
         *((entry.module, partial(_joint_attention, tokens, entry.text)) for entry in policy.joint_attention),
         *((path, partial(_whole_queries, tokens, spread)) for path in policy.whole_queries),
     ]
+    led: set[tuple[type, str]] = set()
     for path, make in kinds:
         for name, module in find(model, path):
             yield redirect_attention(module, name, make(name))
+            for function in policy.kernel_functions:
+                if (type(module), function) not in led:
+                    led.add((type(module), function))
+                    yield lead_kernel(module, function)
 
 
 def _spread_attention(plan: Plan, tokens: Tokens) -> Callable[..., Tensor]:

@@ -49,12 +49,13 @@ def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens) -> Undo:
 class _Grid:
     def __init__(self, entry: Grid, tokens: Tokens):
         self.entry, self.tokens = entry, tokens
-        self.layouts = {argument: Layout.parse(layout) for argument, layout in (entry.tokens, *entry.layouts)}
+        self.layout = Layout.parse(entry.tokens[1])
+        self.others = [(argument, Layout.parse(layout)) for argument, layout in entry.layouts]
 
     def attach(self, name: str, module: nn.Module) -> Iterator[Undo]:
         argument = self.entry.tokens[0]
         signature = check_argument(name, module, argument)
-        for other in (*self.layouts, *(argument for _dimension, argument in self.entry.counts)):
+        for other in (*(other for other, _ in self.others), *(count for _, count in self.entry.counts)):
             check_argument(name, module, other)
 
         def change(arguments: Arguments) -> None:
@@ -62,7 +63,7 @@ class _Grid:
 
         yield change_arguments(module, signature, change)
         if self.entry.leave is not None:
-            leave, layout, what = self.entry.leave, self.layouts[argument], f"{name}'s output"
+            leave, layout, what = self.entry.leave, self.layout, f"{name}'s output"
 
             def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
                 return _spread_along(output, layout, leave, self.tokens, what)
@@ -75,22 +76,26 @@ class _Grid:
             state.sizes[dimension] = arguments[argument]
         argument, _ = self.entry.tokens
         arguments[argument] = _spread_along(
-            arguments[argument], self.layouts[argument], spread, self.tokens, f"{name}'s {argument}"
+            arguments[argument], self.layout, spread, self.tokens, f"{name}'s {argument}"
         )
-        for other, layout in self.layouts.items():
+        for other in {other for other, _ in self.others}:
             value = arguments.get(other)
-            if other != argument and isinstance(value, Tensor) and spread in layout.names:
-                arguments[other] = self._own(value, layout, f"{name}'s {other}")
+            if value is not None:
+                arguments[other] = self._own(value, other, f"{name}'s {other}")
         for dimension, count in self.entry.counts:
             if dimension == spread:
                 arguments[count] = _shares(self.tokens, spread)[self.tokens.group.rank()]
 
-    def _own(self, tensor: Tensor, layout: Layout, what: str) -> Tensor:
+    def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
         """This rank's part of a tensor that is whole."""
         spread, tokens = self.entry.spread, self.tokens
+        layouts = [layout for name, layout in self.others if name == argument]
+        layout = next((each for each in layouts if len(each.groups) == tensor.dim()), layouts[0])
+        sizes = layout.sizes(tensor, tokens.state.sizes, what)
+        if spread not in sizes:
+            return tensor
 
         def make() -> Tensor:
-            sizes = layout.sizes(tensor, tokens.state.sizes, what)
             unfolded, dim = layout.unfold(tensor, sizes), layout.names.index(spread)
             if not tensor.is_floating_point():
                 own = tokens.own_range(_shares(tokens, spread))

@@ -14,8 +14,10 @@ from shardformer.policy.easyanimate import EASYANIMATE
 from shardformer.policy.hunyuan_video import HUNYUAN_VIDEO
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
 from shardformer.policy.kandinsky5 import KANDINSKY5
+from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2
 from shardformer.policy.mochi import MOCHI
+from shardformer.policy.open_sora import MMDIT, STDIT3
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.t5_encoder import T5_ENCODER
 from shardformer.policy.wan import WAN, WAN_VACE
@@ -36,6 +38,9 @@ _POLICIES = (
     COSMOS,
     EASYANIMATE,
     KANDINSKY5,
+    LATTE,
+    STDIT3,
+    MMDIT,
     T5_ENCODER,
 )
 

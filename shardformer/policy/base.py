@@ -165,6 +165,9 @@ class Policy:
     joint_attention: tuple[JointAttention, ...] = ()
     whole_queries: tuple[str, ...] = ()
     """Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens."""
+    kernel_functions: tuple[str, ...] = ()
+    """Functions (q, k, v) in [B, S, H, D] that the model's own package calls in place of torch's attention, if any:
+    flash-attn's `flash_attn_func`, say."""
     linear_attention: tuple[str, ...] = ()
     """As `self_attention`, of modules that sum over the tokens instead of taking a softmax."""
     grids: tuple[Grid, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def errors(name: str, plan: Plan, own_checkpointing: bool = False) -> dict[str, 
         expected = step(fp64_model(case), case, inputs)
         model = shardformer.shard(fp64_model(case), plan)
         if own_checkpointing:
-            model.enable_gradient_checkpointing()
+            case.enable_checkpointing(model)
         found = step(model, case, inputs)
     return compare(found, expected)
 
@@ -72,7 +73,8 @@ def in_double(value: Any) -> Any:
 def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     """One training step: outputs, gradients of the inputs and of every parameter, zeros where there is none."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in case.differentiated}
-    outputs = model(**{**inputs, **leaves, "return_dict": False})
+    extra = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+    outputs = model(**inputs | leaves | extra)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(2)
     targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outputs]

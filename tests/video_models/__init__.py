@@ -10,8 +10,10 @@ from tests.video_models.easyanimate import EASYANIMATE
 from tests.video_models.hunyuan_video import HUNYUAN_VIDEO
 from tests.video_models.hunyuan_video15 import HUNYUAN_VIDEO15
 from tests.video_models.kandinsky5 import KANDINSKY5
+from tests.video_models.latte import LATTE
 from tests.video_models.ltx import LTX
 from tests.video_models.mochi import MOCHI
+from tests.video_models.open_sora import OPEN_SORA
 from tests.video_models.skyreels_v2 import SKYREELS_V2
 from tests.video_models.wan import WAN
 
@@ -27,5 +29,7 @@ CASES: dict[str, Case] = {
     **COSMOS,
     **EASYANIMATE,
     **KANDINSKY5,
+    **LATTE,
+    **OPEN_SORA,
 }
 """By the name that tables and tests show."""

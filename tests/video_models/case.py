@@ -20,6 +20,8 @@ class Case:
     """Arguments of its forward for a batch of two, floating-point ones in fp32."""
     differentiated: tuple[str, ...] = ("hidden_states",)
     """Inputs whose gradient is compared besides the parameters'."""
+    enable_checkpointing: Callable[[nn.Module], None] = lambda model: model.enable_gradient_checkpointing()
+    """How its users turn on the checkpointing that the model brings along."""
 
 
 def randn(*shape: int, seed: int = 1) -> Tensor:

@@ -1,0 +1,31 @@
+"""Latte (diffusers `LatteTransformer3DModel`): spatial and temporal blocks in turn."""
+
+from shardformer.policy.base import Blocks, GatherGrid, Grid, Policy
+
+# Letters: B clips, F frames, N places of a frame, L text tokens, C, D, E and O channels.
+LATTE = Policy(
+    models=("LatteTransformer3DModel",),
+    grid_sizes=(("F", "hidden_states", 2),),
+    grids=(
+        Grid(
+            "transformer_blocks.*",
+            "F",
+            ("hidden_states", "(B F) N C"),
+            layouts=(
+                ("encoder_hidden_states", "(B F) L D"),
+                ("encoder_attention_mask", "(B F) L"),
+                ("encoder_attention_mask", "(B F) Q L"),
+                ("timestep", "(B F) E"),
+            ),
+            leave="N",  # the model adds its temporal positions between the blocks
+        ),
+        Grid(
+            "temporal_transformer_blocks.*",
+            "N",
+            ("hidden_states", "(B N) F C"),
+            layouts=(("timestep", "(B N) E"),),
+        ),
+    ),
+    gather_grids=(GatherGrid("proj_out", "(B F) N O"),),
+    blocks=(Blocks("transformer_blocks", alternating=("temporal_transformer_blocks",)),),
+)
