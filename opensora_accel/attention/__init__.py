@@ -3,6 +3,7 @@
 from opensora_accel.attention.factorised import switch_sharded_dim
 from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
+from opensora_accel.attention.linear import linear_attention
 from opensora_accel.attention.local import explain_kernel, local_attention
 from opensora_accel.attention.ring import ring_attention
 from opensora_accel.attention.ulysses import ulysses_attention
@@ -12,6 +13,7 @@ __all__ = [
     "explain_kernel",
     "gathered_attention",
     "joint_attention",
+    "linear_attention",
     "local_attention",
     "ring_attention",
     "switch_sharded_dim",

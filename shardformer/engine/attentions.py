@@ -18,6 +18,7 @@ from shardformer.engine.paths import find
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, lead_kernel
+from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.policy.base import Policy, Text
 
@@ -32,6 +33,9 @@ def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: To
         *((entry.module, partial(_joint_attention, tokens, entry.text)) for entry in policy.joint_attention),
         *((path, partial(_whole_queries, tokens, spread)) for path in policy.whole_queries),
     ]
+    for path in policy.linear_attention:
+        for name, module in find(model, path):
+            yield redirect_linear_attention(module, name, tokens.group)
     led: set[tuple[type, str]] = set()
     for path, make in kinds:
         for name, module in find(model, path):

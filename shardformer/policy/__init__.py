@@ -18,6 +18,7 @@ from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.open_sora import MMDIT, STDIT3
+from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.t5_encoder import T5_ENCODER
 from shardformer.policy.wan import WAN, WAN_VACE
@@ -39,6 +40,7 @@ _POLICIES = (
     EASYANIMATE,
     KANDINSKY5,
     LATTE,
+    SANA_VIDEO,
     STDIT3,
     MMDIT,
     T5_ENCODER,

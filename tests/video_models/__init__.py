@@ -14,6 +14,7 @@ from tests.video_models.latte import LATTE
 from tests.video_models.ltx import LTX
 from tests.video_models.mochi import MOCHI
 from tests.video_models.open_sora import OPEN_SORA
+from tests.video_models.sana_video import SANA_VIDEO
 from tests.video_models.skyreels_v2 import SKYREELS_V2
 from tests.video_models.wan import WAN
 
@@ -30,6 +31,7 @@ CASES: dict[str, Case] = {
     **EASYANIMATE,
     **KANDINSKY5,
     **LATTE,
+    **SANA_VIDEO,
     **OPEN_SORA,
 }
 """By the name that tables and tests show."""
