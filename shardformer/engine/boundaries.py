@@ -98,7 +98,8 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator
         count, splits = arguments.get(entry.argument), tokens.state.splits
         if count is not None and splits is not None:
             own = tokens.own_range(splits)
-            arguments[entry.argument] = min(max(count - own.start, 0), own.stop - own.start)
+            before = sum(splits) - own.stop if entry.last else own.start
+            arguments[entry.argument] = min(max(count - before, 0), own.stop - own.start)
 
     for name, module in find(model, entry.module):
         if entry.argument in inspect.signature(module.forward).parameters:
@@ -121,6 +122,8 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
         return None
     if isinstance(value, (tuple, list)):
         return type(value)([_split_all(item, entry, tokens, what) for item in value])
+    if isinstance(value, dict):
+        return {name: _split_all(item, entry, tokens, what) for name, item in value.items()}
     if not isinstance(value, Tensor):
         raise ValueError(f"the policy splits {what}, which is no tensor but a {type(value).__name__}")
     if entry.ndim is not None and value.dim() == entry.ndim - 1:

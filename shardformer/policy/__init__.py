@@ -7,15 +7,18 @@ import difflib
 from torch import nn
 
 from shardformer.policy.allegro import ALLEGRO
+from shardformer.policy.anyflow import ANYFLOW
 from shardformer.policy.base import Policy
 from shardformer.policy.cogvideox import COGVIDEOX
 from shardformer.policy.cosmos import COSMOS
 from shardformer.policy.easyanimate import EASYANIMATE
-from shardformer.policy.hunyuan_video import HUNYUAN_VIDEO
+from shardformer.policy.helios import HELIOS
+from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
-from shardformer.policy.kandinsky5 import KANDINSKY5
+from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6
 from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2
+from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.open_sora import MMDIT, STDIT3
 from shardformer.policy.sana_video import SANA_VIDEO
@@ -29,8 +32,11 @@ _POLICIES = (
     WAN,
     WAN_VACE,
     SKYREELS_V2,
+    ANYFLOW,
+    HELIOS,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO15,
+    FRAMEPACK,
     COGVIDEOX,
     LTX,
     LTX2,
@@ -39,6 +45,8 @@ _POLICIES = (
     COSMOS,
     EASYANIMATE,
     KANDINSKY5,
+    KANDINSKY6,
+    MINIMAX_H3,
     LATTE,
     SANA_VIDEO,
     STDIT3,

@@ -17,7 +17,7 @@ Text = Literal["first", "last"]
 class SplitInput:
     """An argument of a module's forward becomes this rank's share along `dim`.
 
-    Of a tuple or list every tensor is split, of `index` that item alone. What is None stays None, and a tensor of
+    Of a tuple, list or dict every tensor is split, of `index` that item alone. What is None stays None, and a tensor of
     size 1 along `dim` stays as it is: it is broadcast over the tokens. A tensor that every block gets is split once.
     """
 
@@ -58,11 +58,13 @@ class GatherOutput:
 class CountInput:
     """A number of tokens, counted from the first, becomes the number of those that are in this rank's share.
 
-    Modules whose forward has no such argument are passed over: variants of a model differ in it.
+    `last`: counted from the last. Modules whose forward has no such argument are passed over: variants of a model
+    differ in it.
     """
 
     module: str
     argument: str
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""HunyuanVideo (diffusers `HunyuanVideoTransformer3DModel`), text- and image-to-video."""
+"""HunyuanVideo (diffusers `HunyuanVideoTransformer3DModel`), text- and image-to-video, and its FramePack."""
+
+from dataclasses import replace
 
 from shardformer.policy.base import (
     Blocks,
@@ -26,4 +28,17 @@ HUNYUAN_VIDEO = Policy(
     ),
     blocks=(Blocks("transformer_blocks"), Blocks("single_transformer_blocks")),
     mlps=("transformer_blocks.*.ff",),
+)
+
+FRAMEPACK = replace(
+    HUNYUAN_VIDEO,
+    models=("HunyuanVideoFramepackTransformer3DModel",),
+    # The clip's past, at several scales, is put before its tokens once all have their positions.
+    split_outputs=(),
+    split_inputs=(
+        SplitInput("transformer_blocks.0", "hidden_states"),
+        SplitInput("transformer_blocks.*", "freqs_cis", dim=0),
+        SplitInput("single_transformer_blocks.*", "image_rotary_emb", dim=0),
+    ),
+    gather_outputs=(GatherOutput("single_transformer_blocks.-1", index=0),),  # the past is dropped after it
 )

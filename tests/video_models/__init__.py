@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from tests.video_models.allegro import ALLEGRO
+from tests.video_models.anyflow import ANYFLOW
 from tests.video_models.case import Case
 from tests.video_models.cogvideox import COGVIDEOX
 from tests.video_models.cosmos import COSMOS
 from tests.video_models.easyanimate import EASYANIMATE
+from tests.video_models.histories import HISTORIES
 from tests.video_models.hunyuan_video import HUNYUAN_VIDEO
 from tests.video_models.hunyuan_video15 import HUNYUAN_VIDEO15
-from tests.video_models.kandinsky5 import KANDINSKY5
+from tests.video_models.kandinsky import KANDINSKY
 from tests.video_models.latte import LATTE
 from tests.video_models.ltx import LTX
+from tests.video_models.minimax_h3 import MINIMAX_H3
 from tests.video_models.mochi import MOCHI
 from tests.video_models.open_sora import OPEN_SORA
 from tests.video_models.sana_video import SANA_VIDEO
@@ -21,15 +24,18 @@ from tests.video_models.wan import WAN
 CASES: dict[str, Case] = {
     **WAN,
     **SKYREELS_V2,
+    **ANYFLOW,
     **HUNYUAN_VIDEO,
     **HUNYUAN_VIDEO15,
+    **HISTORIES,
     **COGVIDEOX,
     **LTX,
     **MOCHI,
     **ALLEGRO,
     **COSMOS,
     **EASYANIMATE,
-    **KANDINSKY5,
+    **KANDINSKY,
+    **MINIMAX_H3,
     **LATTE,
     **SANA_VIDEO,
     **OPEN_SORA,

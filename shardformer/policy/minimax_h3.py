@@ -1,0 +1,17 @@
+"""MiniMax-H3 (diffusers `MiniMaxH3Transformer3DModel`): text, video and audio packed into one sequence."""
+
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+
+MINIMAX_H3 = Policy(
+    models=("MiniMaxH3Transformer3DModel",),
+    split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
+    split_inputs=(
+        SplitInput("transformer_blocks.0", "hidden_states"),
+        SplitInput("transformer_blocks.*", "adaln_indices", dim=0),
+        SplitInput("norm_out", "timestep_indices", dim=0),
+    ),
+    gather_outputs=(GatherOutput("proj_out"), GatherOutput("audio_proj_out")),
+    self_attention=("transformer_blocks.*.attn",),
+    blocks=(Blocks("transformer_blocks"),),
+    mlps=("transformer_blocks.*.ff",),
+)
