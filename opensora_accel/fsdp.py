@@ -28,12 +28,10 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         blocks: the repeated blocks, each gathered on its own.
 
     Raises:
-        ValueError: plan.sharding is "none", or tensor parallelism is asked for as well.
+        ValueError: plan.sharding is "none".
     """
     if plan.sharding == "none":
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
-    if plan.tp > 1:
-        raise ValueError(f"tp={plan.tp} beside sharded parameters is not supported yet; use tp=1")
     mesh = _parameter_mesh(plan)
     reshard = plan.sharding == "zero3"
     for block in blocks:
@@ -57,6 +55,8 @@ def _parameter_mesh(plan: Plan) -> DeviceMesh:
     """1-D over the shard ranks, or 2-D with dp_replicate in front."""
     if plan.dp_replicate == 1:
         return get_mesh("mixed")
-    # The ranks in the order of the job's mesh, dp_replicate outermost and tp (1) innermost.
-    ranks = get_mesh().mesh.reshape(plan.dp_replicate, plan.mixed // plan.dp_replicate)
-    return DeviceMesh(get_mesh().device_type, torch.as_tensor(ranks), mesh_dim_names=("replicate", "shard"))
+    # The ranks in the order of the job's mesh, dp_replicate outermost and tp innermost: shares of layers stay apart.
+    ranks = get_mesh().mesh.reshape(plan.dp_replicate, plan.mixed // plan.dp_replicate, plan.tp)
+    names = ("replicate", "shard", "tp")
+    mesh = DeviceMesh(get_mesh().device_type, torch.as_tensor(ranks), mesh_dim_names=names)
+    return mesh["replicate", "shard"]

@@ -13,6 +13,7 @@ LAYERS = [
     {"opensora_accel.cli"},
     {"opensora_accel.training", "opensora_accel.planner", "opensora_accel.profiler", "opensora_accel.doctor"},
     {"shardformer", "shardformer.engine"},
+    {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
     {
         "opensora_accel.checkpoint",

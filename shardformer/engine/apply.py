@@ -16,7 +16,11 @@ from torch import nn
 
 from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens
 from opensora_accel.fsdp import shard_parameters
-from opensora_accel.parallel_states import get_parallel_group, get_sequence_parallel_group
+from opensora_accel.parallel_states import (
+    get_parallel_group,
+    get_sequence_parallel_group,
+    get_tensor_parallel_group,
+)
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_copy
 from shardformer.engine.paths import children, find
@@ -25,6 +29,7 @@ from shardformer.engine.tokens import Tokens
 from shardformer.modeling import NORMS
 from shardformer.policy import find_policy
 from shardformer.policy.base import NormSwap, Policy
+from shardformer.tensor_parallel import shard_tensors
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_shardformer"
@@ -63,6 +68,8 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
     with ExitStack() as undo:
         for swap in policy.norm_swaps:
             undo.callback(_swap_norms(model, swap))
+        if plan.tp > 1:
+            undo.callback(_shard_tensors(model, plan, policy))
         if group is not None:
             spread_tokens(model, plan, policy, Tokens(group), undo)
         if plan.mlp_chunks > 1:
@@ -108,8 +115,6 @@ def _blocks(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, tuple[str
 
 
 def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
-    if plan.tp > 1:
-        raise ValueError(f"tp={plan.tp}: tensor parallelism is not available yet; put its ranks on ulysses")
     if plan.sequence == 1:
         return None
     group = get_sequence_parallel_group()
@@ -122,6 +127,22 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     if plan.ring > 1:
         _check_axes(plan)
     return group
+
+
+def _shard_tensors(model: nn.Module, plan: Plan, policy: Policy) -> Callable[[], None]:
+    if not policy.tensors:
+        raise ValueError(
+            f"tp={plan.tp} needs a policy that says where the layers of {type(model).__name__} are cut, and its policy "
+            "does not; use tp=1 and put its ranks on ulysses"
+        )
+    group = get_tensor_parallel_group()
+    if group is None or group.size() != plan.tp:
+        registered = "none is registered" if group is None else f"the registered one has {group.size()}"
+        raise ValueError(
+            f"the plan needs a tensor group of {plan.tp} ranks, but {registered}; call "
+            "opensora_accel.init_parallel(plan), or set_tensor_parallel_group(group)"
+        )
+    return shard_tensors(model, policy.tensors, group)
 
 
 def _check_axes(plan: Plan) -> None:

@@ -108,6 +108,9 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator
 
 def count_frames(model: nn.Module, entry: Frames, tokens: Tokens) -> Iterator[Undo]:
     def change(arguments: Arguments) -> None:
+        if entry.dim is not None:
+            tokens.state.num_frames = arguments[entry.count].size(entry.dim)
+            return
         tokens.state.unit = math.prod(arguments[name] for name in entry.sizes)
         whole = arguments[entry.count] * tokens.state.unit
         splits = tokens.share(whole, f"the grid of {entry.module}")
@@ -139,6 +142,13 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
 
 def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
     total, known = tensor.size(entry.dim), tokens.state.splits
+    if isinstance(entry, SplitInput) and entry.frames:
+        unit = tokens.state.unit
+        if known is None or total * unit != sum(known):
+            raise ValueError(
+                f"the policy splits {what} by frames, but {total} are not those of {known} tokens"
+            )
+        return tokens.split(tensor, entry.dim, tuple(size // unit for size in known))
     if entry.text is None:
         if total == 1 and known is not None and sum(known) != 1:
             return tensor  # broadcast over the tokens

@@ -23,6 +23,8 @@ class State:
     """Every rank's number of tokens."""
     unit: int = 1
     """Shares are multiples of so many tokens: of a frame, for one."""
+    num_frames: int | None = None
+    """Where shares are whole frames, and a frame's size is known from the tokens alone."""
     spread: str | None = None
     """Which dimension of a grid is spread over the ranks."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -53,6 +55,8 @@ class Tokens:
 
     def share(self, total: int, what: str) -> tuple[int, ...]:
         """Every rank's share of `total` tokens, which must be as many as were split before."""
+        if self.state.num_frames is not None and self.state.splits is None:
+            self.state.unit = max(1, total // self.state.num_frames)
         if total % self.state.unit:
             raise ValueError(f"{what} has {total} tokens, which are no frames of {self.state.unit}")
         splits = share_sizes(total // self.state.unit, self.group.size())

@@ -36,10 +36,9 @@ class SpreadLinearAttention:
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (tensor.unflatten(2, (attn.heads, -1)) for tensor in (F.relu(q), F.relu(k), v))
-        rotated = {}
-        if rotary_emb is not None:
-            rotated = {"rotated_q": _rotate(q, *rotary_emb), "rotated_k": _rotate(k, *rotary_emb)}
-        out = linear_attention(q, k, v, self.group, **rotated).flatten(2).to(hidden_states.dtype)
+        rotated_q, rotated_k = (None if rotary_emb is None else _rotate(x, *rotary_emb) for x in (q, k))
+        out = linear_attention(q, k, v, self.group, rotated_q=rotated_q, rotated_k=rotated_k)
+        out = out.flatten(2).to(hidden_states.dtype)
         return attn.to_out[1](attn.to_out[0](out))
 
 

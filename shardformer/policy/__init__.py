@@ -24,13 +24,15 @@ from shardformer.policy.open_sora import MMDIT, STDIT3
 from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.t5_encoder import T5_ENCODER
-from shardformer.policy.wan import WAN, WAN_VACE
+from shardformer.policy.unsupported import UNSUPPORTED
+from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_VACE
 
-__all__ = ["Policy", "find_policy", "model_names"]
+__all__ = ["UNSUPPORTED", "Policy", "find_policy", "model_names"]
 
 _POLICIES = (
     WAN,
     WAN_VACE,
+    WAN_ANIMATE,
     SKYREELS_V2,
     ANYFLOW,
     HELIOS,
@@ -61,14 +63,31 @@ def model_names() -> tuple[str, ...]:
 
 
 def find_policy(model: nn.Module) -> Policy:
-    """The policy for the model's class or one of its bases; ValueError with the closest name where none fits."""
-    classes = [cls.__name__ for cls in type(model).__mro__]
-    for policy in _POLICIES:
-        if any(name in classes for name in policy.models):
-            return policy
-    closest = difflib.get_close_matches(classes[0], model_names(), n=1, cutoff=0.0)
+    """The policy for the model's class or one of its bases.
+
+    Raises ValueError where none fits: with the reason, if it is known, the part of the model that a policy fits, or
+    the closest name and how to write one.
+    """
+    found = _policy_of(model)
+    if found is not None:
+        return found
+    name = type(model).__name__
+    if name in UNSUPPORTED:
+        raise ValueError(f"{name} has no policy: {UNSUPPORTED[name]}")
+    for path, module in model.named_modules():
+        if path and _policy_of(module) is not None:
+            raise ValueError(
+                f"{name} has no policy, but its part {path!r} is a {type(module).__name__}, which has: shard that "
+                f"(model.get_submodule({path!r})), before the whole is wrapped"
+            )
+    closest = difflib.get_close_matches(name, model_names(), n=1, cutoff=0.0)
     raise ValueError(
-        f"no policy for {classes[0]}; the closest is {closest[0]}'s. There are policies for "
-        f"{', '.join(model_names())}; for your own model pass policy=shardformer.Policy(...), a table of what is "
-        "split and gathered where (shardformer/policy/wan.py is one of twenty lines)"
+        f"no policy for {name}; the closest is {closest[0]}'s. There are policies for {', '.join(model_names())}; for "
+        "your own model pass policy=shardformer.Policy(...), a table of what is split and gathered where: "
+        "docs/policies.md writes one from nothing"
     )
+
+
+def _policy_of(model: nn.Module) -> Policy | None:
+    classes = {cls.__name__ for cls in type(model).__mro__}
+    return next((policy for policy in _POLICIES if classes & set(policy.models)), None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardformer.policy.tensors import TensorRegion
+
 Text = Literal["first", "last"]
 """Where the text tokens stand that share a dimension with the video tokens."""
 
@@ -29,6 +31,8 @@ class SplitInput:
     text: Text | None = None
     """Text tokens stand before or after the video tokens along `dim`: they stay, on every rank."""
     index: int | None = None
+    frames: bool = False
+    """`dim` holds frames in place of tokens; the policy has `frames`."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,17 @@ class CountInput:
 
 @dataclass(frozen=True)
 class Frames:
-    """Shares are whole frames, for layers that need the grid of a frame: convolutions, say.
+    """Shares are whole frames, for layers that need the grid of a frame: convolutions, attention frame by frame.
 
-    The argument `count` of the modules, a number of frames, becomes this rank's; a frame has as many tokens as the
-    product of the arguments `sizes`. Nothing may be split before the first of these modules.
+    The argument `count` of the modules is the number of frames, and becomes this rank's; a frame has as many tokens
+    as the product of the arguments `sizes`. Or, with `dim`, it is a tensor of the whole clip, which has a dim of
+    frames. Nothing may be split before the first of these modules is called.
     """
 
     module: str
     count: str
-    sizes: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,8 @@ class Policy:
     gather_grids: tuple[GatherGrid, ...] = ()
     grid_sizes: tuple[tuple[str, str, int], ...] = ()
     """Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells."""
+    tensors: tuple[TensorRegion, ...] = ()
+    """Where layers are cut for tensor parallelism."""
     blocks: tuple[Blocks, ...] = ()
     mlps: tuple[str, ...] = ()
     """Modules that treat every token alone: [B, S, C] → [B, S, C]."""

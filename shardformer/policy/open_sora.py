@@ -9,6 +9,7 @@ from shardformer.policy.base import (
     Policy,
     SplitInput,
 )
+from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
 
 _TOKENS = ("x", "B (T S) C")
 _COUNTS = (("T", "T"), ("S", "S"))
@@ -25,6 +26,48 @@ STDIT3 = Policy(
     mlps=("spatial_blocks.*.mlp", "temporal_blocks.*.mlp"),
 )
 
+
+def _projections(stream: str) -> tuple[ColumnParallel, ...]:
+    """Queries, keys and values of a stream: one layer where `fused_qkv`, otherwise three."""
+    return (
+        ColumnParallel(f"{stream}_attn.qkv", segments=("hidden_size",) * 3, optional=True),
+        *(ColumnParallel(f"{stream}_attn.{name}_proj", optional=True) for name in "qkv"),
+    )
+
+
+MMDIT_TENSORS = (
+    TensorRegion(
+        "double_blocks.*",
+        steps=(
+            (*_projections("img"), *_projections("txt")),
+            (RowParallel("img_attn.proj"), RowParallel("txt_attn.proj")),
+        ),
+        heads=("num_heads", "img_attn.num_heads", "txt_attn.num_heads"),
+        head_widths=("hidden_size",),
+        shared=("img_attn.norm", "txt_attn.norm"),
+    ),
+    *(
+        TensorRegion(f"double_blocks.*.{stream}_mlp", steps=((ColumnParallel("0"),), (RowParallel("2"),)))
+        for stream in ("img", "txt")
+    ),
+    TensorRegion(
+        "single_blocks.*",
+        steps=(
+            (
+                ColumnParallel("linear1", segments=("hidden_size",) * 3 + ("mlp_hidden_dim",), optional=True),
+                ColumnParallel("q_proj", optional=True),
+                ColumnParallel("k_proj", optional=True),
+                ColumnParallel("v_mlp", segments=("hidden_size", "mlp_hidden_dim"), optional=True),
+            ),
+            (RowParallel("linear2", segments=("hidden_size", "mlp_hidden_dim")),),
+        ),
+        heads=("num_heads",),
+        head_widths=("hidden_size",),
+        widths=("mlp_hidden_dim",),
+        shared=("norm",),
+    ),
+)
+
 MMDIT = Policy(
     models=("MMDiTModel",),
     split_inputs=(
@@ -35,5 +78,6 @@ MMDIT = Policy(
     gather_outputs=(GatherOutput("final_layer"),),
     joint_attention=(JointAttention("double_blocks.*", "first"), JointAttention("single_blocks.*", "first")),
     kernel_functions=("flash_attn_func",),
+    tensors=MMDIT_TENSORS,
     blocks=(Blocks("double_blocks", ("img", "txt")), Blocks("single_blocks", ("x",))),
 )

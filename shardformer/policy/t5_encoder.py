@@ -5,6 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardformer.policy.base import Blocks, NormSwap, Policy
+from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
+
+T5_TENSORS = (
+    TensorRegion(
+        "encoder.block.*.layer.0.SelfAttention",
+        steps=(
+            (
+                ColumnParallel("q"),
+                ColumnParallel("k"),
+                ColumnParallel("v"),
+                # An embedding with a column for every head: T5's first block has it, UMT5's blocks all do.
+                ColumnParallel("relative_attention_bias", optional=True),
+            ),
+            (RowParallel("o"),),
+        ),
+        heads=("n_heads",),
+        head_widths=("inner_dim",),
+    ),
+    TensorRegion(
+        "encoder.block.*.layer.1.DenseReluDense",
+        steps=(
+            # wi, or wi_0 and wi_1 of a gated MLP
+            tuple(ColumnParallel(name, optional=True) for name in ("wi", "wi_0", "wi_1")),
+            (RowParallel("wo"),),
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +44,7 @@ class T5EncoderPolicy(Policy):
 
     models: tuple[str, ...] = ("T5EncoderModel", "UMT5EncoderModel")
     blocks: tuple[Blocks, ...] = (Blocks("encoder.block"),)
+    tensors: tuple[TensorRegion, ...] = T5_TENSORS
     norm_swaps: tuple[NormSwap, ...] = (
         NormSwap(
             ("FusedRMSNorm", "MixedFusedRMSNorm", "T5LayerNorm", "UMT5LayerNorm", "RMSNorm"), "T5LayerNorm"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, SplitInput, SplitOutput
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
@@ -29,4 +29,15 @@ WAN_VACE = replace(
     self_attention=("vace_blocks.*.attn1", "blocks.*.attn1"),
     blocks=(Blocks("vace_blocks", ("control_hidden_states",)), Blocks("blocks")),
     mlps=("vace_blocks.*.ffn", "blocks.*.ffn"),
+)
+
+WAN_ANIMATE = replace(
+    WAN,
+    models=("WanAnimateTransformer3DModel",),
+    # The face adapter attends frame by frame.
+    frames=Frames("", "hidden_states", dim=2),
+    split_inputs=(
+        SplitInput("blocks.0", "hidden_states"),
+        SplitInput("face_adapter.*", "encoder_hidden_states", frames=True),
+    ),
 )

@@ -13,6 +13,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.fp64 import LiftOperations
+from shardformer.tensor_parallel import full_tensor
 from tests.tolerances import relative_error
 from tests.video_models import CASES
 from tests.video_models.case import Case, Inputs
@@ -34,6 +35,7 @@ def errors(name: str, plan: Plan, own_checkpointing: bool = False) -> dict[str, 
         if own_checkpointing:
             case.enable_checkpointing(model)
         found = step(model, case, inputs)
+    found = {key: full_tensor(model, key, value) for key, value in found.items()}
     return compare(found, expected)
 
 

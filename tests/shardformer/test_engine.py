@@ -74,7 +74,7 @@ def test_an_unknown_model_names_the_closest_policy():
     [
         (Plan(ulysses=2), "sequence group of 2 ranks, but none is registered"),
         (Plan(ring=2, ulysses=2), "sequence group of 4 ranks, but none is registered"),
-        (Plan(tp=2), "tensor parallelism is not available yet"),
+        (Plan(tp=2), "tp=2 needs a policy that says where the layers of WanTransformer3DModel are cut"),
     ],
 )
 def test_a_plan_that_cannot_be_applied(parallel_registry, plan, message):

@@ -10,13 +10,15 @@ from shardformer.modeling.t5 import T5LayerNorm
 from shardformer.policy.t5_encoder import T5EncoderPolicy
 
 
-def encoder(kind, dtype=torch.float32):
+def encoder(kind, dtype=torch.float32, heads=4, gated=True):
     from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
     model, config = {"t5": (T5EncoderModel, T5Config), "umt5": (UMT5EncoderModel, UMT5Config)}[kind]
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    made = model(config(**sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)).to(dtype)
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": heads}
+    made = model(config(**sizes, feed_forward_proj="gated-gelu" if gated else "relu", dropout_rate=0.0)).to(
+        dtype
+    )
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.3)
     return made

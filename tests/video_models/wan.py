@@ -66,6 +66,48 @@ def chrono_edit_inputs() -> Inputs:
     return {name: tensor for name, tensor in vace_inputs().items() if not name.startswith("control")}
 
 
+def animate() -> nn.Module:
+    from diffusers import WanAnimateTransformer3DModel
+
+    return randomize(
+        WanAnimateTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=3,
+            attention_head_dim=12,
+            in_channels=12,
+            latent_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=32,
+            ffn_dim=32,
+            num_layers=4,
+            image_dim=20,
+            added_kv_proj_dim=36,
+            rope_max_seq_len=32,
+            motion_encoder_channel_sizes={"4": 6, "8": 6, "16": 6},
+            motion_encoder_size=16,
+            motion_style_dim=8,
+            motion_dim=4,
+            motion_encoder_dim=10,
+            face_encoder_hidden_dim=12,
+            face_encoder_num_heads=2,
+            inject_face_latents_blocks=2,
+        )
+    )
+
+
+def animate_inputs() -> Inputs:
+    """5 frames of latents, of which the first is the character; a face for each of 13 frames of pixels."""
+    return {
+        "hidden_states": randn(2, 12, 5, 6, 10),
+        "timestep": torch.tensor([100, 700]),
+        "encoder_hidden_states": randn(2, 512, 16, seed=2),
+        "encoder_hidden_states_image": randn(2, 9, 20, seed=3),
+        "pose_hidden_states": randn(2, 4, 4, 6, 10, seed=4),
+        "face_pixel_values": randn(2, 3, 13, 16, 16, seed=5),
+    }
+
+
 def single(**options: bool) -> Case:
     return Case(
         lambda: wan(torch.float32, image=options.get("image", False)),
@@ -79,5 +121,6 @@ WAN = {
     "Wan, image": single(image=True),
     "Wan, time per token": single(per_token_time=True),
     "Wan VACE": Case(vace, vace_inputs, ("hidden_states", "control_hidden_states")),
+    "Wan Animate": Case(animate, animate_inputs, ("pose_hidden_states", "face_pixel_values")),
     "ChronoEdit": Case(chrono_edit, chrono_edit_inputs),
 }

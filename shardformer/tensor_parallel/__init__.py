@@ -1,0 +1,26 @@
+"""Linear layers shared between ranks, with collectives derived from their einsums.
+
+A rank holds some heads of every attention and some of every MLP's hidden channels. What a layer communicates follows
+from where its weight is cut (`derive`), where it is cut is data (`shardformer.policy.tensors`), and the model's own
+forward runs on the shares.
+"""
+
+from shardformer.tensor_parallel.apply import shard_tensors
+from shardformer.tensor_parallel.state import (
+    full_shape,
+    full_state_dict,
+    full_tensor,
+    load_full_state_dict,
+    local_tensor,
+    total_grad_norm,
+)
+
+__all__ = [
+    "full_shape",
+    "full_state_dict",
+    "full_tensor",
+    "load_full_state_dict",
+    "local_tensor",
+    "shard_tensors",
+    "total_grad_norm",
+]

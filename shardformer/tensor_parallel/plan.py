@@ -1,0 +1,186 @@
+"""What a table means for one model: every layer with the cut of its parameters, checked before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from torch import nn
+
+from shardformer.policy.tensors import ColumnParallel, TensorLayer, TensorRegion
+from shardformer.tensor_parallel.cut import Cut, share
+from shardformer.tensor_parallel.derive import Flow, derive_path
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    name: str
+    module: nn.Linear | nn.Embedding
+    flow: Flow
+    cuts: dict[str, Cut]
+    """By the parameter's name in the module."""
+    width: tuple[str, int]
+    """The module's own attribute that states its width, and this rank's value."""
+
+
+@dataclass(frozen=True)
+class PlannedRegion:
+    name: str
+    module: nn.Module
+    layers: list[PlannedLayer]
+    attributes: dict[str, int]
+    """This rank's value, by path below the module."""
+    shared: list[nn.Module]
+
+
+def plan_region(model: nn.Module, region: TensorRegion, num_ranks: int, rank: int) -> Iterator[PlannedRegion]:
+    """One for each module that the region's pattern fits; ValueError where the table does not fit the model."""
+    expression = re.compile(re.escape(region.module).replace(r"\*", r"[^.]+"))
+    found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
+    if not found:
+        raise ValueError(
+            f"the policy's tensor region {region.module!r} fits no module of {type(model).__name__}"
+        )
+    for name, module in found:
+        try:
+            yield _plan(name, module, region, num_ranks, rank)
+        except (ValueError, AttributeError) as error:  # an attribute or a shared module that is not there
+            where = name or type(model).__name__
+            raise ValueError(f"tensor parallelism of {where}: {error}") from error
+
+
+def _plan(name: str, module: nn.Module, region: TensorRegion, num_ranks: int, rank: int) -> PlannedRegion:
+    shares = _Shares(module, region, num_ranks)
+    steps = [_present(module, step) for step in region.steps]
+    flows = derive_path([[(entry.module, _label(entry)) for entry in step] for step in steps])
+    layers = []
+    given: set[tuple[int, ...]] = set()
+    for step, of_step in zip(steps, flows, strict=True):
+        leaving: set[tuple[int, ...]] = set()
+        for entry, flow in zip(step, of_step, strict=True):
+            layer = module.get_submodule(entry.module)
+            cut = shares.cut(entry, layer)
+            _check_taken(entry, cut, given)
+            leaving.update(cut.shares)
+            assert isinstance(layer, (nn.Linear, nn.Embedding))
+            layers.append(_planned_layer(entry, f"{name}.{entry.module}".lstrip("."), layer, flow, cut, rank))
+        given = leaving
+    shared = [child for path in region.shared for child in module.get_submodule(path).modules()]
+    attributes = {path: of_ranks[rank] for path, of_ranks in shares.of_attribute.items()}
+    return PlannedRegion(name, module, layers, attributes, shared)
+
+
+def _present(module: nn.Module, step: Sequence[TensorLayer]) -> list[TensorLayer]:
+    """The layers of a step, without the optional ones that this module does without."""
+    names = {name for name, _layer in module.named_modules()}
+    present = [entry for entry in step if entry.module in names or not entry.optional]
+    for entry in present:
+        if entry.module not in names:
+            raise ValueError(
+                f"it has no layer {entry.module!r}; its modules are {', '.join(sorted(names - {''}))}"
+            )
+    if not present:
+        raise ValueError(f"it has none of the layers {', '.join(entry.module for entry in step)}")
+    return present
+
+
+def _label(entry: TensorLayer) -> str:
+    return "o" if isinstance(entry, ColumnParallel) else "i"
+
+
+def _planned_layer(
+    entry: TensorLayer, name: str, layer: nn.Linear | nn.Embedding, flow: Flow, cut: Cut, rank: int
+) -> PlannedLayer:
+    cuts = {"weight": cut}
+    if isinstance(entry, ColumnParallel) and getattr(layer, "bias", None) is not None:
+        cuts["bias"] = Cut(0, cut.shares)
+    width = sum(of_ranks[rank] for of_ranks in cut.shares)
+    return PlannedLayer(name, layer, flow, cuts, (_width_attribute(entry, layer), width))
+
+
+def _width_attribute(entry: TensorLayer, layer: nn.Module) -> str:
+    if isinstance(layer, nn.Embedding):
+        return "embedding_dim"
+    return "out_features" if isinstance(entry, ColumnParallel) else "in_features"
+
+
+def _check_taken(entry: TensorLayer, cut: Cut, given: set[tuple[int, ...]]) -> None:
+    """What a row-parallel layer takes must be what the layers before it give, or it would take other channels."""
+    if isinstance(entry, ColumnParallel):
+        return
+    for shares in cut.shares:
+        if shares not in given:
+            listed = ", ".join(str(sum(each)) for each in sorted(given))
+            raise ValueError(
+                f"{entry.module} takes a segment of {sum(shares)} channels, of which the ranks hold {shares}, but "
+                f"the layers before it give segments of {listed}; name the segments of {entry.module} in its entry"
+            )
+
+
+class _Shares:
+    """Every rank's part of the heads, and of what is counted in heads or in single channels."""
+
+    def __init__(self, module: nn.Module, region: TensorRegion, num_ranks: int):
+        self._module, self._num_ranks = module, num_ranks
+        self._num_heads = self._same_heads(region.heads)
+        self.of_attribute: dict[str, tuple[int, ...]] = {}
+        """By path below the module."""
+        for path in (*region.heads, *region.head_widths):
+            self.of_attribute[path] = self._share(path, self._value(path), self._num_heads)
+        for path in region.widths:
+            self.of_attribute[path] = self._share(path, self._value(path), None)
+
+    def cut(self, entry: TensorLayer, layer: nn.Module) -> Cut:
+        is_column = isinstance(entry, ColumnParallel)
+        if not isinstance(layer, nn.Linear) and not (is_column and isinstance(layer, nn.Embedding)):
+            raise ValueError(
+                f"{entry.module} is a {type(layer).__name__}; tensor parallelism cuts nn.Linear, and nn.Embedding by "
+                "columns"
+            )
+        dim = 1 if isinstance(layer, nn.Embedding) or not is_column else 0
+        size = layer.weight.size(dim)
+        if not entry.segments:
+            return Cut(dim, (self._share(entry.module, size, self._num_heads),))
+        for path in entry.segments:
+            if path not in self.of_attribute:
+                raise ValueError(
+                    f"{entry.module} has a segment {path!r}, which is none of the region's head_widths and widths: "
+                    f"{', '.join(self.of_attribute) or 'none'}"
+                )
+        shares = tuple(self.of_attribute[path] for path in entry.segments)
+        sizes = [sum(each) for each in shares]
+        if sum(sizes) != size:
+            raise ValueError(
+                f"the segments of {entry.module} are {' + '.join(map(str, sizes))} = {sum(sizes)} channels, but it has "
+                f"{size}; name them all, in order"
+            )
+        return Cut(dim, shares)
+
+    def _value(self, path: str) -> int:
+        value = attrgetter(path)(self._module)
+        if not isinstance(value, int):
+            raise ValueError(f"its attribute {path} should count channels or heads; it is {value!r}")
+        return value
+
+    def _same_heads(self, paths: tuple[str, ...]) -> int | None:
+        counts = {path: self._value(path) for path in paths}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"the heads are counted differently: {counts}; make a region of each")
+        return next(iter(counts.values()), None)
+
+    def _share(self, what: str, size: int, num_heads: int | None) -> tuple[int, ...]:
+        units = size if num_heads is None else num_heads
+        if units < self._num_ranks:
+            kind = "channels" if num_heads is None else "heads"
+            raise ValueError(
+                f"{what} has {units} {kind}, so some of the tp={self._num_ranks} ranks would have none; "
+                f"use tp={units} or less, and put the other ranks on ulysses, ring or dp_shard"
+            )
+        if size % units:
+            raise ValueError(
+                f"{what} counts {size} channels, which is no multiple of the {units} heads; name the segments of fused "
+                "layers, or list it in widths where its channels belong to no heads"
+            )
+        return share(size, units, self._num_ranks)

@@ -1,0 +1,129 @@
+"""Whole tensors from the ranks' shares, and shares from whole ones: for checkpoints, tests and the gradient's norm.
+
+A model that is not tensor-parallel is whole already, and these functions leave its tensors alone.
+
+Shares are plain tensors beside a table of cuts. DTensors on a mesh of the tensor ranks would have to describe fused
+weights, for which there is no placement; plain ones are what FSDP2 shards, and what the layers' own code computes
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardformer.tensor_parallel.cut import Cut
+
+ATTRIBUTE = "_tensor_shards"
+
+
+@dataclass(frozen=True)
+class TensorShards:
+    """What `shard_tensors` leaves on a model: how each parameter is cut, by its name."""
+
+    group: dist.ProcessGroup
+    cuts: Mapping[str, Cut]
+
+
+def _cut_of(model: nn.Module, name: str) -> tuple[Cut, dist.ProcessGroup] | None:
+    shards: TensorShards | None = getattr(model, ATTRIBUTE, None)
+    if shards is None or name not in shards.cuts:
+        return None
+    return shards.cuts[name], shards.group
+
+
+def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The whole of what lies as parameter `name` does: the parameter, its gradient, an optimizer's average.
+
+    A DTensor (FSDP2) is gathered over its mesh first. What is not cut, or is a single number, comes back as it is.
+    Communication: an all-gather over the tensor ranks, for a parameter that is cut; all of them call it.
+    """
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found = _cut_of(model, name)
+    if found is None or tensor.dim() == 0:
+        return tensor
+    cut, group = found
+    return cut.whole(tensor, group)
+
+
+def full_shape(model: nn.Module, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that parameter `name`, of this shape here, has on one device."""
+    found = _cut_of(model, name)
+    return tuple(shape) if found is None else found[0].full_shape(shape)
+
+
+def local_tensor(model: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """This tensor rank's shares of what lies as parameter `name` does. No communication."""
+    found = _cut_of(model, name)
+    if found is None or whole.dim() == 0:
+        return whole
+    cut, group = found
+    if whole.shape != cut.full_shape(whole.shape):
+        raise ValueError(
+            f"{name} has size {cut.size} along dim {cut.dim} in the model on one device; got a tensor of shape "
+            f"{tuple(whole.shape)}: load a whole state dict, as full_state_dict(model) gives"
+        )
+    return cut.local(whole, group.rank())
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state dict of the model on one device, on every rank. All ranks call it."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        whole = full_tensor(model, name, tensor)
+        found[name] = whole.clone() if _cut_of(model, name) is None else whole
+    return found
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Loads a state dict of the model on one device; every rank cuts its shares from it. No communication.
+
+    Raises ValueError for names that are missing or unknown, and for shapes that do not fit.
+    """
+    targets = model.state_dict()
+    if targets.keys() != state.keys():
+        missing, unknown = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
+        raise ValueError(
+            f"the state dict does not fit the {type(model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}"
+        )
+    local = {name: local_tensor(model, name, whole) for name, whole in state.items()}
+    for name, target in targets.items():
+        if local[name].shape != target.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(target.shape)} on this rank; got {tuple(local[name].shape)}"
+            )
+    for name, target in targets.items():
+        value = local[name].to(target.device, target.dtype)
+        if isinstance(target, DTensor):
+            # src_data_rank=None: every rank has the whole, so each cuts its own shard.
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(value)
+
+
+@torch.no_grad()
+def total_grad_norm(model: nn.Module) -> Tensor:
+    """The 2-norm of all gradients, the same on every rank: of the shares on all ranks, and once of what is whole.
+
+    The norm of the gradients that a rank holds differs from rank to rank, so that clipping by it would let the
+    parameters that all ranks hold drift apart. Communication: one all-reduce of a number over the tensor ranks.
+    """
+    shards: TensorShards | None = getattr(model, ATTRIBUTE, None)
+    cuts = {} if shards is None else shards.cuts
+    of_shares = _norm(p.grad for name, p in model.named_parameters() if name in cuts).square()
+    if shards is not None:
+        of_shares = of_shares.to(next(model.parameters()).device)  # of no gradients it is on the CPU
+        dist.all_reduce(of_shares, group=shards.group)
+    of_whole = _norm(p.grad for name, p in model.named_parameters() if name not in cuts).square()
+    return (of_shares + of_whole).sqrt()
+
+
+def _norm(grads: Iterable[Tensor | None]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
