@@ -23,7 +23,7 @@ TRAIN = [
     "torchdata>=0.11",
 ]
 PLOT = ["matplotlib"]
-DEV = ["pytest", "hypothesis", "ruff", "mypy"]
+DEV = ["pytest", "hypothesis", "ruff", "mypy", "peft"]
 
 setup(
     name="opensora-accel",

@@ -36,13 +36,13 @@ def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: To
     for path in policy.linear_attention:
         for name, module in find(model, path):
             yield redirect_linear_attention(module, name, tokens.group)
-    led: set[tuple[type, str]] = set()
+    led: set[tuple[str, str]] = set()
     for path, make in kinds:
         for name, module in find(model, path):
             yield redirect_attention(module, name, make(name))
             for function in policy.kernel_functions:
-                if (type(module), function) not in led:
-                    led.add((type(module), function))
+                if (type(module).__module__, function) not in led:
+                    led.add((type(module).__module__, function))
                     yield lead_kernel(module, function)
 
 

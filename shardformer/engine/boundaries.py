@@ -18,12 +18,17 @@ from shardformer.policy.base import CountInput, Frames, GatherOutput, SplitInput
 Undo = Callable[[], None]
 Arguments = dict[str, Any]
 
+uncompiled = torch.compiler.disable(
+    reason="what crosses the edge of a sharded region depends on the forward that runs, which a graph cannot hold"
+)
+
 
 def change_arguments(
     module: nn.Module, signature: inspect.Signature, change: Callable[[Arguments], None]
 ) -> Undo:
     """Calls `change` with a module's arguments by name before its forward runs, defaults not among them."""
 
+    @uncompiled
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
         bound = signature.bind(*args, **kwargs)
         change(bound.arguments)
@@ -54,6 +59,7 @@ def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens) -> Iterat
     for name, module in find(model, entry.module):
         what = f"{name}'s output"
 
+        @uncompiled
         def hook(_module: nn.Module, _args: Any, output: Any, what: str = what) -> Any:
             if not entry.indices:
                 return _split_all(output, entry, tokens, what)
@@ -75,6 +81,7 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens) -> Iter
 
     for name, module in find(model, entry.module):
 
+        @uncompiled
         def hook(_module: nn.Module, _args: Any, output: Any, what: str = f"{name}'s output") -> Any:
             if entry.index is None:
                 return gather(output)

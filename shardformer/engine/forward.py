@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from opensora_accel.checkpoint import carrying
+from shardformer.engine.paths import check_still_there
 from shardformer.engine.tokens import Tokens
 
-_CHECKPOINT = "_gradient_checkpointing_func"
-"""What models of diffusers and transformers call to checkpoint a block, once that is enabled."""
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Attributes by which modules checkpoint a part of theirs: in diffusers and transformers, in torch's own wrapper."""
 
 
-def follow_forward(model: nn.Module, tokens: Tokens) -> Callable[[], None]:
-    """Keeps `tokens` in step with the model's forwards; returns the function that undoes it."""
+def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Module]) -> Callable[[], None]:
+    """Keeps `tokens` in step with the model's forwards; returns the function that undoes it.
+
+    `hooked`: the modules that a policy names, by their paths.
+    """
     running = ExitStack()
 
     def begin(*_: Any) -> None:
+        check_still_there(model, hooked)
+        running.close()  # of a forward that another hook of the model ended
         tokens.begin()
         running.enter_context(carrying(tokens.carry))
-        for module in carriers:
+        for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
             _carry(module, tokens)
 
     def end(*_: Any) -> None:
         running.close()
         tokens.end()
 
-    carriers = [module for module in model.modules() if hasattr(module, _CHECKPOINT)]
     # Also after an exception, so that the next forward does not meet this one's state.
     hooks = [
         model.register_forward_pre_hook(begin, prepend=True),
@@ -40,10 +45,11 @@ def follow_forward(model: nn.Module, tokens: Tokens) -> Callable[[], None]:
     def undo() -> None:
         for hook in hooks:
             hook.remove()
-        for module in carriers:
-            function = getattr(module, _CHECKPOINT)
-            if isinstance(function, _Carrying):
-                setattr(module, _CHECKPOINT, function.checkpoint)
+        for module in model.modules():
+            for name in _CHECKPOINTS:
+                function = vars(module).get(name)
+                if isinstance(function, _Carrying):
+                    setattr(module, name, function.checkpoint)
 
     return undo
 
@@ -60,7 +66,7 @@ class _Carrying:
 
 
 def _carry(module: nn.Module, tokens: Tokens) -> None:
-    """At every forward: users enable checkpointing after `shard` too."""
-    function = getattr(module, _CHECKPOINT)
-    if function is not None and not isinstance(function, _Carrying):
-        setattr(module, _CHECKPOINT, _Carrying(function, tokens))
+    for name in _CHECKPOINTS:
+        function = vars(module).get(name)
+        if callable(function) and not isinstance(function, _Carrying):
+            setattr(module, name, _Carrying(function, tokens))

@@ -14,7 +14,7 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from shardformer.engine.boundaries import Arguments, Undo, change_arguments
+from shardformer.engine.boundaries import Arguments, Undo, change_arguments, uncompiled
 from shardformer.engine.layout import Layout
 from shardformer.engine.paths import check_argument, find
 from shardformer.engine.tokens import Tokens
@@ -65,6 +65,7 @@ class _Grid:
         if self.entry.leave is not None:
             leave, layout, what = self.entry.leave, self.layout, f"{name}'s output"
 
+            @uncompiled
             def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
                 return _spread_along(output, layout, leave, self.tokens, what)
 
@@ -143,6 +144,7 @@ def _spread_along(tensor: Tensor, layout: Layout, dimension: str, tokens: Tokens
 def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str) -> Undo:
     layout = Layout.parse(entry.layout)
 
+    @uncompiled
     def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         spread = tokens.state.spread
         if spread is None:

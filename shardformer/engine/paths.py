@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
+
+_TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
+"""Wrappers that call the module they hold, and nothing besides."""
 
 
 def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -19,6 +22,20 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
             f"the policy names {path!r}, which fits no module of {type(model).__name__}{_near(model, path)}"
         )
     return found
+
+
+def check_still_there(model: nn.Module, hooked: Mapping[str, nn.Module]) -> None:
+    """ValueError where a module that was hooked has been wrapped since: what is around it sees one rank's tokens."""
+    for name, module in hooked.items():
+        try:
+            now: nn.Module | None = model.get_submodule(name)
+        except AttributeError:
+            now = None
+        if now is not module and type(now).__name__ not in _TRANSPARENT:
+            raise ValueError(
+                f"{name} was replaced after shard() (by {type(now).__name__}); call shardformer.unshard(model), add "
+                "adapters before it, then shard again"
+            )
 
 
 def children(model: nn.Module, path: str) -> list[nn.Module]:

@@ -46,7 +46,19 @@ def _steps(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iter
     yield from (_halo(model, entry, tokens) for entry in policy.halos)
     yield redirect_attentions(model, plan, policy, tokens)
     # Last, and it puts its first hook before all others: the model's own inputs may be split.
-    yield iter([follow_forward(model, tokens)])
+    yield iter([follow_forward(model, tokens, _named(model, policy))])
+
+
+def _named(model: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+    """The modules at the edges of what is spread, by name."""
+    edges = (
+        *policy.split_inputs,
+        *policy.split_outputs,
+        *policy.gather_outputs,
+        *policy.halos,
+        *policy.gather_grids,
+    )
+    return {name: module for entry in edges for name, module in find(model, entry.module) if name}
 
 
 def _halo(model: nn.Module, entry: Halo, tokens: Tokens) -> Iterator[Undo]:

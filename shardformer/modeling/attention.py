@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -48,7 +49,7 @@ class RedirectAttention(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is not F.scaled_dot_product_attention:
+        if function is not F.scaled_dot_product_attention or _running.mode is not self:
             return function(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))
 
@@ -133,6 +134,10 @@ def redirect_attention(module: nn.Module, name: str, attention: Attention) -> Ca
     """Leads the kernel call inside `module.forward` to `attention`; returns the function that undoes it."""
 
     def redirected(original: Forward) -> Forward:
+        # The compiler breaks its graph at nearly every tensor method under a function mode; so once, around all.
+        @torch.compiler.disable(
+            reason="sequence-parallel attention communicates; compiled code goes on around it"
+        )
         def forward(*args: Any, **kwargs: Any) -> Any:
             with RedirectAttention(attention) as mode:
                 out = original(*args, **kwargs)
