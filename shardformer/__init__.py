@@ -1,6 +1,7 @@
 """Applies a Plan to a model from outside: sequence parallelism, checkpointing, sharding, norms."""
 
-from shardformer.engine import blocks_of, shard, unshard
+from shardformer.engine import blocks_of, norms_of, shard, unshard
+from shardformer.modeling import SwapReport, swap_norms
 from shardformer.policy.base import Policy
 
-__all__ = ["Policy", "blocks_of", "shard", "unshard"]
+__all__ = ["Policy", "SwapReport", "blocks_of", "norms_of", "shard", "swap_norms", "unshard"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +26,7 @@ from opensora_accel.wrapping import refuse_copy
 from shardformer.engine.paths import children, find
 from shardformer.engine.spread import spread_tokens
 from shardformer.engine.tokens import Tokens
-from shardformer.modeling import NORMS
+from shardformer.modeling import NORMS, SwapReport, swap_norms
 from shardformer.policy import find_policy
 from shardformer.policy.base import NormSwap, Policy
 from shardformer.tensor_parallel import shard_tensors
@@ -41,9 +41,12 @@ class _Applied:
 
     undo: ExitStack
     has_sharded_parameters: bool
+    norms: SwapReport | None
 
 
-def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
+def shard(
+    model: ModelT, plan: Plan, *, policy: Policy | None = None, norms: Literal["strict", "fast"] | None = None
+) -> ModelT:
     """The same model, run as the plan says over the registered groups.
 
     Every rank still calls it with the whole input and gets the whole output, and the training step around it does
@@ -54,6 +57,8 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
         plan: sequence degrees split the tokens, `checkpoint`, `offload` and `mlp_chunks` act on the blocks,
             `sharding` on the parameters. `precision` is for the training loop: the model's dtype stays.
         policy: a table for a model that `shardformer.policy` does not know.
+        norms: swaps norms for lighter kernels: "strict" to the last bit of what they compute, "fast" with other
+            rounding too. `shardformer.norms_of(model)` tells what was done and why.
 
     Raises:
         ValueError: no policy, groups that do not match the plan, or a model that is sharded already.
@@ -68,6 +73,9 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
     with ExitStack() as undo:
         for swap in policy.norm_swaps:
             undo.callback(_swap_norms(model, swap))
+        report = None if norms is None else swap_norms(model, norms, within=policy.norms)
+        if report is not None:
+            undo.callback(report.undo)
         if plan.tp > 1:
             undo.callback(_shard_tensors(model, plan, policy))
         if group is not None:
@@ -80,7 +88,7 @@ def shard(model: ModelT, plan: Plan, *, policy: Policy | None = None) -> ModelT:
             shard_parameters(model, plan, blocks_of(model, policy))
         model.__deepcopy__ = refuse_copy  # type: ignore[assignment]
         undo.callback(delattr, model, "__deepcopy__")
-        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none"))
+        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report))
     return model
 
 
@@ -96,6 +104,16 @@ def unshard(model: ModelT) -> ModelT:
     applied.undo.close()
     delattr(model, _ATTRIBUTE)
     return model
+
+
+def norms_of(model: nn.Module) -> SwapReport:
+    """What `shard(…, norms=…)` made of the model's norms, and why: `print` it."""
+    applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
+    if applied is None or applied.norms is None:
+        raise ValueError(
+            f'the norms of this {type(model).__name__} were not looked at; call shardformer.shard(model, plan, norms="strict")'
+        )
+    return applied.norms
 
 
 def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
@@ -184,11 +202,19 @@ def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitSta
 def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:
     target = NORMS[swap.target]
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    found = False
     for parent in [each for _name, module in find(model, swap.module) for each in module.modules()]:
         for name, child in list(parent.named_children()):
+            found |= type(child).__name__ in swap.sources
             if type(child).__name__ in swap.sources and type(child) is not target:
                 replaced.append((parent, name, child))
                 setattr(parent, name, target.from_native_module(child))
+
+    if not found:
+        raise ValueError(
+            f"the policy swaps norms called {', '.join(swap.sources)}, but {type(model).__name__} has none"
+            + (f" below {swap.module}" if swap.module else "")
+        )
 
     def undo() -> None:
         for parent, name, child in replaced:

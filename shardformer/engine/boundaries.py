@@ -18,9 +18,11 @@ from shardformer.policy.base import CountInput, Frames, GatherOutput, SplitInput
 Undo = Callable[[], None]
 Arguments = dict[str, Any]
 
-uncompiled = torch.compiler.disable(
-    reason="what crosses the edge of a sharded region depends on the forward that runs, which a graph cannot hold"
-)
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` kept out of compiled graphs. Not at import, as torch's compiler is loaded by it."""
+    reason = "what crosses the edge of a sharded region depends on the forward that runs, which a graph cannot hold"
+    return torch.compiler.disable(function, reason=reason)
 
 
 def change_arguments(

@@ -187,6 +187,9 @@ class Policy:
     blocks: tuple[Blocks, ...] = ()
     mlps: tuple[str, ...] = ()
     """Modules that treat every token alone: [B, S, C] → [B, S, C]."""
+    norms: tuple[str, ...] = ("",)
+    """Below these modules `shard(…, norms=…)` may swap norms for kernels that compute the same, found by probing."""
     norm_swaps: tuple[NormSwap, ...] = ()
+    """Norms that are always replaced, by class name."""
     refuses: tuple[tuple[str, str], ...] = ()
     """Arguments of the model's forward that cannot be split, each with the reason: they must be None or False."""

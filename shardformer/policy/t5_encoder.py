@@ -45,6 +45,7 @@ class T5EncoderPolicy(Policy):
     models: tuple[str, ...] = ("T5EncoderModel", "UMT5EncoderModel")
     blocks: tuple[Blocks, ...] = (Blocks("encoder.block"),)
     tensors: tuple[TensorRegion, ...] = T5_TENSORS
+    norms: tuple[str, ...] = ("encoder",)
     norm_swaps: tuple[NormSwap, ...] = (
         NormSwap(
             ("FusedRMSNorm", "MixedFusedRMSNorm", "T5LayerNorm", "UMT5LayerNorm", "RMSNorm"), "T5LayerNorm"

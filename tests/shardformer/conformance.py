@@ -22,10 +22,7 @@ Found = dict[str, Tensor]
 
 
 def errors(name: str, plan: Plan, own_checkpointing: bool = False) -> dict[str, float]:
-    """Relative errors in fp64 of everything that can be wrong, on this rank of the plan's mesh.
-
-    A gradient is compared with the largest of the model's where it is zero but for rounding itself.
-    """
+    """Relative errors in fp64 of everything that can be wrong, on this rank of the plan's mesh."""
     init_parallel(plan)
     case = CASES[name]
     inputs = in_double(case.inputs())
@@ -46,10 +43,11 @@ def compare(found: Found, expected: Found) -> dict[str, float]:
         dist.all_reduce(found[name], group=group)
         found[name] /= group.size()
     largest = max(grad.abs().max().item() for grad in expected.values())
-    return {name: _error(found[name], value, largest) for name, value in expected.items()}
+    return {name: relative_to_largest(found[name], value, largest) for name, value in expected.items()}
 
 
-def _error(found: Tensor, expected: Tensor, largest: float) -> float:
+def relative_to_largest(found: Tensor, expected: Tensor, largest: float) -> float:
+    """The relative error; where what is expected is zero but for rounding, as a share of the model's largest."""
     if expected.abs().max() > 1e-9 * largest:
         return relative_error(found, expected)
     if found.shape != expected.shape or not found.isfinite().all():

@@ -1,6 +1,7 @@
 """What the engine refuses, what it leaves behind (nothing), and what users may do to a sharded model."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from shardformer.policy.base import GatherOutput, SplitInput
+from shardformer.policy.base import GatherOutput, NormSwap, SplitInput, SplitOutput
+from shardformer.policy.wan import WAN
 from tests.models import wan, wan_inputs
 
 
@@ -217,3 +219,41 @@ def test_three_lines_in_a_loop_with_ddp(ranks):
     for step in range(3):
         mean = (found[0][0][step] + found[2][0][step]) / 2
         assert mean == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_a_norm_swap_that_fits_no_norm_is_refused():
+    policy = shardformer.Policy(("Tower",), norm_swaps=(NormSwap(("RMSNrom",), "T5LayerNorm"),))
+    with pytest.raises(ValueError, match="swaps norms called RMSNrom, but Tower has none"):
+        shardformer.shard(Tower(), Plan(), policy=policy)
+
+
+def outputs_of_another_kind():
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    for entry, message in (
+        (SplitOutput("rope", indices=(0, 2)), "names item 2 of rope's output, which is 2 items"),
+        (SplitOutput("rope", indices=(0, 1), ndim=3), "where it has 3 dims, but it is"),
+        (SplitOutput("rope", indices=(0, 1), dim=7), "splits dim 7 of rope's output 0, but it is"),
+    ):
+        policy = dataclasses.replace(WAN, split_outputs=(entry,))
+        model = shardformer.shard(wan(), plan, policy=policy)
+        with pytest.raises(ValueError) as caught:
+            model(**wan_inputs())
+        assert message in str(caught.value)
+
+
+def test_a_table_of_outputs_that_are_not_there_is_refused(ranks):
+    ranks(2, outputs_of_another_kind)
+
+
+def test_norms_are_swapped_on_request_and_back(parallel_registry):
+    model, inputs = wan(torch.float32), wan_inputs(torch.float32)
+    expected = model(**inputs, return_dict=False)[0]
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match='norms="strict"'):
+        shardformer.norms_of(model)
+    shardformer.shard(model, Plan(), norms="strict")
+    assert "RMSNorm" in str(shardformer.norms_of(model))
+    assert torch.equal(model(**inputs, return_dict=False)[0], expected)
+    shardformer.unshard(model)
+    assert [type(module) for module in model.modules()] == kinds

@@ -52,13 +52,13 @@ def framepack_inputs() -> Inputs:
     }
 
 
-def helios(amplify: bool = False) -> nn.Module:
+def helios(amplify: bool = False, heads: int = 3) -> nn.Module:
     from diffusers import HeliosTransformer3DModel
 
     return randomize(
         HeliosTransformer3DModel(
             patch_size=(1, 2, 2),
-            num_attention_heads=3,
+            num_attention_heads=heads,
             attention_head_dim=8,
             in_channels=4,
             out_channels=4,

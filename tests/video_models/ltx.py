@@ -10,52 +10,48 @@ from torch import nn
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn, text_mask
 
-TOKENS = 5 * 3 * 5
 
-
-def ltx() -> nn.Module:
+def ltx(heads: int = 3) -> nn.Module:
     from diffusers import LTXVideoTransformer3DModel
 
     return randomize(
         LTXVideoTransformer3DModel(
             in_channels=4,
             out_channels=4,
-            num_attention_heads=3,
+            num_attention_heads=heads,
             attention_head_dim=8,
-            cross_attention_dim=24,
+            cross_attention_dim=8 * heads,
             num_layers=2,
             caption_channels=16,
         )
     )
 
 
-def ltx_inputs(per_token_time: bool = False) -> Inputs:
-    time = (
-        torch.linspace(10, 900, 2 * TOKENS).view(2, TOKENS)
-        if per_token_time
-        else torch.tensor([100.0, 700.0])
-    )
+def ltx_inputs(per_token_time: bool = False, grid: tuple[int, int, int] = (5, 3, 5), text: int = 7) -> Inputs:
+    frames, height, width = grid
+    tokens = frames * height * width
+    times = torch.linspace(10, 900, 2 * tokens).view(2, tokens)
     return {
-        "hidden_states": randn(2, TOKENS, 4),
-        "encoder_hidden_states": randn(2, 7, 16, seed=2),
-        "timestep": time,
-        "encoder_attention_mask": text_mask((7, 4), 7).long(),
-        "num_frames": 5,
-        "height": 3,
-        "width": 5,
+        "hidden_states": randn(2, tokens, 4),
+        "encoder_hidden_states": randn(2, text, 16, seed=2),
+        "timestep": times if per_token_time else torch.tensor([100.0, 700.0]),
+        "encoder_attention_mask": text_mask((text, text - 3), text).long(),
+        "num_frames": frames,
+        "height": height,
+        "width": width,
     }
 
 
-def ltx2(**options: Any) -> nn.Module:
+def ltx2(heads: int = 3, **options: Any) -> nn.Module:
     from diffusers import LTX2VideoTransformer3DModel
 
     return randomize(
         LTX2VideoTransformer3DModel(
             in_channels=4,
             out_channels=4,
-            num_attention_heads=3,
+            num_attention_heads=heads,
             attention_head_dim=8,
-            cross_attention_dim=24,
+            cross_attention_dim=8 * heads,
             audio_in_channels=6,
             audio_out_channels=6,
             audio_num_attention_heads=2,
@@ -68,10 +64,10 @@ def ltx2(**options: Any) -> nn.Module:
     )
 
 
-def ltx2_inputs(new: bool = False) -> Inputs:
+def ltx2_inputs(new: bool = False, **sizes: Any) -> Inputs:
     """75 video tokens with a timestep each, and 11 of audio."""
     inputs = {
-        **ltx_inputs(per_token_time=True),
+        **ltx_inputs(per_token_time=True, **sizes),
         "audio_hidden_states": randn(2, 11, 6, seed=5),
         "audio_encoder_hidden_states": randn(2, 7, 16, seed=3),
         "audio_encoder_attention_mask": text_mask((7, 4), 7).long(),
@@ -86,7 +82,7 @@ def ltx2_inputs(new: bool = False) -> Inputs:
             "use_cross_timestep": True,
             "encoder_hidden_states": randn(2, 7, 24, seed=2),
             "audio_encoder_hidden_states": randn(2, 7, 12, seed=3),
-            "video_keyframes_mask": (torch.arange(TOKENS) < 15).float()[None, :, None].repeat(2, 1, 1),
+            "video_keyframes_mask": (torch.arange(75) < 15).float()[None, :, None].repeat(2, 1, 1),
         }
     return inputs
 

@@ -8,15 +8,13 @@ from torch import nn
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn
 
-TEXT, VIDEO, AUDIO = 7, 45, 11
 
-
-def minimax_h3() -> nn.Module:
+def minimax_h3(heads: int = 3) -> nn.Module:
     from diffusers import MiniMaxH3Transformer3DModel
 
     return randomize(
         MiniMaxH3Transformer3DModel(
-            num_attention_heads=3,
+            num_attention_heads=heads,
             attention_head_dim=16,
             hidden_size=48,
             num_layers=2,
@@ -34,25 +32,24 @@ def minimax_h3() -> nn.Module:
     )
 
 
-def inputs() -> Inputs:
+def inputs(text: int = 7, audio: int = 11) -> Inputs:
     """A batch of one: requests are packed. The first frame is given, at timestep 0."""
-    total = TEXT + VIDEO + AUDIO
+    total = text + 45 + audio
     rows = torch.arange(total)
-    video, audio = rows[TEXT : TEXT + VIDEO], rows[TEXT + VIDEO :]
     places = torch.cartesian_prod(torch.arange(3), torch.arange(3), torch.arange(5))
-    positions = torch.cat([rows[:TEXT, None].repeat(1, 3), places, rows[:AUDIO, None].repeat(1, 3)]).float()
-    tags = torch.cat([torch.full((n,), tag) for tag, n in enumerate((TEXT, VIDEO, AUDIO))])
+    positions = torch.cat([rows[:text, None].repeat(1, 3), places, rows[:audio, None].repeat(1, 3)]).float()
+    tags = torch.cat([torch.full((n,), tag) for tag, n in enumerate((text, 45, audio))])
     return {
-        "hidden_states": randn(1, VIDEO, 16),
-        "audio_hidden_states": randn(1, AUDIO, 6, seed=5),
-        "encoder_hidden_states": randn(1, TEXT, 16, seed=2),
+        "hidden_states": randn(1, 45, 16),
+        "audio_hidden_states": randn(1, audio, 6, seed=5),
+        "encoder_hidden_states": randn(1, text, 16, seed=2),
         "timestep": torch.tensor([0.0, 0.7]),
-        "timestep_indices": ((rows >= TEXT + 15) & (rows < total)).long(),
+        "timestep_indices": ((rows >= text + 15) & (rows < total)).long(),
         "token_tags": tags,
         "position_ids": positions,
-        "video_indices": video,
-        "audio_indices": audio,
-        "text_indices": rows[:TEXT],
+        "video_indices": rows[text : text + 45],
+        "audio_indices": rows[text + 45 :],
+        "text_indices": rows[:text],
     }
 
 

@@ -42,13 +42,13 @@ def vace_inputs() -> Inputs:
     }
 
 
-def chrono_edit() -> nn.Module:
+def chrono_edit(heads: int = 3) -> nn.Module:
     from diffusers import ChronoEditTransformer3DModel
 
     return randomize(
         ChronoEditTransformer3DModel(
             patch_size=(1, 2, 2),
-            num_attention_heads=3,
+            num_attention_heads=heads,
             attention_head_dim=12,
             in_channels=4,
             out_channels=4,
@@ -62,8 +62,12 @@ def chrono_edit() -> nn.Module:
     )
 
 
-def chrono_edit_inputs() -> Inputs:
-    return {name: tensor for name, tensor in vace_inputs().items() if not name.startswith("control")}
+def chrono_edit_inputs(frames: int = 5, width: int = 10) -> Inputs:
+    return {
+        "hidden_states": randn(2, 4, frames, 6, width),
+        "timestep": torch.tensor([100, 700]),
+        "encoder_hidden_states": randn(2, 7, 16, seed=2),
+    }
 
 
 def animate() -> nn.Module:

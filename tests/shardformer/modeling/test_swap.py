@@ -1,0 +1,386 @@
+"""A swapped model has the same names, parameters, values and gradients; the report tells why; undo brings all back."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from shardformer.modeling import NORMS, FusedT5LayerNorm, T5LayerNorm, swap_norms
+from shardformer.modeling.norms import SwappedNorm
+from shardformer.modeling.norms.saved import run_and_count
+from tests.models import wan, wan_inputs
+from tests.shardformer.modeling.zoo import Lookalike, published, t5
+from tests.shardformer.test_t5 import encoder
+from tests.tolerances import assert_close
+
+
+def hunyuan(dtype):
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    torch.manual_seed(0)
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+    ).to(dtype)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 3, 5, 5, dtype=dtype),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 6, 16, dtype=dtype),
+        "encoder_attention_mask": torch.ones(1, 6),
+        "pooled_projections": torch.randn(1, 8, dtype=dtype),
+        "guidance": torch.tensor([6000.0], dtype=dtype),
+    }
+    return model, inputs
+
+
+def ltx(dtype):
+    from diffusers import LTXVideoTransformer3DModel
+
+    torch.manual_seed(0)
+    model = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=12,
+    ).to(dtype)
+    inputs = {
+        "hidden_states": torch.randn(2, 12, 8, dtype=dtype),
+        "timestep": torch.tensor([100, 700]),
+        "encoder_hidden_states": torch.randn(2, 5, 12, dtype=dtype),
+        "encoder_attention_mask": torch.ones(2, 5),
+        "num_frames": 2,
+        "height": 2,
+        "width": 3,
+    }
+    return model, inputs
+
+
+def cogvideox(dtype):
+    from diffusers import CogVideoXTransformer3DModel
+
+    torch.manual_seed(0)
+    model = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=4,
+        text_embed_dim=8,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        max_text_seq_length=6,
+    ).to(dtype)
+    inputs = {
+        "hidden_states": torch.randn(2, 3, 4, 8, 8, dtype=dtype),
+        "encoder_hidden_states": torch.randn(2, 6, 8, dtype=dtype),
+        "timestep": torch.tensor([100, 700]),
+    }
+    return model, inputs
+
+
+def real(name, dtype=torch.float32):
+    if name == "wan":
+        return wan(dtype), wan_inputs(dtype)
+    if name in ("t5", "umt5"):
+        return encoder(name, dtype), {"input_ids": torch.arange(18).view(2, 9)}
+    return {"hunyuan": hunyuan, "ltx": ltx, "cogvideox": cogvideox}[name](dtype)
+
+
+def run(model, inputs):
+    model.zero_grad()
+    out = model(**inputs)[0]
+    out.float().square().mean().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "exact", "num_swapped"),
+    [
+        ("wan", True, 8),
+        ("hunyuan", True, 10),
+        ("ltx", True, 12),
+        ("cogvideox", False, 5),
+        ("t5", True, 5),
+        ("umt5", True, 5),
+    ],
+)
+def test_a_real_model_gives_the_same_and_comes_back_as_it_was(small_tiles, name, exact, num_swapped):
+    model, inputs = real(name)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    keys = list(model.state_dict())
+    out, grads = run(model, inputs)
+    report = swap_norms(model)
+    assert report.num_swapped == num_swapped, report
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    assert list(model.state_dict()) == keys
+    mine, my_grads = run(model, inputs)
+    assert torch.equal(mine, out) if exact else (assert_close(mine, out) is None)
+    assert my_grads.keys() == grads.keys()
+    for key, grad in grads.items():
+        torch.testing.assert_close(my_grads[key], grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
+    report.undo()
+    assert {n: id(m) for n, m in model.named_modules()} == {n: id(m) for n, m in modules.items()}
+    assert not any("forward" in vars(module) for module in modules.values())
+    with pytest.raises(ValueError, match="these swaps were undone already"):
+        report.undo()
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "ltx", "t5"])
+def test_a_real_model_in_bf16_gives_the_same_bits(small_tiles, name):
+    model, inputs = real(name, torch.bfloat16)
+    out, _ = run(model, inputs)
+    report = swap_norms(model)
+    assert report.num_swapped > 0
+    mine, grads = run(model, inputs)
+    assert torch.equal(mine, out) and all(torch.isfinite(grad).all() for grad in grads.values())
+
+
+def test_the_kernels_did_run(small_tiles, monkeypatch):
+    from shardformer.modeling.norms.tiles import TiledRMSNorm
+
+    calls, original = [], TiledRMSNorm.apply
+    model, inputs = real("wan")
+    swap_norms(model)
+    monkeypatch.setattr(TiledRMSNorm, "apply", lambda *args: calls.append(1) or original(*args))
+    model(**inputs)
+    assert len(calls) == 8
+
+
+ALL = [entry[:2] for entry in published()]
+
+
+@pytest.mark.parametrize(("name", "norm"), ALL, ids=[name for name, _ in ALL])
+def test_a_swapped_norm_is_of_its_class_on_its_parameters(small_tiles, name, norm):
+    holder = nn.ModuleDict({"norm": norm, "rest": nn.Linear(1, 1)})
+    report = swap_norms(holder)
+    made = holder["norm"]
+    (row,) = report.rows
+    if row.to is None:
+        assert made is norm and ("layer norm is one pass" in row.reason or "no bias" in row.reason)
+        return
+    assert type(made) is not type(norm) and isinstance(made, type(norm)) and isinstance(made, SwappedNorm)
+    assert all(getattr(made, key) is parameter for key, parameter in norm.named_parameters())
+    x = torch.randn(23, 24).requires_grad_()
+    _, saved = run_and_count(lambda: norm(x), [x], num_tokens=23)
+    assert row.difference == 0 and row.saved_after == 4 <= row.saved_before == saved
+    assert torch.equal(made(x), norm(x)) and torch.equal(made(x.double()), norm(x.double()))
+    report.undo()
+    assert holder["norm"] is norm
+
+
+def test_a_swapped_norm_can_be_copied_pickled_cast_and_loaded(small_tiles):
+    holder = nn.ModuleDict({"norm": nn.RMSNorm(24, eps=1e-6)})
+    swap_norms(holder)
+    x = torch.randn(5, 24)
+    for made in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
+        assert type(made["norm"]) is type(holder["norm"]) and torch.equal(made["norm"](x), holder["norm"](x))
+        assert made["norm"].weight is not holder["norm"].weight
+    holder.load_state_dict({"norm.weight": torch.full((24,), 2.0)})
+    assert torch.equal(holder["norm"](x), nn.functional.rms_norm(x, (24,), torch.full((24,), 2.0), 1e-6))
+    half = x.bfloat16()
+    assert torch.equal(
+        holder.bfloat16()["norm"](half), nn.functional.rms_norm(half, (24,), half.new_full((24,), 2), 1e-6)
+    )
+
+
+def test_a_parameter_set_on_the_swapped_norm_leaves_the_original():
+    """As FSDP sets its shards; what `undo` brings back has its own parameter."""
+    norm = nn.RMSNorm(24)
+    weight, holder = norm.weight, nn.ModuleDict({"norm": norm})
+    swap_norms(holder)
+    holder["norm"].weight = nn.Parameter(torch.zeros(24))
+    holder["norm"].register_forward_hook(lambda *_: None)
+    assert norm.weight is weight and not norm._forward_hooks
+
+
+def test_a_norm_found_in_two_places_stays_one():
+    norm = nn.RMSNorm(24)
+    holder = nn.ModuleDict({"a": norm, "b": nn.ModuleDict({"c": norm})})
+    report = swap_norms(holder)
+    assert holder["a"] is holder["b"]["c"] and holder["a"] is not norm and report.num_swapped == 2
+    report.undo()
+    assert holder["a"] is holder["b"]["c"] is norm
+
+
+def test_within_limits_the_swap_to_paths():
+    model, _ = real("wan")
+    report = swap_norms(model, within=("blocks.*.attn1", "blocks.0.attn2.norm_q"))
+    assert [row.name for row in report.rows] == [
+        *(f"blocks.0.{name}" for name in ("attn1.norm_q", "attn1.norm_k", "attn2.norm_q")),
+        *(f"blocks.1.attn1.{name}" for name in ("norm_q", "norm_k")),
+    ]
+    with pytest.raises(ValueError, match=r"within='block.0' fits no module of WanTransformer3DModel"):
+        swap_norms(model, within=("block.0",))
+    with pytest.raises(ValueError, match="mode='loose' is unknown; use one of strict, fast"):
+        swap_norms(model, "loose")
+
+
+def test_swapping_twice_changes_nothing_more():
+    model, _ = real("wan")
+    swap_norms(model)
+    before = {name: id(module) for name, module in model.named_modules()}
+    assert swap_norms(model).num_swapped == 0
+    assert {name: id(module) for name, module in model.named_modules()} == before
+
+
+def test_an_exception_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+    model, _ = real("wan")
+    before = {name: id(module) for name, module in model.named_modules()}
+    from shardformer.modeling.norms import swap
+
+    original, calls = swap._Swaps.of, []
+
+    def failing(self, module, path):
+        calls.append(path)
+        if len(calls) == 60:
+            raise KeyboardInterrupt
+        return original(self, module, path)
+
+    monkeypatch.setattr(swap._Swaps, "of", failing)
+    with pytest.raises(KeyboardInterrupt):
+        swap_norms(model)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+
+
+def test_the_report_groups_what_is_the_same_and_says_why_something_was_kept():
+    hooked = nn.RMSNorm(24, eps=1e-6)  # else as those of the blocks
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(nn.ModuleDict({"norm": nn.RMSNorm(24, eps=1e-6)}) for _ in range(3)),
+            "odd": Lookalike(lambda x, w: t5(x, w) * 1.1),
+            "out": nn.LayerNorm(24),
+            "act": nn.SiLU(),
+            "late": nn.ModuleDict({"hooked": hooked}),
+        }
+    )
+    report = swap_norms(model)
+    assert str(report).splitlines() == [
+        "norms swapped (strict): 3 of 6",
+        "     module         class        order    eps    now",
+        "3 ×  blocks.*.norm  RMSNorm      product  1e-06  tiles, bit for bit, keeps 4 B a token for backward, not 100",
+        "1 ×  odd            T5LayerNorm                  kept: its values fit no known order of normalisation",
+        "1 ×  out            LayerNorm    layer    1e-05  kept: torch's layer norm is one pass already",
+        "1 ×  late.hooked    RMSNorm                      kept: it has hooks",
+    ]
+    told = json.loads(json.dumps(report.as_dict()))
+    assert told["mode"] == "strict" and len(told["norms"]) == 6
+    assert told["norms"][0] == {
+        **{"name": "blocks.0.norm", "was": "RMSNorm", "order": "product", "eps": 1e-6, "to": "tiles"},
+        **{"reason": "", "difference": 0.0, "saved_before": 100, "saved_after": 4},
+    }
+
+
+def test_a_norm_whose_own_weights_give_other_values_is_kept():
+    """Two norms of one class and the same attributes, one of which was changed where a probe does not look."""
+
+    class Sly(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(24))
+            self._factor = factor
+
+        def forward(self, x):
+            return t5(x, self.weight) * self._factor
+
+    report = swap_norms(nn.ModuleList([Sly(1.0), Sly(1.1)]))
+    assert [row.reason for row in report.rows] == ["", "with its own parameters its values are others"]
+
+
+@pytest.mark.parametrize("state", ["autocast", "compile", "no_grad"])
+def test_elsewhere_the_original_forward_runs(small_tiles, state):
+    model, inputs = real("t5")
+
+    def outcome():
+        if state == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(**inputs)[0]
+        if state == "compile":
+            return torch.compile(model, backend="eager", fullgraph=True)(**inputs)[0]
+        with torch.no_grad():
+            return model(**inputs)[0]
+
+    expected = outcome()
+    report = swap_norms(model)
+    assert report.num_swapped == 5
+    torch.compiler.reset()
+    assert torch.equal(outcome(), expected)
+
+
+def test_checkpointing_a_swapped_model_keeps_its_gradients(small_tiles):
+    model, inputs = real("wan")
+    swap_norms(model)
+    _, expected = run(model, inputs)
+    model.enable_gradient_checkpointing()
+    _, grads = run(model.train(), inputs)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def test_a_model_on_the_meta_device_is_swapped_too():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(24, 24), nn.RMSNorm(24, eps=1e-6))
+    report = swap_norms(model)
+    assert report.num_swapped == 1 and model[1].weight.is_meta
+    model.to_empty(device="cpu")
+    nn.init.ones_(model[1].weight)
+    x = torch.randn(2, 24)
+    assert torch.equal(model[1](x), nn.functional.rms_norm(x, (24,), model[1].weight, 1e-6))
+
+
+# ---- T5's norm, both ways
+
+
+def test_t5_goes_from_plain_to_fused_and_back(small_tiles):
+    from transformers.models.t5.modeling_t5 import T5LayerNorm as Reference
+
+    reference = Reference(24, eps=1e-5).bfloat16()
+    nn.init.normal_(reference.weight)
+    x = torch.randn(4, 24).bfloat16()
+    plain = T5LayerNorm.from_native_module(reference, process_group=None)
+    fused = FusedT5LayerNorm.from_native_module(plain, process_group=None)
+    back = T5LayerNorm.from_native_module(fused)
+    assert type(fused) is FusedT5LayerNorm and isinstance(fused, T5LayerNorm) and type(back) is T5LayerNorm
+    for norm in (plain, fused, back, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert torch.equal(norm(x), reference(x)) and norm.variance_epsilon == 1e-5
+    assert fused.weight is plain.weight is back.weight is reference.weight
+    assert fused.on_kernel(x) is not None and NORMS["FusedT5LayerNorm"] is FusedT5LayerNorm
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.LayerNorm(24), "it computes the order 'layer', and T5's norm is another"),
+        (nn.RMSNorm(24), "it computes the order 'product', and T5's norm is another"),
+        (nn.SiLU(), "it does not normalise its last dimension"),
+        (Lookalike(lambda x, w: t5(x, w, 3e-6)), "its eps, measured as 3e-06, is in no attribute"),
+    ],
+)
+def test_what_is_not_t5s_norm_is_refused(module, reason):
+    with pytest.raises(
+        ValueError, match=f"FusedT5LayerNorm cannot replace this {type(module).__name__}: {reason}"
+    ):
+        FusedT5LayerNorm.from_native_module(module)
+
+
+def test_an_option_is_not_swallowed():
+    with pytest.raises(TypeError, match="epsilon"):
+        FusedT5LayerNorm.from_native_module(T5LayerNorm(24), epsilon=1e-5)
