@@ -111,7 +111,8 @@ def norms_of(model: nn.Module) -> SwapReport:
     applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
     if applied is None or applied.norms is None:
         raise ValueError(
-            f'the norms of this {type(model).__name__} were not looked at; call shardformer.shard(model, plan, norms="strict")'
+            f"the norms of this {type(model).__name__} were not looked at; call "
+            'shardformer.shard(model, plan, norms="strict")'
         )
     return applied.norms
 

@@ -51,14 +51,14 @@ def _steps(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iter
 
 def _named(model: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """The modules at the edges of what is spread, by name."""
-    edges = (
-        *policy.split_inputs,
-        *policy.split_outputs,
-        *policy.gather_outputs,
-        *policy.halos,
-        *policy.gather_grids,
-    )
-    return {name: module for entry in edges for name, module in find(model, entry.module) if name}
+    paths = {
+        *(entry.module for entry in policy.split_inputs),
+        *(entry.module for entry in policy.split_outputs),
+        *(entry.module for entry in policy.gather_outputs),
+        *(entry.module for entry in policy.gather_grids),
+        *(entry.module for entry in policy.halos),
+    }
+    return {name: module for path in sorted(paths) for name, module in find(model, path) if name}
 
 
 def _halo(model: nn.Module, entry: Halo, tokens: Tokens) -> Iterator[Undo]:
