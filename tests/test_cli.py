@@ -81,6 +81,10 @@ def test_an_unknown_command_or_option(run):
             "model class 'Wan' cannot be trained here; choose one of WanTransformer3D",
         ),
         (
+            ["--model.class-name", "MochiTransformer3DModel"],
+            "takes other inputs than this trainer has (latent, timestep, caption); choose one of Wan",
+        ),
+        (
             ["--model.path", "/nowhere", "--model.config", "{}"],
             "no config.json; give the local folder of a diffusers model",
         ),

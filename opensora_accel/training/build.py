@@ -27,6 +27,9 @@ from shardformer.policy import model_names
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Of the weights; bf16 computes in bf16 on fp32 weights."""
 
+TRAINABLE = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel")
+"""Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs."""
+
 
 def local_device() -> torch.device:
     """This rank's GPU, or the CPU, as `init_parallel` has chosen."""
@@ -64,14 +67,19 @@ def build_model(
 
 
 def model_class(config: ModelConfig) -> Any:
-    """The class of diffusers; ValueError for one that has no policy."""
+    """The class of diffusers; ValueError for one that this loop does not know how to call."""
     import diffusers
 
     name = _class_in(config.path) if config.path else config.class_name
-    known = [model for model in model_names() if hasattr(diffusers, model)]
-    if name not in known:
-        raise ValueError(f"model class {name!r} cannot be trained here; choose one of {', '.join(known)}")
-    return getattr(diffusers, name)
+    if name in TRAINABLE:
+        return getattr(diffusers, name)
+    choice = f"choose one of {', '.join(TRAINABLE)}"
+    if name in model_names():
+        raise ValueError(
+            f"model class {name!r} takes other inputs than this trainer has (latent, timestep, caption); {choice}, or "
+            "call shardformer.shard in a loop of your own (docs/policies.md)"
+        )
+    raise ValueError(f"model class {name!r} cannot be trained here; {choice}")
 
 
 def model_arguments(config: ModelConfig, num_channels: int, text_width: int) -> dict[str, Any]:

@@ -188,6 +188,22 @@ def test_clipping_is_right_under_sharding(ranks, folder, tmp_path):
             assert torch.allclose(weight, reference[1][name], rtol=1e-7, atol=1e-9), name
 
 
+def first_losses(config):
+    from opensora_accel.training.loop import Trainer
+
+    return Trainer(config).train()
+
+
+@pytest.mark.parametrize("name", ["SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"])
+def test_other_models_train_as_on_one_rank(ranks, folder, tmp_path, name):
+    changes = {"steps": 3, "model.class_name": name}
+    losses = []
+    for number, plan in enumerate((Plan(precision="fp64"), Plan(ring=2, precision="fp64"))):
+        config = tiny_config(folder, tmp_path / str(number), plan, **changes)
+        losses.append(ranks(plan.world_size, first_losses, config)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
 def stopped(config, at_step):
     from opensora_accel.training.loop import Trainer
 
