@@ -13,6 +13,8 @@ from tests.video_models.minimax_h3 import minimax_h3
 from tests.video_models.wan import chrono_edit, chrono_edit_inputs
 
 GRID, TEXT = (4, 3, 4), 12
+NO_MASK = {"encoder_attention_mask": None}
+"""The kernels of diffusers' ring take none."""
 
 EVEN = {
     "Wan": Case(
@@ -20,11 +22,15 @@ EVEN = {
     ),
     "ChronoEdit": Case(lambda: chrono_edit(heads=12), lambda: chrono_edit_inputs(frames=4, width=8)),
     "Helios": Case(lambda: helios(heads=12), lambda: helios_inputs(past=False)),
-    "LTX-Video": Case(lambda: ltx(heads=12), lambda: ltx_inputs(grid=GRID, text=TEXT)),
+    "LTX-Video": Case(lambda: ltx(heads=12), lambda: ltx_inputs(grid=GRID, text=TEXT) | NO_MASK),
     "LTX-2": Case(
         lambda: ltx2(heads=12),
         # One timestep a clip: the plan splits no timesteps of tokens.
-        lambda: ltx2_inputs(grid=GRID, text=TEXT) | {"timestep": torch.tensor([100.0, 700.0])},
+        lambda: (
+            ltx2_inputs(grid=GRID, text=TEXT)
+            | NO_MASK
+            | {"timestep": torch.tensor([100.0, 700.0]), "audio_encoder_attention_mask": None}
+        ),
     ),
     "MiniMax-H3": Case(lambda: minimax_h3(heads=12), lambda: minimax_inputs(text=8, audio=7)),
 }
