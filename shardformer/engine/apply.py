@@ -136,13 +136,7 @@ def _blocks(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, tuple[str
 def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     if plan.sequence == 1:
         return None
-    group = get_sequence_parallel_group()
-    if group is None or group.size() != plan.sequence:
-        registered = "none is registered" if group is None else f"the registered one has {group.size()}"
-        raise ValueError(
-            f"the plan needs a sequence group of {plan.sequence} ranks, but {registered}; "
-            "call opensora_accel.init_parallel(plan), or set_sequence_parallel_group(group)"
-        )
+    group = _registered("sequence", get_sequence_parallel_group(), plan.sequence)
     if plan.ring > 1:
         _check_axes(plan)
     return group
@@ -154,14 +148,18 @@ def _shard_tensors(model: nn.Module, plan: Plan, policy: Policy) -> Callable[[],
             f"tp={plan.tp} needs a policy that says where the layers of {type(model).__name__} are cut, and its policy "
             "does not; use tp=1 and put its ranks on ulysses"
         )
-    group = get_tensor_parallel_group()
-    if group is None or group.size() != plan.tp:
+    return shard_tensors(model, policy.tensors, _registered("tensor", get_tensor_parallel_group(), plan.tp))
+
+
+def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.ProcessGroup:
+    """The group, if it is of the size that the plan needs."""
+    if group is None or group.size() != size:
         registered = "none is registered" if group is None else f"the registered one has {group.size()}"
         raise ValueError(
-            f"the plan needs a tensor group of {plan.tp} ranks, but {registered}; call "
-            "opensora_accel.init_parallel(plan), or set_tensor_parallel_group(group)"
+            f"the plan needs a {name} group of {size} ranks, but {registered}; "
+            f"call opensora_accel.init_parallel(plan), or set_{name}_parallel_group(group)"
         )
-    return shard_tensors(model, policy.tensors, group)
+    return group
 
 
 def _check_axes(plan: Plan) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.opensora_models.randomize import randomize
-from tests.video_models.case import Case, Inputs, randn
+from tests.video_models.case import Case, Inputs, randn, wan_like
 
 
 def anyflow() -> nn.Module:
@@ -14,15 +14,7 @@ def anyflow() -> nn.Module:
 
     return randomize(
         AnyFlowTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=3,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
+            **wan_like(),
             rope_max_seq_len=32,
         )
     )

@@ -24,6 +24,21 @@ class Case:
     """How its users turn on the checkpointing that the model brings along."""
 
 
+def wan_like(heads: int = 3, layers: int = 2) -> dict[str, Any]:
+    """Arguments of the models that are built like Wan."""
+    return {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": heads,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "freq_dim": 32,
+        "ffn_dim": 32,
+        "num_layers": layers,
+    }
+
+
 def randn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

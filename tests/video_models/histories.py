@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.opensora_models.randomize import randomize
-from tests.video_models.case import Case, Inputs, randn, text_mask
+from tests.video_models.case import Case, Inputs, randn, text_mask, wan_like
 
 
 def framepack() -> nn.Module:
@@ -57,16 +57,8 @@ def helios(amplify: bool = False, heads: int = 3) -> nn.Module:
 
     return randomize(
         HeliosTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=heads,
-            attention_head_dim=8,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
-            rope_dim=(2, 2, 4),
+            **wan_like(heads=heads),
+            rope_dim=(4, 4, 4),
             guidance_cross_attn=not amplify,
             zero_history_timestep=not amplify,
             is_amplify_history=amplify,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.opensora_models.randomize import randomize
-from tests.video_models.case import Case, Inputs, randn
+from tests.video_models.case import Case, Inputs, randn, wan_like
 
 
 def skyreels(**options: Any) -> nn.Module:
@@ -16,15 +16,7 @@ def skyreels(**options: Any) -> nn.Module:
 
     return randomize(
         SkyReelsV2Transformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=3,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
+            **wan_like(),
             rope_max_seq_len=32,
             **options,
         )

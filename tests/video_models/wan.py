@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.models import wan, wan_inputs
 from tests.opensora_models.randomize import randomize
-from tests.video_models.case import Case, Inputs, randn
+from tests.video_models.case import Case, Inputs, randn, wan_like
 
 
 def vace() -> nn.Module:
@@ -15,15 +15,7 @@ def vace() -> nn.Module:
 
     return randomize(
         WanVACETransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=3,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=3,
+            **wan_like(layers=3),
             cross_attn_norm=True,
             rope_max_seq_len=32,
             vace_layers=[0, 2],
@@ -47,15 +39,7 @@ def chrono_edit(heads: int = 3) -> nn.Module:
 
     return randomize(
         ChronoEditTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=heads,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
+            **wan_like(heads=heads),
             cross_attn_norm=True,
             rope_max_seq_len=32,
         )
