@@ -1,7 +1,7 @@
 """Packaging. The core needs torch only; everything else is an extra.
 
 ColossalAI cannot be an extra: 0.5.0 pins torch<=2.5.1 and diffusers==0.29.0. Install it with
-``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/launchers.md).
+``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/colossalai.md).
 """
 
 from pathlib import Path

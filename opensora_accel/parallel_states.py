@@ -132,6 +132,11 @@ def get_parallel_group(name: str) -> dist.ProcessGroup:
     return _groups[name]
 
 
+def has_parallel_group(name: str) -> bool:
+    """Whether a group of that name is registered: axes are by `init_parallel` alone."""
+    return name in _groups
+
+
 def set_data_parallel_group(group: dist.ProcessGroup) -> None:
     """Registers the ranks that see different samples."""
     _groups["data"] = group

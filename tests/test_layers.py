@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"opensora_accel.cli"},
     {"opensora_accel.training", "opensora_accel.planner", "opensora_accel.profiler", "opensora_accel.doctor"},
+    {"shardformer.policy.t5_encoder"},
+    {"shardformer.colossalai"},
     {"shardformer", "shardformer.engine"},
     {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
@@ -21,6 +23,7 @@ LAYERS = [
         "opensora_accel.fsdp",
         "opensora_accel.verify",
         "opensora_accel.sharding",
+        "opensora_accel.with_accelerate",
     },
     {"opensora_accel.offload"},
     {"opensora_accel.communications"},
@@ -108,6 +111,7 @@ def test_imports_run_downward(module, path):
         ("opensora_accel.profiler.report", "from shardformer import shard"),
         ("opensora_accel.training.loop", "from opensora_accel.cli import main"),
         ("shardformer.policy.wan", "from shardformer.engine import shard"),
+        ("shardformer.engine.apply", "from shardformer.colossalai import colossalai_policy"),
         ("shardformer.modeling.t5", "from shardformer.policy import find_policy"),
     ],
 )

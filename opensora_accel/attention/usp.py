@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +20,17 @@ from opensora_accel.attention.local import autocast
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import gather_heads, scatter_heads
 from opensora_accel.communications.sizes import Sizes
-from opensora_accel.parallel_states import get_parallel_group
+from opensora_accel.parallel_states import get_parallel_group, has_parallel_group
+
+
+class _Alone:
+    """In place of a ring that nobody made: where a sequence group is registered without axes, it is all ulysses."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class SequenceGroups:
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> SequenceGroups:
         """Those of the mesh, or the registered ones."""
+        if mesh is None and not has_parallel_group("ring") and has_parallel_group("sequence"):
+            return cls(cast(dist.ProcessGroup, _Alone()), get_parallel_group("sequence"))
         if mesh is None:
             return cls(get_parallel_group("ring"), get_parallel_group("ulysses"))
         names = mesh.mesh_dim_names or ()
@@ -44,7 +57,7 @@ class SequenceGroups:
 
     @property
     def inner_first(self) -> list[dist.ProcessGroup]:
-        return [self.ulysses, self.ring]
+        return [self.ulysses] if isinstance(self.ring, _Alone) else [self.ulysses, self.ring]
 
     def of_ulysses(self, splits: Sizes) -> Sizes:
         """Sizes within this rank's ulysses group, of those of all ranks."""

@@ -23,7 +23,7 @@ from shardformer.policy.mochi import MOCHI
 from shardformer.policy.open_sora import MMDIT, STDIT3
 from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
-from shardformer.policy.t5_encoder import T5_ENCODER
+from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
 from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_VACE
 

@@ -1,56 +1,21 @@
-"""T5 and UMT5 text encoders (transformers): every RMSNorm becomes `shardformer.modeling.t5.T5LayerNorm`."""
+"""Open-Sora's name and place for the table of T5's encoder, which Open-Sora's own ShardFormer code takes as well."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardformer.colossalai import ShardFormerMethods
 from shardformer.policy.base import Blocks, NormSwap, Policy
-from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
-
-T5_TENSORS = (
-    TensorRegion(
-        "encoder.block.*.layer.0.SelfAttention",
-        steps=(
-            (
-                ColumnParallel("q"),
-                ColumnParallel("k"),
-                ColumnParallel("v"),
-                # An embedding with a column for every head: T5's first block has it, UMT5's blocks all do.
-                ColumnParallel("relative_attention_bias", optional=True),
-            ),
-            (RowParallel("o"),),
-        ),
-        heads=("n_heads",),
-        head_widths=("inner_dim",),
-    ),
-    TensorRegion(
-        "encoder.block.*.layer.1.DenseReluDense",
-        steps=(
-            # wi, or wi_0 and wi_1 of a gated MLP
-            tuple(ColumnParallel(name, optional=True) for name in ("wi", "wi_0", "wi_1")),
-            (RowParallel("wo"),),
-        ),
-    ),
-)
+from shardformer.policy.t5 import T5_ENCODER
+from shardformer.policy.tensors import TensorRegion
 
 
 @dataclass(frozen=True)
-class T5EncoderPolicy(Policy):
-    """Open-Sora's name. A text encoder sees the whole prompt on every rank, so nothing is split.
+class T5EncoderPolicy(ShardFormerMethods, Policy):
+    """For `shardformer.shard(model, plan, policy=…)`, and for ColossalAI's `ShardFormer.optimize(model, policy=…)`."""
 
-    apex's FusedRMSNorm accumulates in another order and needs a GPU; `T5LayerNorm` computes what T5 was trained
-    with, on any device.
-    """
-
-    models: tuple[str, ...] = ("T5EncoderModel", "UMT5EncoderModel")
-    blocks: tuple[Blocks, ...] = (Blocks("encoder.block"),)
-    tensors: tuple[TensorRegion, ...] = T5_TENSORS
-    norms: tuple[str, ...] = ("encoder",)
-    norm_swaps: tuple[NormSwap, ...] = (
-        NormSwap(
-            ("FusedRMSNorm", "MixedFusedRMSNorm", "T5LayerNorm", "UMT5LayerNorm", "RMSNorm"), "T5LayerNorm"
-        ),
-    )
-
-
-T5_ENCODER = T5EncoderPolicy()
+    models: tuple[str, ...] = T5_ENCODER.models
+    blocks: tuple[Blocks, ...] = T5_ENCODER.blocks
+    tensors: tuple[TensorRegion, ...] = T5_ENCODER.tensors
+    norms: tuple[str, ...] = T5_ENCODER.norms
+    norm_swaps: tuple[NormSwap, ...] = T5_ENCODER.norm_swaps

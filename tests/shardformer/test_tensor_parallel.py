@@ -13,7 +13,7 @@ from opensora_accel.checkpoint import checkpoint_blocks, set_grad_checkpoint
 from opensora_accel.sharding import Chain, Invariant, Shard
 from opensora_accel.verify import lift_casts
 from shardformer.policy.open_sora import MMDIT_TENSORS
-from shardformer.policy.t5_encoder import T5_TENSORS
+from shardformer.policy.t5 import T5_TENSORS
 from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
 from shardformer.tensor_parallel import (
     full_shape,

@@ -1,0 +1,104 @@
+"""The one part of `accelerate` that does not know sequence parallelism: which rank gets which batch.
+
+accelerate is imported on use only. Everything else of it works on a sharded model as it is: docs/accelerate.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from opensora_accel.parallel_states import get_data_parallel_group
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["data_parallel_dataloader"]
+
+
+def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -> DataLoader:
+    """The loader, prepared as by `accelerator.prepare`, but over data ranks: ranks that share a sample get the same.
+
+    `accelerator.prepare(dataloader)` deals batches to all ranks, and the ranks of a sequence group would each hold
+    a part of another sample, without any error. `prepare` leaves what this returns as it is.
+
+    Shuffling, and what the loader's workers draw, are equal within a sequence group. What the ranks themselves draw
+    (noise, timesteps, dropout) has to be as well.
+
+    Args:
+        accelerator: its DataLoaderConfiguration is kept. With `split_batches`, batches are divided by the number of
+            data ranks.
+        dataloader: a plain one; it gets generators, where it has none.
+
+    Communication: broadcasts one seed, and the state of the sampler's generator, from rank 0 to all ranks.
+
+    Raises:
+        ValueError: accelerate would not average gradients over just the ranks of data × sequence, as it sees fewer,
+            or tensor-parallel ones as well; or `dispatch_batches`, by which rank 0 deals to all ranks.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True deals the batches of rank 0 to all ranks, also to those that share a sample; "
+            "use dispatch_batches=False"
+        )
+    data, mixed = get_data_parallel_group(), get_data_parallel_group(get_mixed_dp_pg=True)
+    num_ranks = 1 if data is None else data.size()
+    rank = 0 if data is None else data.rank()
+    _check_ranks(accelerator.num_processes, 1 if mixed is None else mixed.size())
+    seed = _agree_on_draws(dataloader, rank)
+    given = accelerator.dataloader_config.data_seed
+    prepared: Any = prepare_data_loader(
+        dataloader,
+        accelerator.device,
+        num_processes=num_ranks,
+        process_index=rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=seed if given is None else given,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    prepared._is_accelerate_prepared = True
+    # Registers it, as prepare does, for save_state.
+    return accelerator.prepare_data_loader(prepared)
+
+
+def _check_ranks(num_processes: int, num_mixed: int) -> None:
+    """accelerate averages gradients over the ranks that it sees: they must be data × sequence."""
+    if num_processes < num_mixed:
+        raise ValueError(
+            f"accelerate sees {num_processes} of the {num_mixed} ranks, and would not average gradients over the rest; "
+            "on CPUs it needs Accelerator(cpu=True)"
+        )
+    if num_processes > num_mixed:
+        raise ValueError(
+            f"accelerate averages gradients over all {num_processes} ranks, but data × sequence are {num_mixed}: "
+            "tensor-parallel ranks hold different parameters; use tp=1"
+        )
+
+
+def _agree_on_draws(dataloader: DataLoader, data_rank: int) -> int:
+    """One order of samples for all ranks, and one seed of workers for those that share a sample; rank 0's seed.
+
+    accelerate itself synchronises a sampler only where there are several data ranks.
+    """
+    from accelerate.data_loader import get_sampler
+    from accelerate.utils import broadcast_object_list, synchronize_rng_states
+
+    (seed,) = broadcast_object_list([torch.initial_seed()])
+    sampler = get_sampler(dataloader)
+    if hasattr(sampler, "generator"):
+        if sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(seed)
+        synchronize_rng_states(["generator"], sampler.generator)
+    if dataloader.generator is None:
+        dataloader.generator = torch.Generator().manual_seed((seed + 1 + data_rank) % 2**63)
+    return seed
