@@ -21,7 +21,7 @@ from tests.verify.meshes import (
 from tests.verify.mutation import Edit, Mutant, Replacement
 from tests.verify.steps import TINY_POLICY, DiTStep, TrainerStep, WanStep
 
-ENGINE = "shardformer.engine:"
+ENGINE = "shardformer.engine."
 FSDP = "opensora_accel.fsdp:"
 BUILD = "opensora_accel.training.build:"
 LOOP = "opensora_accel.training.loop:Trainer."
@@ -46,25 +46,35 @@ def _engine() -> list[Mutant]:
         return Mutant(f"engine: {name}", (edit,), step, meshes, kind, axes, factor)
 
     both = ("dp_replicate", "ulysses")
-    data = 'get_parallel_group("data")'
+    data = '__import__("opensora_accel", fromlist=["parallel_states"]).parallel_states.get_parallel_group("data")'
+    split, gather, attention = (
+        "tokens:Tokens.split",
+        "boundaries:gather_output",
+        "attentions:_spread_attention",
+    )
     return [
-        mutant("split not scaled", "_split", '"down"', "None", "scale", "ulysses"),
-        mutant("split scaled up", "_split", '"down"', '"up"', "scale", "ulysses²"),
-        mutant("gather not scaled", "_gather_output", '"up"', "None", "scale", "ulysses⁻¹"),
-        mutant("gather scaled down", "_gather_output", '"up"', '"down"', "scale", "ulysses⁻²"),
-        mutant("gather over the world", "_gather_output", "tokens.group", "None", "failure", axes=both),
+        mutant("split not scaled", split, '"down"', "None", "scale", "ulysses"),
+        mutant("split scaled up", split, '"down"', '"up"', "scale", "ulysses²"),
+        mutant("gather not scaled", gather, '"up"', "None", "scale", "ulysses⁻¹"),
+        mutant("gather scaled down", gather, '"up"', '"down"', "scale", "ulysses⁻²"),
+        mutant("gather over the world", gather, "tokens.group", "None", "failure", axes=both),
         mutant(
             "split over data",
-            "_split",
-            "tensor, tokens.group",
+            split,
+            "tensor, self.group",
             f"tensor, {data}",
             step=DiTStep(tokens=12),
             meshes=ULYSSES_BESIDE_DATA,
         ),
-        mutant("no attention redirected", "_split_sequence", "policy.self_attention", "()"),
+        mutant(
+            "no attention redirected",
+            "attentions:redirect_attentions",
+            "for path in policy.self_attention",
+            "for path in ()",
+        ),
         mutant(
             "Ulysses over mixed",
-            "_attention",
+            attention,
             "q, k, v, tokens.group",
             'q, k, v, get_parallel_group("mixed")',
             "failure",
