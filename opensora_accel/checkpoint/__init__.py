@@ -8,7 +8,7 @@ from opensora_accel.checkpoint.api import (
 )
 from opensora_accel.checkpoint.blocks import checkpoint_blocks
 from opensora_accel.checkpoint.chunked import chunk_tokens
-from opensora_accel.checkpoint.core import carrying
+from opensora_accel.checkpoint.core import carried, carrying
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, ActivationManager
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ActivationManager",
     "CheckpointFunctionWithOffload",
     "auto_grad_checkpoint",
+    "carried",
     "carrying",
     "checkpoint",
     "checkpoint_blocks",

@@ -38,6 +38,13 @@ def carrying(carry: Carry) -> Iterator[None]:
         _carriers.remove(carry)
 
 
+def carried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as a checkpoint that runs now must call it: with everything that is being carried."""
+    for carry in _carriers:
+        function = carry(function)
+    return function
+
+
 def checkpointed(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -56,8 +63,7 @@ def checkpointed(
         options: of `torch.utils.checkpoint.checkpoint`.
     """
     assert torch.is_grad_enabled()
-    for carry in _carriers:
-        function = carry(function)
+    function = carried(function)
     if marked and any(map(_loses_its_class, args)):
         GLOBAL_ACTIVATION_MANAGER.keep(
             marked, "an argument is of a subclass of Tensor, which autograd's hooks lose"

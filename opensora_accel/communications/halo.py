@@ -45,7 +45,7 @@ def exchange_halo(
     given = [_wanted(rank, to, sizes, reach) for to in range(len(sizes))]
     start = sum(sizes[:rank])
     sent = torch.cat([rows[r.start - start : r.stop - start] if len(r) else rows[:0] for r in given])
-    length = rows[:1].numel() if sizes[rank] else rows.shape[1:].numel()
+    length = rows.shape[1:].numel()
     received = all_to_all_single_autograd(
         sent.reshape(-1), [len(r) * length for r in wanted], [len(r) * length for r in given], group
     )

@@ -93,7 +93,10 @@ def shard(
 
 
 def unshard(model: ModelT) -> ModelT:
-    """The model as it was before `shard`, bit for bit; ValueError where its parameters are sharded."""
+    """The model as it was before `shard`, bit for bit; ValueError where its parameters are sharded.
+
+    Backward of what ran before comes first: a checkpoint recomputes with the model as it is then.
+    """
     applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
     if applied is None:
         raise ValueError(f"this {type(model).__name__} is not sharded")
@@ -200,20 +203,19 @@ def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitSta
 
 def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:
     target = NORMS[swap.target]
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    found = False
-    for parent in [each for _name, module in find(model, swap.module) for each in module.modules()]:
-        for name, child in list(parent.named_children()):
-            found |= type(child).__name__ in swap.sources
-            if type(child).__name__ in swap.sources and type(child) is not target:
-                replaced.append((parent, name, child))
-                setattr(parent, name, target.from_native_module(child))
-
-    if not found:
+    parents = [each for _name, module in find(model, swap.module) for each in module.modules()]
+    held = [(parent, *each) for parent in parents for each in parent.named_children()]
+    named = [each for each in held if type(each[2]).__name__ in swap.sources]
+    if not named:
         raise ValueError(
             f"the policy swaps norms called {', '.join(swap.sources)}, but {type(model).__name__} has none"
             + (f" below {swap.module}" if swap.module else "")
         )
+    replaced = [each for each in named if type(each[2]) is not target]
+    # All are made before any is set: one that cannot be replaced leaves the model as it was.
+    made = [target.from_native_module(child) for _parent, _name, child in replaced]
+    for (parent, name, _child), norm in zip(replaced, made, strict=True):
+        setattr(parent, name, norm)
 
     def undo() -> None:
         for parent, name, child in replaced:

@@ -132,13 +132,10 @@ def _whole_queries(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> 
 
 
 def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False) -> Extent:
+    tokens.check_known(name)
     splits = tokens.state.splits
     if splits is None:
-        raise ValueError(
-            f"{name} does not know which of its {num_local} tokens are spread: it is recomputed by a checkpoint that "
-            'shardformer does not know of, or the policy splits nothing before it. Use Plan(checkpoint="full"), '
-            "model.enable_gradient_checkpointing() or opensora_accel.checkpoint"
-        )
+        raise ValueError(f"the policy spreads {name} over the ranks, but splits no tokens before it")
     own = tokens.own_range(splits)
     num_text = num_local - (own.stop - own.start)
     if num_text < 0:

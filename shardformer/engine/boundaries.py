@@ -49,9 +49,8 @@ def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens) -> Iterator
             if entry.index is None:
                 arguments[entry.argument] = _split_all(value, entry, tokens, what)
             elif value is not None:
-                _check_index(entry.index, value, what)
-                items = list(value)
-                items[entry.index] = _split_all(items[entry.index], entry, tokens, what)
+                index, items = _index(entry.index, value, what), list(value)
+                items[index] = _split_all(items[index], entry, tokens, what)
                 arguments[entry.argument] = type(value)(items)
 
         yield change_arguments(module, signature, change)
@@ -65,10 +64,9 @@ def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens) -> Iterat
         def hook(_module: nn.Module, _args: Any, output: Any, what: str = what) -> Any:
             if not entry.indices:
                 return _split_all(output, entry, tokens, what)
-            for index in entry.indices:
-                _check_index(index, output, what)
+            indices = [_index(index, output, what) for index in entry.indices]
             return tuple(
-                _split_all(item, entry, tokens, f"{what} {index}") if index in entry.indices else item
+                _split_all(item, entry, tokens, f"{what} {index}") if index in indices else item
                 for index, item in enumerate(output)
             )
 
@@ -87,8 +85,8 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens) -> Iter
         def hook(_module: nn.Module, _args: Any, output: Any, what: str = f"{name}'s output") -> Any:
             if entry.index is None:
                 return gather(output)
-            _check_index(entry.index, output, what)
-            return tuple(gather(item) if i == entry.index else item for i, item in enumerate(output))
+            index = _index(entry.index, output, what)
+            return tuple(gather(item) if i == index else item for i, item in enumerate(output))
 
         yield module.register_forward_hook(hook).remove
 
@@ -104,8 +102,12 @@ def refuse_input(model: nn.Module, argument: str, reason: str) -> Iterator[Undo]
 
 def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator[Undo]:
     def change(arguments: Arguments) -> None:
-        count, splits = arguments.get(entry.argument), tokens.state.splits
-        if count is not None and splits is not None:
+        count = arguments.get(entry.argument)
+        if count is None:
+            return
+        tokens.check_known(f"{entry.module}'s {entry.argument}")
+        splits = tokens.state.splits
+        if splits is not None:
             own = tokens.own_range(splits)
             before = sum(splits) - own.stop if entry.last else own.start
             arguments[entry.argument] = min(max(count - before, 0), own.stop - own.start)
@@ -151,11 +153,15 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
 
 def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
     total, known = tensor.size(entry.dim), tokens.state.splits
-    if isinstance(entry, SplitInput) and entry.frames:
+    frames = isinstance(entry, SplitInput) and entry.frames
+    if frames or entry.text is not None or total == 1:  # what it is follows from the tokens split before it
+        tokens.check_known(what)
+    if frames:
         unit = tokens.state.unit
         if known is None or total * unit != sum(known):
             raise ValueError(
-                f"the policy splits {what} by frames, but {total} are not those of {known} tokens"
+                f"the policy splits {what} by frames, but {total} are not those of "
+                + ("tokens that are not split yet" if known is None else f"{sum(known)} tokens")
             )
         return tokens.split(tensor, entry.dim, tuple(size // unit for size in known))
     if entry.text is None:
@@ -183,7 +189,9 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
     return tokens.once(tensor, (entry.dim, known, entry.text), make)
 
 
-def _check_index(index: int, value: Any, what: str) -> None:
+def _index(index: int, value: Any, what: str) -> int:
+    """Counted from the first item, also where the policy counts from the last."""
     if not isinstance(value, (tuple, list)) or not -len(value) <= index < len(value):
         kind = f"{len(value)} items" if isinstance(value, (tuple, list)) else type(value).__name__
         raise ValueError(f"the policy names item {index} of {what}, which is {kind}")
+    return index % len(value)

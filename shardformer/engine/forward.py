@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from opensora_accel.checkpoint import carrying
+from opensora_accel.checkpoint import carried, carrying
 from shardformer.engine.paths import check_still_there
 from shardformer.engine.tokens import Tokens
 
@@ -30,7 +30,7 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
         tokens.begin()
         running.enter_context(carrying(tokens.carry))
         for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
-            _carry(module, tokens)
+            _carry(module)
 
     def end(*_: Any) -> None:
         running.close()
@@ -55,18 +55,21 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
 
 
 class _Carrying:
-    """A model's own checkpoint function, which brings the state of the tokens along."""
+    """A model's own checkpoint function, which brings along the state of every forward that is running.
 
-    def __init__(self, checkpoint: Callable[..., Any], tokens: Tokens):
-        self.checkpoint, self.tokens = checkpoint, tokens
+    Of every one: this model may be a part of another that is sharded as well.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any]):
+        self.checkpoint = checkpoint
         functools.update_wrapper(self, checkpoint, updated=())
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(self.tokens.carry(function), *args, **kwargs)
+        return self.checkpoint(carried(function), *args, **kwargs)
 
 
-def _carry(module: nn.Module, tokens: Tokens) -> None:
+def _carry(module: nn.Module) -> None:
     for name in _CHECKPOINTS:
         function = vars(module).get(name)
         if callable(function) and not isinstance(function, _Carrying):
-            setattr(module, name, _Carrying(function, tokens))
+            setattr(module, name, _Carrying(function))

@@ -72,6 +72,7 @@ class _Grid:
             yield module.register_forward_hook(hook).remove
 
     def _enter(self, arguments: Arguments, name: str) -> None:
+        self.tokens.check_known(name)
         state, spread = self.tokens.state, self.entry.spread
         for dimension, argument in self.entry.counts:
             state.sizes[dimension] = arguments[argument]
@@ -118,9 +119,7 @@ def _local_sizes(tensor: Tensor, layout: Layout, tokens: Tokens, what: str) -> d
     if state.spread is not None:
         known[state.spread] = _shares(tokens, state.spread)[tokens.group.rank()]
     sizes = layout.sizes(tensor, {name: known[name] for name in layout.names if name in known}, what)
-    for name, size in sizes.items():
-        if name != state.spread:
-            state.sizes.setdefault(name, size)
+    state.sizes = sizes | state.sizes  # which has the whole size of what is spread
     return sizes
 
 

@@ -47,6 +47,8 @@ def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signa
     """The signature of a module's forward, which must have the argument."""
     signature = inspect.signature(module.forward)
     if argument not in signature.parameters:
+        if type(module).__name__ in _TRANSPARENT:
+            raise ValueError(f"{name} is wrapped already (by {type(module).__name__}); wrap it after shard()")
         raise ValueError(
             f"the policy names {name or 'the model'}'s argument {argument!r}, but the forward of "
             f"{type(module).__name__} takes {', '.join(signature.parameters)}"

@@ -19,6 +19,8 @@ from opensora_accel.communications import share_sizes, split_forward_gather_back
 class State:
     """What a forward finds out about its tokens."""
 
+    is_known: bool = False
+    """Whether it is a forward's, as it is in a recomputation that brought it along."""
     splits: tuple[int, ...] | None = None
     """Every rank's number of tokens."""
     unit: int = 1
@@ -35,7 +37,8 @@ class Tokens:
     """The state of the running forward. Empty outside of one.
 
     A recomputation runs outside of it: a checkpoint has to bring the state along (`carry`). Under one that
-    does not, shares are unknown, the same on every rank, and self-attention exchanges them.
+    does not, shares are unknown, the same on every rank. Self-attention exchanges them; what cannot, refuses
+    (`check_known`).
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -44,19 +47,27 @@ class Tokens:
         self.in_forward = False
         self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
-    @property
-    def num_own(self) -> int | None:
-        """This rank's number of tokens."""
-        return None if self.state.splits is None else self.state.splits[self.group.rank()]
-
     def own_range(self, splits: tuple[int, ...]) -> slice:
         rank = self.group.rank()
         return slice(sum(splits[:rank]), sum(splits[: rank + 1]))
+
+    def check_known(self, what: str) -> None:
+        """ValueError in a recomputation that did not bring the state along."""
+        if not self.state.is_known:
+            raise ValueError(
+                f"{what} is recomputed by a checkpoint that shardformer does not know of, so that it is not known how "
+                'the tokens are spread; use Plan(checkpoint="full"), model.enable_gradient_checkpointing() or '
+                "opensora_accel.checkpoint"
+            )
 
     def share(self, total: int, what: str) -> tuple[int, ...]:
         """Every rank's share of `total` tokens, which must be as many as were split before."""
         if self.state.num_frames is not None and self.state.splits is None:
             self.state.unit = max(1, total // self.state.num_frames)
+        if total < self.group.size():  # models are not written for none, and one rank alone would say so
+            raise ValueError(
+                f"{what} has {total} tokens, fewer than the {self.group.size()} ranks that share them"
+            )
         if total % self.state.unit:
             raise ValueError(f"{what} has {total} tokens, which are no frames of {self.state.unit}")
         splits = share_sizes(total // self.state.unit, self.group.size())
@@ -115,7 +126,7 @@ class Tokens:
             self.state = before
 
     def begin(self) -> None:
-        self.state, self.in_forward = State(), True
+        self.state, self.in_forward = State(is_known=True), True
         self._made.clear()
 
     def end(self) -> None:

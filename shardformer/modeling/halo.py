@@ -30,9 +30,8 @@ def add_halo(
         def forward(input_: Tensor) -> Any:
             num_own = input_.size(dim)
             rows, before = exchange_halo(input_, group, dim, reach, splits=get_splits())
-            if (
-                rows.size(dim) == 0
-            ):  # convolutions take no empty input, and other ranks' gradients await this one's
+            if rows.size(dim) == 0:
+                # Convolutions take no empty input, and other ranks' gradients await this one's.
                 rows = torch.cat([rows, rows.new_zeros(_with(rows.shape, dim, 1))], dim)
             out = original(rows)
             if out.size(dim) != rows.size(dim):

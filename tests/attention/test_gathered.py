@@ -41,6 +41,7 @@ def gathered(kind, tokens, kv_heads, text):
     ]
     texts = [randn(B, TEXT, kv_heads, D, seed=7 + i).requires_grad_() for i in range(2)] if text else []
     bias = biases(tokens, tokens + (TEXT if text else 0), kind)
+    scale = 0.3 if kind == "bias" else None
     q, k, v = full
     if text:
         k, v = (
@@ -48,7 +49,7 @@ def gathered(kind, tokens, kv_heads, text):
         )
     seen = torch.where(bias.any(-1, keepdim=True), bias, True) if bias.dtype == torch.bool else bias
     expected = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen, enable_gqa=kv_heads != H
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen, scale=scale, enable_gqa=kv_heads != H
     ).transpose(1, 2)
     if bias.dtype == torch.bool:
         expected = expected * bias.any(-1).transpose(1, 2)[..., None]
@@ -59,6 +60,7 @@ def gathered(kind, tokens, kv_heads, text):
     own_texts = [t.detach().clone().requires_grad_() for t in texts]
     rows = slice(sum(splits[:rank]), sum(splits[: rank + 1]))
     options = {"text_k": own_texts[0], "text_v": own_texts[1], "text_first": text == "first"} if text else {}
+    options["scale"] = scale
     with counted() as sent:
         out = gathered_attention(*mine, dist.group.WORLD, bias=bias[:, :, rows], kv_splits=splits, **options)
     assert [call.kind for call in sent.calls] == ["all-gather"] * 2
@@ -111,3 +113,16 @@ def linear(tokens, rotated):
 def test_sums_over_all_tokens_give_the_rows_of_one_device(ranks, tokens, rotated):
     """Also of a rank that has none."""
     assert max(ranks(3, linear, tokens, rotated)) < EXACT
+
+
+def query_of_zeros():
+    q, k, v = (randn(1, 3, H, D, seed=i).relu().requires_grad_() for i in range(3))
+    with torch.no_grad():
+        q[:, 1] = 0
+    out = linear_attention(q, k, v, dist.group.WORLD)
+    out.sum().backward()
+    return bool((out[:, 1] == 0).all()) and all(bool(t.grad.isfinite().all()) for t in (q, k, v))
+
+
+def test_a_query_that_the_kernel_function_made_zero_gives_zero(ranks):
+    assert all(ranks(2, query_of_zeros))

@@ -10,7 +10,8 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from shardformer.policy.base import GatherOutput, NormSwap, SplitInput, SplitOutput
+from opensora_accel.checkpoint import carried
+from shardformer.policy.base import GatherOutput, JointAttention, NormSwap, SplitInput, SplitOutput
 from shardformer.policy.wan import WAN
 from tests.models import wan, wan_inputs
 
@@ -175,7 +176,36 @@ def after_an_exception():
     with pytest.raises(ZeroDivisionError):
         model(**wan_inputs(frames=3), return_dict=False)
     handle.remove()
+    assert carried(abs) is abs, "a checkpoint elsewhere would bring along what is no more"
     assert torch.equal(model(**wan_inputs(), return_dict=False)[0], expected)
+    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**wan_inputs(frames=3), return_dict=False)
+    handle.remove()
+    assert torch.equal(model(**wan_inputs(), return_dict=False)[0], expected)
+    assert carried(abs) is abs
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def checkpoint_functions():
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    model = wan()
+    model.enable_gradient_checkpointing()
+    function = model._gradient_checkpointing_func
+    shardformer.shard(model, plan)
+    for _ in range(2):
+        model(**wan_inputs(), return_dict=False)
+        assert model._gradient_checkpointing_func.checkpoint is function
+    shardformer.unshard(model)
+    assert model._gradient_checkpointing_func is function
+
+
+def test_the_models_checkpoint_function_is_wrapped_once_and_given_back(ranks):
+    ranks(2, checkpoint_functions)
 
 
 def test_a_failed_forward_leaves_no_state(ranks):
@@ -221,10 +251,125 @@ def test_three_lines_in_a_loop_with_ddp(ranks):
         assert mean == pytest.approx(expected[step], rel=1e-5)
 
 
+class Pair(Tower):
+    """Its first layer is called with a tuple and its last returns one: (what is constant, tokens [S, B, C])."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Second(), Second()
+
+    def forward(self, x):
+        return self.last(self.first((x[:1], x)))[1]
+
+
+class Second(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, pair):
+        return pair[0], super().forward(pair[1])
+
+
+def items_from_the_end(entry):
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(7, 2, 4)
+    expected, sizes = model(x), []
+    policy = shardformer.Policy(
+        ("Pair",),
+        **{"split_inputs" if isinstance(entry, SplitInput) else "split_outputs": (entry,)},
+        gather_outputs=(GatherOutput("last", dim=0, index=-1),),
+    )
+    shardformer.shard(model, plan, policy=policy)
+    model.last.register_forward_pre_hook(lambda _, args: sizes.append(args[0][1].size(0)))
+    assert torch.allclose(model(x), expected)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [SplitInput("first", "pair", dim=0, index=-1), SplitOutput("first", indices=(-1,), dim=0)],
+    ids=["in", "out"],
+)
+def test_items_are_counted_from_the_end_too(ranks, entry):
+    assert ranks(2, items_from_the_end, entry) == [[4], [3]]
+
+
 def test_a_norm_swap_that_fits_no_norm_is_refused():
     policy = shardformer.Policy(("Tower",), norm_swaps=(NormSwap(("RMSNrom",), "T5LayerNorm"),))
     with pytest.raises(ValueError, match="swaps norms called RMSNrom, but Tower has none"):
         shardformer.shard(Tower(), Plan(), policy=policy)
+
+
+class Attends(nn.Module):
+    """Of text [B, 2, 6] and video: three heads of two, with options of the kernel."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.embed, self.attention, self.options = nn.Linear(6, 6), nn.Identity(), options
+        self.attention.forward = self.attend
+
+    def attend(self, x):
+        heads = x.unflatten(-1, (3, 2)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, **self.options).transpose(1, 2)
+
+    def forward(self, x, text=None):
+        x = self.embed(x)
+        return self.attention(x if text is None else torch.cat([text, x], 1))[:, -x.size(1) :]
+
+
+class Whole(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.end = inner, nn.Flatten(2)
+
+    def forward(self, x, text=None):
+        return self.end(self.inner(x, text))
+
+
+def with_options(options, joint):
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    torch.manual_seed(0)
+    model, x = Whole(Attends(options)), 3 * torch.randn(2, 7, 6)
+    inputs = (x, torch.randn(2, 2, 6)) if joint else (x,)
+    expected = model(*inputs)
+    path = "inner.attention"
+    attention = (
+        {"joint_attention": (JointAttention(path, "first"),)} if joint else {"self_attention": (path,)}
+    )
+    policy = shardformer.Policy(
+        ("Whole",),
+        split_inputs=(SplitInput("inner.embed", "input"),),
+        gather_outputs=(GatherOutput("end"),),
+        **attention,
+    )
+    return torch.allclose(shardformer.shard(model, plan, policy=policy)(*inputs), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "joint"),
+    [({"scale": 0.1}, False), ({"is_causal": True}, False), ({"scale": 0.1}, True)],
+    ids=str,
+)
+def test_options_of_the_kernel_reach_it(ranks, options, joint):
+    assert all(ranks(2, with_options, options, joint))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)) if width else None, 1e-6
+
+
+def test_a_norm_that_cannot_be_swapped_leaves_the_others_as_they_were():
+    tower = Tower()
+    tower.first, tower.last = RMSNorm(4), RMSNorm(0)
+    policy = shardformer.Policy(("Tower",), norm_swaps=(NormSwap(("RMSNorm",), "T5LayerNorm"),))
+    with pytest.raises(ValueError, match="T5LayerNorm replaces an RMSNorm with one weight vector"):
+        shardformer.shard(tower, Plan(), policy=policy)
+    assert type(tower.first) is RMSNorm
 
 
 def outputs_of_another_kind():

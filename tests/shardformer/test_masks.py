@@ -21,7 +21,7 @@ def test_no_mask_is_none():
 
 @pytest.mark.parametrize("extent", [LAST, FIRST], ids=["text last", "text first"])
 def test_a_mask_over_all_tokens_becomes_this_ranks(extent):
-    whole = torch.arange(18).view(2, 9) % 2 == 0
+    whole = torch.arange(18).view(2, 9) % 3 == 0
     video, text = (whole[:, 2:], whole[:, :2]) if extent.text_first else (whole[:, :7], whole[:, 7:])
     own = video[:, 3:5]
     expected = torch.cat([text, own] if extent.text_first else [own, text], 1)
@@ -68,6 +68,12 @@ def test_anything_else_over_all_tokens_stays_as_it_is(heads):
     assert torch.equal(read(bias).bias, bias)
 
 
+def test_keys_hidden_from_some_heads_are_no_padding():
+    bias = torch.zeros(2, 3, 1, 9)
+    bias[:, 1, :, 4] = HIDDEN
+    assert torch.equal(read(bias).bias, bias) and torch.equal(read(bias == 0).bias, bias == 0)
+
+
 def test_anything_else_over_this_ranks_tokens_is_refused():
     with pytest.raises(ValueError, match=r"more than padding .* pass one over all tokens"):
         read(torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())
@@ -85,3 +91,26 @@ def test_a_module_whose_masks_change_their_kind_is_told():
     reader.read(torch.zeros(2, 1, 1, 9), 2, LAST, LAST)
     with pytest.raises(RuntimeError, match="masks of two kinds"):
         reader.read(torch.randn(2, 1, 1, 9), 2, LAST, LAST)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.randn(2, 1, 1, 9),
+        torch.randn(2, 3, 1, 9) > 0,
+        torch.rand(2, 1, 9, 9) > 0.5,
+        torch.rand(2, 1, 4, 9) > 0.5,
+    ],
+    ids=["a bias", "of every head", "of queries too", "of these queries"],
+)
+def test_masks_of_another_shape_or_dtype_may_be_of_another_kind(other):
+    reader = MaskReader("attn")
+    padding = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    assert reader.read(padding, 2, LAST, LAST).keys is not None
+    assert reader.read(other, 2, LAST, LAST).bias is not None
+
+
+def test_a_mask_over_this_ranks_tokens_is_another_than_one_over_all():
+    reader = MaskReader("attn")
+    assert reader.read(torch.zeros(2, 1, 1, 4), 2, LAST, LAST).keys is not None
+    assert reader.read(torch.randn(2, 1, 1, 9), 2, LAST, LAST).bias is not None

@@ -1,12 +1,18 @@
 """A sharded model beside what else its users do to it: compile its blocks, add adapters, shard its parameters."""
 
 import inspect
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import checkpoint
 
 import shardformer
-from opensora_accel import Plan, init_parallel
+from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.verify.communication.record import Recorder
 from tests.opensora_models.mmdit import flash_attention
 from tests.shardformer.conformance import compare, errors, fp64_model, in_double, step
 from tests.tolerances import RELATIVE
@@ -129,6 +135,190 @@ def with_flash_attention(plan):
 def test_a_model_that_calls_flash_attention(ranks, plan):
     for found in ranks(2, with_flash_attention, plan):
         assert max(found.values()) < EXACT
+
+
+def checkpointed_by(kind, model, case):
+    """Turns on a checkpointing that users have besides the plan's."""
+    if kind == "the model's own":
+        case.enable_checkpointing(model)
+    elif kind == "the model's own, reentrant":
+        model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=True))
+    elif kind == "torch's wrapper":
+        blocks = set(shardformer.blocks_of(model))
+        apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+    else:
+        for block in shardformer.blocks_of(model):
+            by_hand(block)
+
+
+def by_hand(block):
+    """As a user's own loop over the blocks does, which calls torch's checkpoint of each."""
+    kind = type(block)
+
+    def call(self, *args, **kwargs):
+        return checkpoint(partial(kind.__call__, self), *args, use_reentrant=False, **kwargs)
+
+    block.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
+def checkpointed(name, kind):
+    """Two microbatches in flight, the second half as large, and forward again before the second's backward."""
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    case, inputs, found = CASES[name], in_double(CASES[name].inputs()), []
+    halves = {key: value[:1] if torch.is_tensor(value) else value for key, value in inputs.items()}
+    halves["hidden_states"] = halves["hidden_states"][:, :, :3]
+    for sharded in (False, True):
+        model = fp64_model(case)
+        if sharded:
+            shardformer.shard(model, plan)
+            checkpointed_by(kind, model, case)
+        first, second = (model(**each, return_dict=False)[0] for each in (inputs, halves))
+        first.square().mean().backward()
+        third = model(**inputs, return_dict=False)[0]
+        second.square().mean().backward()
+        third.square().mean().backward()
+        found.append(
+            {key.replace("_checkpoint_wrapped_module.", ""): p.grad for key, p in model.named_parameters()}
+        )
+    return compare(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("the model's own", "HunyuanVideo, first frame given"),
+        ("the model's own, reentrant", "HunyuanVideo, first frame given"),
+        ("the model's own, reentrant", "Wan"),
+        ("torch's wrapper", "HunyuanVideo, first frame given"),
+        ("torch's wrapper", "SANA-Video"),
+        ("torch's own, by hand", "Wan"),  # which nobody tells: self-attention without a mask needs nothing
+    ],
+)
+def test_gradients_under_another_checkpointing(ranks, name, kind):
+    for found in ranks(2, checkpointed, name, kind):
+        assert max(found.values()) < EXACT
+
+
+def checkpointed_by_hand(name):
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    case = CASES[name]
+    model = shardformer.shard(case.make(), plan)
+    checkpointed_by("torch's own, by hand", model, case)
+    out = step_forward(model, case)
+    with pytest.raises(ValueError, match="is recomputed by a checkpoint that shardformer does not know of"):
+        out.square().mean().backward()
+
+
+def wrapped_too_early():
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    model = CASES["Wan"].make()
+    checkpointed_by("torch's wrapper", model, CASES["Wan"])
+    with pytest.raises(
+        ValueError, match=r"blocks.0 is wrapped already \(by CheckpointWrapper\); wrap it after shard"
+    ):
+        shardformer.shard(model, plan)
+
+
+def test_blocks_that_were_wrapped_before_are_refused(ranks):
+    ranks(2, wrapped_too_early)
+
+
+def step_forward(model, case):
+    extra = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+    out = model(**case.inputs(), **extra)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize(
+    "name", ["HunyuanVideo", "Allegro, padded clips", "Helios", "LTX-2", "SANA-Video", "Latte", "STDiT3"]
+)
+def test_a_checkpoint_that_is_not_told_is_refused_where_it_would_be_wrong(ranks, name):
+    ranks(2, checkpointed_by_hand, name)
+
+
+def one_within_another():
+    """A student holds its teacher, trained too, and both bring checkpointing along."""
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    cases = [CASES[name] for name in ("CogVideoX", "HunyuanVideo, first frame given")]
+    inputs, found = [in_double(case.inputs()) for case in cases], []
+    for sharded in (False, True):
+        student, teacher = models = [fp64_model(case) for case in cases]
+        if sharded:
+            for model in models:
+                shardformer.shard(model, plan).enable_gradient_checkpointing()
+        student.teacher, outs = teacher, []
+
+        def teach(*_, teacher=teacher, outs=outs):
+            outs.append(teacher(**inputs[1], return_dict=False)[0])
+
+        student.patch_embed.register_forward_pre_hook(teach)
+        outs.append(student(**inputs[0], return_dict=False)[0])
+        sum(out.square().mean() for out in outs).backward()
+        found.append({key: p.grad for key, p in student.named_parameters()})
+    return compare(found[1], found[0])
+
+
+def test_a_sharded_model_within_another(ranks):
+    for found in ranks(2, one_within_another):
+        assert max(found.values()) < EXACT
+
+
+def with_a_group_and_no_axes(name):
+    """Open-Sora's way: its setters, and no mesh of ours."""
+    everyone = dist.new_group(range(dist.get_world_size()))
+    parallel_states.set_sequence_parallel_group(everyone)
+    parallel_states.set_mixed_parallel_group(everyone)
+    case, inputs = CASES[name], in_double(CASES[name].inputs())
+    expected = step(fp64_model(case), case, inputs)
+    model = shardformer.shard(fp64_model(case), Plan(ulysses=2))
+    return compare(step(model, case, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "STDiT3", "LTX-2"])
+def test_a_sequence_group_alone_is_enough_for_ulysses(ranks, name):
+    for found in ranks(2, with_a_group_and_no_axes, name):
+        assert max(found.values()) < EXACT
+
+
+def sent(name):
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    case = CASES[name]
+    model = shardformer.shard(case.make(), plan)
+    with Recorder() as forward:
+        out = step_forward(model, case)
+    with Recorder() as backward:
+        out.square().mean().backward()
+    return [Counter(call.kind for call in recorded.calls) for recorded in (forward, backward)]
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        # Backward gathers the tokens, and what all blocks get of the timesteps, and what the output layer does.
+        ("Wan, time per token", {"all-to-all": 4, "all-gather": 1}, {"all-to-all": 4, "all-gather": 3}),
+        (
+            "LTX-Video",
+            {"all-to-all": 4, "all-gather": 1},
+            {"all-to-all": 4, "all-gather": 1},
+        ),  # splits its own input
+        ("STDiT3, frames given", {"all-to-all": 3, "all-gather": 1}, {"all-to-all": 3, "all-gather": 1}),
+        (
+            "SANA-Video",
+            {"all-reduce": 2, "all-to-all": 2, "all-gather": 1},
+            {"all-reduce": 2, "all-to-all": 2, "all-gather": 1},
+        ),
+        ("SkyReels-V2, diffusion forcing", {"all-gather": 5}, {"all-gather": 2, "reduce-scatter": 4}),
+    ],
+)
+def test_a_step_sends_its_tokens_and_no_sizes(ranks, name, forward, backward):
+    """Two blocks: what a forward knows of its tokens is not exchanged, what all blocks get is gathered once."""
+    for found in ranks(2, sent, name):
+        assert found == [forward, backward]
 
 
 def parts_of_a_whole():

@@ -1,0 +1,99 @@
+"""Grids of tokens in a model that uses every liberty a table has: what is spread changes, ends, and begins again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from shardformer.policy.base import GatherGrid, Grid
+from tests.tolerances import RELATIVE, relative_error
+
+SIZE = 5  # of both dimensions, so that shapes alone do not tell them apart
+
+
+class Mix(nn.Module):
+    """Tokens mix along one dimension of the grid, after they were weighted by their places."""
+
+    def __init__(self, along):
+        super().__init__()
+        self.along, self.weight = along, nn.Parameter(torch.randn(SIZE, SIZE))
+
+    def forward(
+        self, x, places
+    ):  # [B, T · S, C]; [T, S] where tokens mix along T, else [S, T] if it is turned
+        grid = x.unflatten(1, places.shape) * places[..., None].cos()
+        mixed = torch.einsum("btsc,tu->busc" if self.along == "T" else "btsc,su->btuc", grid, self.weight)
+        return x + mixed.flatten(1, 2)
+
+
+class Turned(Mix):
+    """As `Mix`, of places that are [S, T]."""
+
+    def forward(self, x, places):
+        return super().forward(x, places.t())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList([Mix("S"), Mix("T"), Mix("S"), Turned("S")])
+        self.last = nn.ModuleList([Mix("T"), Mix("S")])
+        self.between, self.end = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, places):
+        for block in self.first:
+            x = block(x, places)
+        x = self.between(x)
+        x = x + x.flatten(1).mean(1)[:, None, None]  # needs all tokens
+        for block in self.last:
+            x = block(x, places)
+        return self.end(x)
+
+
+def grid(module, spread, places="T S"):
+    return Grid(module, spread, ("x", "B (T S) C"), layouts=(("places", places),))
+
+
+POLICY = shardformer.Policy(
+    ("Model",),
+    grids=(
+        grid("first.0", "T"),
+        grid("first.1", "S"),
+        grid("first.2", "T"),
+        grid("first.3", "T", "S T"),
+        grid("last.0", "S"),
+        grid("last.1", "T"),
+    ),
+    grid_sizes=(("T", "places", 0), ("S", "places", 1)),
+    gather_grids=(GatherGrid("between", "B (T S) C"), GatherGrid("end", "B (T S) C")),
+)
+
+
+def compared(num_ranks):
+    plan = Plan(ulysses=num_ranks)
+    init_parallel(plan)
+    torch.manual_seed(0)
+    model = Model().double()
+    x, places = torch.randn(2, SIZE**2, 4).double(), torch.randn(SIZE, SIZE).double()
+    found = []
+    for sharded in (False, True):
+        model.zero_grad()
+        leaves = [x.clone().requires_grad_(), places.clone().requires_grad_()]
+        if sharded:
+            shardformer.shard(model, plan, policy=POLICY)
+        out = model(*leaves)
+        out.square().mean().backward()
+        grads = [leaf.grad for leaf in (*leaves, *model.parameters())]
+        if sharded:
+            for grad in grads:
+                dist.all_reduce(grad)
+                grad /= num_ranks
+        found.append([out.detach(), *(grad.clone() for grad in grads)])
+    return max(relative_error(b, a) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_are_those_of_one_device(ranks, num_ranks):
+    assert max(ranks(num_ranks, compared, num_ranks)) < RELATIVE[torch.float64]

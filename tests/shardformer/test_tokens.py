@@ -1,0 +1,181 @@
+"""What a forward finds out about its tokens, what it makes once, and what of both a recomputation knows."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.checkpoint import carried, carrying
+from shardformer.engine.attentions import _extent
+from shardformer.engine.tokens import Tokens
+
+
+class Group:
+    """As much of a process group as counting takes."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.fixture
+def tokens():
+    """Of rank 1 of 3, in a forward."""
+    tokens = Tokens(Group(1, 3))
+    tokens.begin()
+    return tokens
+
+
+def test_shares_are_whole_units(tokens):
+    tokens.state.unit = 4
+    assert tokens.share(28, "x") == tokens.state.splits == (12, 8, 8)
+    assert tokens.own_range((12, 8, 8)) == slice(12, 20)
+    with pytest.raises(ValueError, match="y has 26 tokens, which are no frames of 4"):
+        tokens.share(26, "y")
+
+
+def test_the_size_of_a_frame_follows_from_the_first_tokens(tokens):
+    tokens.state.num_frames = 4
+    assert tokens.share(20, "x") == (10, 5, 5) and tokens.state.unit == 5
+
+
+def test_tensors_of_different_lengths_are_refused(tokens):
+    tokens.share(7, "x")
+    with pytest.raises(ValueError, match=r"y has 8 tokens, but the tokens split before it were 7"):
+        tokens.share(8, "y")
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_fewer_tokens_than_ranks_are_refused_on_every_rank(rank):
+    """A rank without any fails inside of most models, and the others wait for it."""
+    tokens = Tokens(Group(rank, 3))
+    tokens.begin()
+    with pytest.raises(ValueError, match="x has 2 tokens, fewer than the 3 ranks"):
+        tokens.share(2, "x")
+
+
+def test_outside_of_a_forward_nothing_is_noted(tokens):
+    tokens.share(7, "x")
+    tokens.end()
+    assert tokens.share(8, "y") == (3, 3, 2) and tokens.state.splits is None
+    tokens.begin()
+    assert tokens.share(9, "z") == (3, 3, 3)
+
+
+def test_a_forward_that_was_cut_off_leaves_nothing_to_the_next(tokens):
+    """Not even by an interrupt, which runs no hooks."""
+    x = torch.zeros(1)
+    tokens.share(7, "x")
+    first = tokens.once(x, (0,), lambda: x + 1)
+    tokens.begin()
+    assert tokens.state.splits is None and tokens.once(x, (0,), lambda: x + 1) is not first
+
+
+def test_what_is_made_once_is_made_again_for_anything_else(tokens):
+    x, y = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    first = tokens.once(x, (0,), x.clone)
+    assert tokens.once(x, (0,), x.clone) is first
+    assert tokens.once(x, (1,), x.clone) is not first
+    assert tokens.once(y, (0,), y.clone) is not first
+    with torch.no_grad():
+        assert not tokens.once(x, (0,), x.clone).requires_grad
+    assert first.requires_grad and tokens.once(x, (0,), x.clone) is first
+
+
+def test_tensors_that_come_and_go_are_told_apart(tokens):
+    """A new tensor may be found where an old one was, if that was let go."""
+    made = [tokens.once(x, (), lambda x=x: x + 1) for x in (torch.full((3,), float(i)) for i in range(20))]
+    assert [share[0].item() for share in made] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("after", ["a forward", "a recomputation"])
+def test_nothing_is_kept_after(tokens, after):
+    x = torch.zeros(1)
+    make = tokens.carry(lambda: tokens.once(x, (), x.clone))
+    kept = weakref.ref(make())
+    tokens.end()
+    if after == "a recomputation":
+        kept = weakref.ref(make())
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_share_is_of_its_dim(ranks):
+    assert all(ranks(2, shares_of_a_square))
+
+
+def shares_of_a_square():
+    init_parallel(Plan(ulysses=2))
+    tokens, x = Tokens(parallel_states.get_sequence_parallel_group()), torch.arange(16.0).view(4, 4)
+    tokens.begin()
+    rows, columns = (tokens.split(x, dim, (2, 2)) for dim in (0, 1))
+    own = tokens.own_range((2, 2))
+    return torch.equal(rows, x[own]) and torch.equal(columns, x[:, own])
+
+
+def test_a_recomputation_has_the_state_of_its_call(tokens):
+    seen = []
+
+    def block():
+        seen.append((tokens.state.splits, tokens.state.spread, dict(tokens.state.sizes)))
+        tokens.share(7, "x")
+        tokens.state.spread, tokens.state.sizes["T"] = "S", 5
+
+    tokens.state.spread, tokens.state.sizes = "T", {"S": 3}
+    again = tokens.carry(block)
+    again()
+    tokens.state.sizes["S"] = 4  # of a block that came later
+    tokens.end()
+    again()
+    again()
+    assert seen == [(None, "T", {"S": 3})] + [((3, 2, 2), "T", {"S": 3, "T": 5})] * 2
+    assert tokens.state.splits is None and tokens.state.spread is None
+
+
+def test_a_recomputation_that_fails_leaves_nothing(tokens):
+    fails = []
+    again = tokens.carry(lambda: fails and 1 / 0)
+    tokens.share(7, "x")
+    again()
+    tokens.end()
+    fails.append(True)
+    with pytest.raises(ZeroDivisionError):
+        again()
+    assert tokens.state.splits is None
+
+
+def test_what_a_recomputation_checkpoints_is_carried_too(tokens):
+    """A checkpoint within a checkpoint is first called in the outer one's recomputation."""
+    tokens.share(7, "x")
+    inner = []
+
+    def outer():
+        inner.append(carried(lambda: tokens.state.splits))
+        return inner[-1]()
+
+    with carrying(tokens.carry):
+        again = carried(outer)
+        again()
+    tokens.end()
+    again()
+    assert inner[-1]() == (3, 2, 2)
+
+
+def test_a_recomputation_that_brought_nothing_is_told(tokens):
+    tokens.check_known("x")
+    known = tokens.carry(lambda: tokens.check_known("x"))
+    known()
+    tokens.end()
+    known()
+    with pytest.raises(ValueError, match="x is recomputed by a checkpoint that shardformer does not know of"):
+        tokens.check_known("x")
+
+
+def test_attention_to_fewer_tokens_than_were_split_is_refused(tokens):
+    with pytest.raises(ValueError, match="spreads attn over the ranks, but splits no tokens before it"):
+        _extent(tokens, 5, "attn")
+    tokens.share(7, "x")
+    assert _extent(tokens, 5, "attn").num_text == 3
+    with pytest.raises(ValueError, match="attn attends to 1 tokens, fewer than this rank's 2"):
+        _extent(tokens, 1, "attn")
