@@ -119,6 +119,7 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator
 
 def count_frames(model: nn.Module, entry: Frames, tokens: Tokens) -> Iterator[Undo]:
     def change(arguments: Arguments) -> None:
+        tokens.state.may_be_empty = entry.may_be_empty
         if entry.dim is not None:
             tokens.state.num_frames = arguments[entry.count].size(entry.dim)
             return

@@ -67,7 +67,7 @@ class _Grid:
 
             @uncompiled
             def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-                return _spread_along(output, layout, leave, self.tokens, what)
+                return _spread_along(output, layout, leave, self.tokens, what, self.entry.may_be_empty)
 
             yield module.register_forward_hook(hook).remove
 
@@ -78,7 +78,12 @@ class _Grid:
             state.sizes[dimension] = arguments[argument]
         argument, _ = self.entry.tokens
         arguments[argument] = _spread_along(
-            arguments[argument], self.layout, spread, self.tokens, f"{name}'s {argument}"
+            arguments[argument],
+            self.layout,
+            spread,
+            self.tokens,
+            f"{name}'s {argument}",
+            self.entry.may_be_empty,
         )
         for other in {other for other, _ in self.others}:
             value = arguments.get(other)
@@ -123,12 +128,19 @@ def _local_sizes(tensor: Tensor, layout: Layout, tokens: Tokens, what: str) -> d
     return sizes
 
 
-def _spread_along(tensor: Tensor, layout: Layout, dimension: str, tokens: Tokens, what: str) -> Tensor:
+def _spread_along(
+    tensor: Tensor, layout: Layout, dimension: str, tokens: Tokens, what: str, may_be_empty: bool
+) -> Tensor:
     """The same tokens with `dimension` spread over the ranks, whatever was spread before."""
     state, group = tokens.state, tokens.group
     if state.spread == dimension:
         return tensor
     unfolded = layout.unfold(tensor, _local_sizes(tensor, layout, tokens, what))
+    if state.sizes[dimension] < group.size() and not may_be_empty:
+        raise ValueError(
+            f"{what} has {state.sizes[dimension]} {dimension}, and the model cannot run on none, as some of "
+            f"{group.size()} ranks would have to; use fewer sequence ranks"
+        )
     to_dim = layout.names.index(dimension)
     if state.spread is None:
         splits = _shares(tokens, dimension)

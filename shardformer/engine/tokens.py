@@ -27,6 +27,8 @@ class State:
     """Shares are multiples of so many tokens: of a frame, for one."""
     num_frames: int | None = None
     """Where shares are whole frames, and a frame's size is known from the tokens alone."""
+    may_be_empty: bool = True
+    """Whether a rank may have no frames."""
     spread: str | None = None
     """Which dimension of a grid is spread over the ranks."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -70,7 +72,13 @@ class Tokens:
             )
         if total % self.state.unit:
             raise ValueError(f"{what} has {total} tokens, which are no frames of {self.state.unit}")
-        splits = share_sizes(total // self.state.unit, self.group.size())
+        num_shared = total // self.state.unit
+        if num_shared < self.group.size() and not self.state.may_be_empty:
+            raise ValueError(
+                f"{what} has {num_shared} frames, and the model cannot run on none, as some of "
+                f"{self.group.size()} ranks would have to; use fewer sequence ranks"
+            )
+        splits = share_sizes(num_shared, self.group.size())
         splits = tuple(size * self.state.unit for size in splits)
         known = self.state.splits
         if known is not None and known != splits:

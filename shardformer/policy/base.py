@@ -84,6 +84,8 @@ class Frames:
     count: str
     sizes: tuple[str, ...] = ()
     dim: int | None = None
+    may_be_empty: bool = True
+    """Whether the model's own code runs on a rank without frames; otherwise fewer frames than ranks are refused."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class Grid:
     """Of further arguments that may have a dimension of the grid."""
     counts: tuple[tuple[str, str], ...] = ()
     """Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's."""
+    may_be_empty: bool = True
+    """As of `Frames`: whether the block runs where a rank has nothing of `spread`."""
     leave: str | None = None
     """The dimension that is spread in what the block returns, where the model between the blocks needs that."""
 

@@ -17,6 +17,7 @@ LATTE = Policy(
                 ("encoder_attention_mask", "(B F) Q L"),
                 ("timestep", "(B F) E"),
             ),
+            may_be_empty=False,  # it reshapes with -1
             leave="N",  # the model adds its temporal positions between the blocks
         ),
         Grid(

@@ -35,7 +35,7 @@ WAN_ANIMATE = replace(
     WAN,
     models=("WanAnimateTransformer3DModel",),
     # The face adapter attends frame by frame.
-    frames=Frames("", "hidden_states", dim=2),
+    frames=Frames("", "hidden_states", dim=2, may_be_empty=False),
     split_inputs=(
         SplitInput("blocks.0", "hidden_states"),
         SplitInput("face_adapter.*", "encoder_hidden_states", frames=True),

@@ -301,11 +301,8 @@ def sent(name):
     [
         # Backward gathers the tokens, and what all blocks get of the timesteps, and what the output layer does.
         ("Wan, time per token", {"all-to-all": 4, "all-gather": 1}, {"all-to-all": 4, "all-gather": 3}),
-        (
-            "LTX-Video",
-            {"all-to-all": 4, "all-gather": 1},
-            {"all-to-all": 4, "all-gather": 1},
-        ),  # splits its own input
+        # Its own input is split, which takes no gradient here.
+        ("LTX-Video", {"all-to-all": 4, "all-gather": 1}, {"all-to-all": 4}),
         ("STDiT3, frames given", {"all-to-all": 3, "all-gather": 1}, {"all-to-all": 3, "all-gather": 1}),
         (
             "SANA-Video",
@@ -319,6 +316,32 @@ def test_a_step_sends_its_tokens_and_no_sizes(ranks, name, forward, backward):
     """Two blocks: what a forward knows of its tokens is not exchanged, what all blocks get is gathered once."""
     for found in ranks(2, sent, name):
         assert found == [forward, backward]
+
+
+def fewer_frames(name, dims):
+    """Two frames on three ranks: the model would fail on the rank without any, and the others would wait."""
+    plan = Plan(ring=3)
+    init_parallel(plan)
+    case = CASES[name]
+    model, inputs = shardformer.shard(case.make(), plan), case.inputs()
+    for argument, (dim, size) in dims.items():
+        inputs[argument] = inputs[argument].narrow(dim, 0, size)
+    with pytest.raises(ValueError, match=r"has 2 .*cannot run on none, as some of 3 ranks would have to"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("Latte", {"hidden_states": (2, 2), "encoder_attention_mask": (0, 4)}),
+        (
+            "Wan Animate",
+            {"hidden_states": (2, 2), "pose_hidden_states": (2, 1), "face_pixel_values": (2, 1)},
+        ),
+    ],
+)
+def test_fewer_frames_than_ranks_are_refused_on_every_rank(ranks, name, dims):
+    ranks(3, fewer_frames, name, dims)
 
 
 def parts_of_a_whole():
