@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -120,7 +121,9 @@ def test_interrupted_it_leaves_no_process_behind(tmp_path, signal_, delay_s):
     file = step_file(tmp_path, [("loss.backward()", "import time; time.sleep(60); loss.backward()")])
     command = [sys.executable, "-m", "opensora_accel.cli", "verify", "--step", file]
     with open(tmp_path / "errors", "w") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, start_new_session=True)
+        # A shell starts what runs in its background with Ctrl-C ignored, which a test run may be.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, stderr=stderr, start_new_session=True, preexec_fn=heard)
     deadline, started = time.monotonic() + 60, []
     while len(started) < 3 and time.monotonic() < deadline:
         time.sleep(0.2)
