@@ -112,9 +112,10 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator
             before = sum(splits) - own.stop if entry.last else own.start
             arguments[entry.argument] = min(max(count - before, 0), own.stop - own.start)
 
-    for name, module in find(model, entry.module):
-        if entry.argument in inspect.signature(module.forward).parameters:
-            yield change_arguments(module, check_argument(name, module, entry.argument), change)
+    for _name, module in find(model, entry.module):
+        signature = inspect.signature(module.forward)
+        if entry.argument in signature.parameters:
+            yield change_arguments(module, signature, change)
 
 
 def count_frames(model: nn.Module, entry: Frames, tokens: Tokens) -> Iterator[Undo]:

@@ -34,16 +34,14 @@ def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens) -> Iterator[U
 
 
 def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens) -> Undo:
-    signature: inspect.Signature | None = None
     for _dimension, argument, _dim in policy.grid_sizes:
-        signature = check_argument("", model, argument)
-    assert signature is not None
+        check_argument("", model, argument)
 
     def change(arguments: Arguments) -> None:
         for dimension, argument, dim in policy.grid_sizes:
             tokens.state.sizes[dimension] = arguments[argument].size(dim)
 
-    return change_arguments(model, signature, change)
+    return change_arguments(model, inspect.signature(model.forward), change)
 
 
 class _Grid:
@@ -85,7 +83,8 @@ class _Grid:
             f"{name}'s {argument}",
             self.entry.may_be_empty,
         )
-        for other in {other for other, _ in self.others}:
+        # In the table's order, and not a set's: backward gathers their gradients in it, alike on all ranks.
+        for other in dict.fromkeys(other for other, _ in self.others):
             value = arguments.get(other)
             if value is not None:
                 arguments[other] = self._own(value, other, f"{name}'s {other}")
@@ -104,12 +103,10 @@ class _Grid:
 
         def make() -> Tensor:
             unfolded, dim = layout.unfold(tensor, sizes), layout.names.index(spread)
-            if not tensor.is_floating_point():
-                own = tokens.own_range(_shares(tokens, spread))
-                return layout.fold(unfolded.narrow(dim, own.start, own.stop - own.start))
             splits = _shares(tokens, spread)
-            share = split_forward_gather_backward(unfolded, tokens.group, dim, "down", splits=splits)
-            return layout.fold(share)
+            return layout.fold(
+                split_forward_gather_backward(unfolded, tokens.group, dim, "down", splits=splits)
+            )
 
         return tokens.once(tensor, (layout.pattern, spread), make)
 
