@@ -133,11 +133,8 @@ def _spread_along(
     if state.spread == dimension:
         return tensor
     unfolded = layout.unfold(tensor, _local_sizes(tensor, layout, tokens, what))
-    if state.sizes[dimension] < group.size() and not may_be_empty:
-        raise ValueError(
-            f"{what} has {state.sizes[dimension]} {dimension}, and the model cannot run on none, as some of "
-            f"{group.size()} ranks would have to; use fewer sequence ranks"
-        )
+    if not may_be_empty:
+        tokens.check_all_have_some(state.sizes[dimension], dimension, what)
     to_dim = layout.names.index(dimension)
     if state.spread is None:
         splits = _shares(tokens, dimension)

@@ -62,6 +62,14 @@ class Tokens:
                 "opensora_accel.checkpoint"
             )
 
+    def check_all_have_some(self, total: int, name: str, what: str) -> None:
+        """ValueError where `total` frames, or whatever `name` says, leave a rank without one."""
+        if total < self.group.size():
+            raise ValueError(
+                f"{what} has {total} {name}, and the model cannot run on none, as some of {self.group.size()} ranks "
+                "would have to; use fewer sequence ranks"
+            )
+
     def share(self, total: int, what: str) -> tuple[int, ...]:
         """Every rank's share of `total` tokens, which must be as many as were split before."""
         if self.state.num_frames is not None and self.state.splits is None:
@@ -73,11 +81,8 @@ class Tokens:
         if total % self.state.unit:
             raise ValueError(f"{what} has {total} tokens, which are no frames of {self.state.unit}")
         num_shared = total // self.state.unit
-        if num_shared < self.group.size() and not self.state.may_be_empty:
-            raise ValueError(
-                f"{what} has {num_shared} frames, and the model cannot run on none, as some of "
-                f"{self.group.size()} ranks would have to; use fewer sequence ranks"
-            )
+        if not self.state.may_be_empty:
+            self.check_all_have_some(num_shared, "frames", what)
         splits = share_sizes(num_shared, self.group.size())
         splits = tuple(size * self.state.unit for size in splits)
         known = self.state.splits

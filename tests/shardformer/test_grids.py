@@ -1,5 +1,9 @@
 """Grids of tokens in a model that uses every liberty a table has: what is spread changes, ends, and begins again."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,3 +101,30 @@ def compared(num_ranks):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_are_those_of_one_device(ranks, num_ranks):
     assert max(ranks(num_ranks, compared, num_ranks)) < RELATIVE[torch.float64]
+
+
+SCRIPT = """
+import torch
+from types import SimpleNamespace
+from shardformer.engine.grids import _Grid
+from shardformer.engine.tokens import Tokens
+from shardformer.policy.base import Grid
+
+names = [f"argument_{i}" for i in range(8)]
+entry = Grid("", "T", ("x", "B (T S) C"), layouts=tuple((name, "B T") for name in names))
+tokens = Tokens(SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+tokens.begin()
+tokens.state.sizes, tokens.state.spread = {"T": 2, "S": 1}, "T"
+grid, seen = _Grid(entry, tokens), []
+grid._own = lambda tensor, argument, what: seen.append(argument)
+grid._enter({name: torch.zeros(1, 2) for name in ("x", *names)}, "block")
+assert seen == names, seen
+"""
+
+
+def test_arguments_are_split_in_the_tables_order():
+    """A set's order would be each rank's own: processes of torchrun have hash seeds of their own."""
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
