@@ -169,7 +169,10 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
     if entry.text is None:
         if total == 1 and known is not None and sum(known) != 1:
             return tensor  # broadcast over the tokens
-        return tokens.split(tensor, entry.dim, tokens.share(total, what))
+        splits = tokens.share(total, what)
+        if isinstance(entry, SplitInput) and not entry.may_be_empty:
+            tokens.check_all_have_some(total // tokens.state.unit, "frames", what)
+        return tokens.split(tensor, entry.dim, splits)
     if known is None:
         raise ValueError(
             f"{what} holds text and video tokens, and how many of either is not known yet: let the policy split "

@@ -33,6 +33,8 @@ class SplitInput:
     index: int | None = None
     frames: bool = False
     """`dim` holds frames in place of tokens; the policy has `frames`."""
+    may_be_empty: bool = True
+    """As of `Frames`: whether the module runs where a rank's share of this one has nothing in it."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ SANA_VIDEO = Policy(
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
         SplitInput("transformer_blocks.*", "rotary_emb"),
-        SplitInput("transformer_blocks.*", "timestep"),  # of every token, or of the clip
+        # Of every token, which the block reshapes with -1, or of the clip.
+        SplitInput("transformer_blocks.*", "timestep", may_be_empty=False),
         SplitInput("norm_out", "temb"),
     ),
     halos=(Halo("transformer_blocks.*.ff.conv_temp", dim=2),),

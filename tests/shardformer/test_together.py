@@ -338,6 +338,7 @@ def fewer_frames(name, dims):
             "Wan Animate",
             {"hidden_states": (2, 2), "pose_hidden_states": (2, 1), "face_pixel_values": (2, 1)},
         ),
+        ("SANA-Video, time per token", {"hidden_states": (2, 2), "timestep": (1, 2 * 15)}),
     ],
 )
 def test_fewer_frames_than_ranks_are_refused_on_every_rank(ranks, name, dims):
