@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,8 @@ def test_no_video_model_of_diffusers_is_left_out_silently():
     assert not set(model_names()) & set(UNSUPPORTED)
     for name in UNSUPPORTED:
         assert hasattr(diffusers, name) or name == "TransformerSpatioTemporalModel", name
+    page = (Path(__file__).resolve().parents[2] / "docs/policies.md").read_text(encoding="utf-8")
+    assert [name for name, why in UNSUPPORTED.items() if f"| `{name}` | {why} |" not in page] == []
 
 
 def sharded_and_back(name):
