@@ -44,7 +44,8 @@ def joint_attention(
 
     Args:
         q, k, v: [B, S/P, H, D] and [B, S/P, H_kv, D], P = ring × ulysses ranks.
-        text_q, text_k, text_v: [B, T, H, D] and [B, T, H_kv, D], the same on every rank.
+        text_q, text_k, text_v: [B, T, H, D] and [B, T, H_kv, D], the same on every rank. Text that is looked at and
+            does not look has a text_q of [B, 0, H, D].
         mesh: with the axes `ring` and `ulysses`; by default the registered one (`init_parallel`).
         text_first: whether text stands before or after the video where they are joined. Only the order of additions
             depends on it: set it as the model does.
@@ -73,25 +74,31 @@ def joint_attention(
     if mask is None and text_mask is not None:
         mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
 
-    text_splits = share_sizes(text_q.size(1), groups.ring.size())
-    text = [_own_tokens(t, groups, text_splits) for t in (text_q, text_k, text_v)]
+    text_splits, text_kv_splits = (share_sizes(t.size(1), groups.ring.size()) for t in (text_q, text_k))
+    text = [
+        _own_tokens(text_q, groups, text_splits),
+        *(_own_tokens(t, groups, text_kv_splits) for t in (text_k, text_v)),
+    ]
     heads = Heads.shared(num_heads, k.size(2), ulysses.size())
     if ulysses.size() > 1:
         q, k, v, mask = scatter_heads(q, k, v, mask, ulysses, own, own)
         text = _own_heads(text, heads, ulysses.rank())
     q, k, v = (_joined(pair, text_first) for pair in zip((q, k, v), text, strict=True))
     if mask is not None:
-        whole = text_q.new_ones(text_q.shape[:2], dtype=torch.bool) if text_mask is None else text_mask
-        mask = _joined((mask, _own_tokens(whole, groups, text_splits)), text_first)
-    both = tuple(map(sum, zip(groups.of_ring(splits), text_splits, strict=True)))
-    out = ring_attend(q, k, v, groups.ring, mask, False, scale, "contiguous", both, both)
+        whole = text_k.new_ones(text_k.shape[:2], dtype=torch.bool) if text_mask is None else text_mask
+        mask = _joined((mask, _own_tokens(whole, groups, text_kv_splits)), text_first)
+    both, kv_both = (
+        tuple(map(sum, zip(groups.of_ring(splits), of_text, strict=True)))
+        for of_text in (text_splits, text_kv_splits)
+    )
+    out = ring_attend(q, k, v, groups.ring, mask, False, scale, "contiguous", both, kv_both)
 
     num_text = text_splits[groups.ring.rank()]
     sizes = [num_text, out.size(1) - num_text]
     text_out, video_out = out.split(sizes, 1) if text_first else reversed(out.split(sizes[::-1], 1))
     if ulysses.size() > 1:
         video_out, text_out = _gather_heads(video_out, text_out, groups, own, heads)
-    if groups.ring.size() > 1:
+    if groups.ring.size() > 1 and text_q.size(1):
         text_out = gather_forward_reduce_scatter_backward(text_out, groups.ring, 1, splits=text_splits)
     return video_out, text_out
 

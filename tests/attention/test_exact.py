@@ -120,11 +120,14 @@ def test_self_and_cross_attention(ranks, shape):
         assert len(errors) > 200
 
 
-def joint(mesh, num_video, num_text, heads, masked, text_masked, text_first):
-    """Video and text, concatenated, on one device; the text's gradients add up over the ranks."""
+def joint(mesh, num_video, num_text, num_asking, heads, masked, text_masked, text_first):
+    """Video and text, concatenated, on one device; the text's gradients add up over the ranks.
+
+    `num_asking`: text tokens among the queries.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     *video, mask = random_inputs(num_video, num_video, *heads, masked)
-    *text, text_mask = random_inputs(num_text, num_text, *heads, text_masked, seed=2)
+    *text, text_mask = random_inputs(num_asking, num_text, *heads, text_masked, seed=2)
     if masked and text_masked:
         mask[1, :1] = True
     video, text = leaves(video), leaves(text)
@@ -138,7 +141,7 @@ def joint(mesh, num_video, num_text, heads, masked, text_masked, text_first):
         ]
     both_mask = torch.cat(order(*masks), 1) if masked or text_masked else None
     expected = full_attention(*both, both_mask)
-    sizes = order(num_video, num_text)
+    sizes = order(num_video, num_asking)
     expected_video, expected_text = order(*expected.split(sizes, 1))
     weight, text_weight = weights_like(expected_video), weights_like(expected_text, 3)
     ((expected_video * weight).sum() + (expected_text * text_weight).sum()).backward()
@@ -172,7 +175,7 @@ def joint(mesh, num_video, num_text, heads, masked, text_masked, text_first):
 def all_joint(shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
     cases = itertools.product(
-        [(12, 6), (13, 7), (5, 1), (3, 5)],
+        [(12, 6, 6), (13, 7, 7), (5, 1, 1), (3, 5, 5), (13, 7, 0)],
         HEADS,
         [False, True],
         [False, True],
