@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opensora_accel.attention import gathered_attention, joint_attention, ulysses_attention, usp_attention
@@ -20,30 +21,41 @@ from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, lead_kernel
 from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
-from shardformer.policy.base import Policy, Text
+from shardformer.policy.base import JointAttention, Policy
 
 Undo = Callable[[], None]
 
 
 def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
     """Leads the kernel calls of every attention module that the policy names to sequence-parallel ones."""
-    spread = _spread_attention(plan, tokens)
-    kinds: list[tuple[str, Callable[[str], Attention]]] = [
-        *((path, partial(_self_attention, tokens, spread)) for path in policy.self_attention),
-        *((entry.module, partial(_joint_attention, tokens, entry.text)) for entry in policy.joint_attention),
-        *((path, partial(_whole_queries, tokens, spread)) for path in policy.whole_queries),
-    ]
     for path in policy.linear_attention:
         for name, module in find(model, path):
             yield redirect_linear_attention(module, name, tokens.group)
     led: set[tuple[str, str]] = set()
-    for path, make in kinds:
-        for name, module in find(model, path):
-            yield redirect_attention(module, name, make(name))
-            for function in policy.kernel_functions:
-                if (type(module).__module__, function) not in led:
-                    led.add((type(module).__module__, function))
-                    yield lead_kernel(module, function)
+    for name, module, attention in _attentions(model, plan, policy, tokens):
+        yield redirect_attention(module, name, attention)
+        for function in policy.kernel_functions:
+            if (type(module).__module__, function) not in led:
+                led.add((type(module).__module__, function))
+                yield lead_kernel(module, function)
+
+
+def _attentions(
+    model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens
+) -> Iterator[tuple[str, nn.Module, Attention]]:
+    spread = _spread_attention(plan, tokens)
+    for paths, make in ((policy.self_attention, _self_attention), (policy.whole_queries, _whole_queries)):
+        for path in paths:
+            for name, module in find(model, path):
+                yield name, module, make(tokens, spread, name)
+    for entry in policy.joint_attention:
+        found = find(model, entry.module)
+        num_twice = 0 if entry.num_twice is None else int(getattr(model, entry.num_twice))
+        for number, (name, module) in enumerate(found, num_twice - len(found)):
+            if number < 0:
+                yield name, module, _joint_attention(tokens, entry, name)
+            else:
+                yield name, module, _twice_attention(tokens, spread, name)
 
 
 def _spread_attention(plan: Plan, tokens: Tokens) -> Callable[..., Tensor]:
@@ -80,17 +92,26 @@ def _self_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) ->
     return attention
 
 
-def _joint_attention(tokens: Tokens, text: Text, name: str) -> Attention:
-    reader, text_first = MaskReader(name), text == "first"
+def _joint_attention(tokens: Tokens, entry: JointAttention, name: str) -> Attention:
+    reader, text_first = MaskReader(name), entry.text == "first"
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
+        if causal and entry.text_alone:
+            return _plain(q, k, v, mask, scale)
         if causal:
             raise ValueError(f"{name} is causal, which a sequence of text and video is not")
-        extent = _extent(tokens, q.size(1), name, text_first)
-        read = reader.read(mask, q.size(0), extent, extent)
-        (video_q, text_q), (video_k, text_k), (video_v, text_v) = (_cut(t, extent) for t in (q, k, v))
+        extent = _extent(tokens, k.size(1), name, text_first)
+        asking = extent if q.size(1) == k.size(1) else replace(extent, num_text=0)
+        if q.size(1) != asking.num_local:
+            raise ValueError(
+                f"{name} asks {extent.num_local} keys with {q.size(1)} queries, which are neither those of "
+                f"text and video nor this rank's {asking.num_local} of the video"
+            )
+        read = reader.read(mask, q.size(0), asking, extent)
+        video_q, text_q = _cut(q, asking)
+        (video_k, text_k), (video_v, text_v) = (_cut(t, extent) for t in (k, v))
         if read.bias is not None:
             return gathered_attention(
                 q, video_k, video_v, tokens.group, bias=read.bias, text_k=text_k, text_v=text_v,
@@ -102,6 +123,34 @@ def _joint_attention(tokens: Tokens, text: Text, name: str) -> Attention:
             mask=keys, text_mask=text_keys, scale=scale, splits=tokens.state.splits,
         )  # fmt: skip
         return _of_padding(torch.cat(outs[::-1] if text_first else outs, 1), read)
+
+    return attention
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Causal, of what every rank has: computed on all of them, each with its part of the gradient."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    grouped = q.size(1) != k.size(1)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
+
+
+def _twice_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> Attention:
+    """Of tokens that hold the video twice. Joined over ranks they stand in another order, which attention ignores."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        if mask is not None or causal:
+            raise ValueError(f"{name} attends to the video twice, and cannot be causal or have a mask there")
+        num_own = q.size(1) - _extent(tokens, q.size(1), name).num_text
+        if q.size(1) != 2 * num_own:
+            raise ValueError(f"{name} attends to {q.size(1)} tokens, not to this rank's {num_own} twice")
+        assert tokens.state.splits is not None
+        splits = tuple(2 * size for size in tokens.state.splits)
+        return spread(q, k, v, scale=scale, splits=splits, kv_splits=splits)
 
     return attention
 

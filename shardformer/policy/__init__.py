@@ -11,6 +11,7 @@ from shardformer.policy.anyflow import ANYFLOW
 from shardformer.policy.base import Policy
 from shardformer.policy.cogvideox import COGVIDEOX
 from shardformer.policy.cosmos import COSMOS
+from shardformer.policy.cosmos3 import COSMOS3
 from shardformer.policy.easyanimate import EASYANIMATE
 from shardformer.policy.helios import HELIOS
 from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO
@@ -20,6 +21,7 @@ from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
+from shardformer.policy.motif_video import MOTIF_VIDEO
 from shardformer.policy.open_sora import MMDIT, STDIT3
 from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
@@ -43,8 +45,10 @@ _POLICIES = (
     LTX,
     LTX2,
     MOCHI,
+    MOTIF_VIDEO,
     ALLEGRO,
     COSMOS,
+    COSMOS3,
     EASYANIMATE,
     KANDINSKY5,
     KANDINSKY6,

@@ -101,10 +101,17 @@ class Halo:
 
 @dataclass(frozen=True)
 class JointAttention:
-    """Attention over video tokens, which are spread, and text tokens, which are whole, in one sequence."""
+    """Attention over video tokens, which are spread, and text tokens, which are whole, in one sequence.
+
+    Text may stand among the keys alone: then only the video asks.
+    """
 
     module: str
     text: Text
+    text_alone: bool = False
+    """A causal call of the kernel is the text's own, whose queries and keys every rank has."""
+    num_twice: str | None = None
+    """Attribute of the model: in so many of the last of these modules the video stands, spread, where text did too."""
 
 
 @dataclass(frozen=True)

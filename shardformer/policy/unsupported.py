@@ -2,11 +2,9 @@
 
 UNSUPPORTED = {
     "AnyFlowFARTransformer3DModel": "it generates block after block from a cache of keys, which is not training",
-    "Cosmos3OmniTransformer": "one module attends causally to text and then wholly to text and video, in two calls",
     "JoyImageEditTransformer3DModel": "it edits single images",
     "JoyImageEditPlusTransformer3DModel": "it edits single images",
     "Kandinsky6SRTransformer3DModel": "block-sparse attention chooses its blocks from all queries and keys",
-    "MotifVideoTransformer3DModel": "its last blocks attend to the video twice, in the place where text stands before",
     "SanaWMTransformer3DModel": "gated delta-rule attention carries a state from token to token",
     "SanaWMLTX2RefinerTransformer3DModel": "it attends to a window that moves over the clip, with a cache of keys",
     "TransformerTemporalModel": "a part of a UNet, whose convolutions need the whole frame",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,8 +75,7 @@ def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     """One training step: outputs, gradients of the inputs and of every parameter, zeros where there is none."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in case.differentiated}
     extra = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
-    outputs = model(**inputs | leaves | extra)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = list(_tensors(model(**inputs | leaves | extra)))
     generator = torch.Generator().manual_seed(2)
     targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outputs]
     loss = sum((out - target).square().mean() for out, target in zip(outputs, targets, strict=True))
@@ -84,6 +84,15 @@ def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
     found |= {f"input {name}": _gradient(leaf) for name, leaf in leaves.items()}
     return found | {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those that a model returns, also in tuples and lists, where some may be None."""
+    if isinstance(value, Tensor):
+        yield value
+    elif value is not None:
+        for item in value:
+            yield from _tensors(item)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

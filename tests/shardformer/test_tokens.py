@@ -8,8 +8,10 @@ import torch
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import carried, carrying
-from shardformer.engine.attentions import _extent
+from shardformer.engine.attentions import _extent, _joint_attention, _twice_attention
 from shardformer.engine.tokens import Tokens
+from shardformer.policy.base import JointAttention
+from tests.attention.reference import full_attention
 
 
 class Group:
@@ -179,3 +181,28 @@ def test_attention_to_fewer_tokens_than_were_split_is_refused(tokens):
     assert _extent(tokens, 5, "attn").num_text == 3
     with pytest.raises(ValueError, match="attn attends to 1 tokens, fewer than this rank's 2"):
         _extent(tokens, 1, "attn")
+
+
+def test_calls_that_are_no_joint_attention_are_refused(tokens):
+    tokens.share(7, "x")
+    two, four, five = (torch.randn(1, num_tokens, 2, 8) for num_tokens in (2, 4, 5))
+    options = {"mask": None, "causal": False, "scale": None}
+    joint = _joint_attention(tokens, JointAttention("attn", "last"), "attn")
+    with pytest.raises(ValueError, match="is causal, which a sequence of text and video is not"):
+        joint(five, five, five, **options | {"causal": True})
+    with pytest.raises(ValueError, match=r"asks 5 keys with 4 queries, .* nor this rank's 2 of the video"):
+        joint(four, five, five, **options)
+    twice = _twice_attention(tokens, lambda *_, splits, kv_splits, **__: (splits, kv_splits), "attn")
+    assert twice(four, four, four, **options) == ((6, 4, 4), (6, 4, 4))
+    for wrong in (two, five):
+        with pytest.raises(ValueError, match=r"not to this rank's 2 twice"):
+            twice(wrong, wrong, wrong, **options)
+    with pytest.raises(ValueError, match="cannot be causal or have a mask there"):
+        twice(four, four, four, **options | {"mask": torch.ones(1, 1, 1, 4, dtype=torch.bool)})
+
+
+def test_text_alone_is_attended_to_as_on_one_device(tokens):
+    q, k, v = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
+    attention = _joint_attention(tokens, JointAttention("attn", "first", text_alone=True), "attn")
+    expected = full_attention(q, k, v, causal=True)
+    assert torch.allclose(attention(q, k, v, mask=None, causal=True, scale=None), expected, atol=1e-6)

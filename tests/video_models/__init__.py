@@ -7,6 +7,7 @@ from tests.video_models.anyflow import ANYFLOW
 from tests.video_models.case import Case
 from tests.video_models.cogvideox import COGVIDEOX
 from tests.video_models.cosmos import COSMOS
+from tests.video_models.cosmos3 import COSMOS3
 from tests.video_models.easyanimate import EASYANIMATE
 from tests.video_models.histories import HISTORIES
 from tests.video_models.hunyuan_video import HUNYUAN_VIDEO
@@ -16,6 +17,7 @@ from tests.video_models.latte import LATTE
 from tests.video_models.ltx import LTX
 from tests.video_models.minimax_h3 import MINIMAX_H3
 from tests.video_models.mochi import MOCHI
+from tests.video_models.motif_video import MOTIF_VIDEO
 from tests.video_models.open_sora import OPEN_SORA
 from tests.video_models.sana_video import SANA_VIDEO
 from tests.video_models.skyreels_v2 import SKYREELS_V2
@@ -31,8 +33,10 @@ CASES: dict[str, Case] = {
     **COGVIDEOX,
     **LTX,
     **MOCHI,
+    **MOTIF_VIDEO,
     **ALLEGRO,
     **COSMOS,
+    **COSMOS3,
     **EASYANIMATE,
     **KANDINSKY,
     **MINIMAX_H3,
