@@ -1,7 +1,8 @@
 """Every parallel attention against attention on one device: output and all gradients, in fp64.
 
-The cross product: mesh × mask (none, key, causal, both) × tokens (even, uneven, fewer than ranks, other shares than
-tensor_split's) × heads (that divide the degree or not, grouped, fewer than ranks) × self, cross and joint.
+Mesh × mask (none, key, causal, both) × tokens (even, uneven, fewer than ranks, other shares than tensor_split's) ×
+heads (that divide the degree or not, grouped, fewer than ranks) × self, cross and joint: each case of their
+cross product on three meshes or four.
 """
 
 import itertools
@@ -28,6 +29,16 @@ MESHES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2), (2, 3)
 TOKENS = [(13, 13), (12, 12), (5, 5), (12, 7)]
 HEADS = [(12, 12), (5, 5), (2, 2), (12, 4), (4, 1), (6, 3), (10, 5), (12, 3)]
 MASKS = [(False, False), (True, False), (False, True), (True, True)]
+JOINT_TOKENS = [(12, 6, 6), (13, 7, 7), (5, 1, 1), (3, 5, 5), (13, 7, 0)]
+"""Of the video, of the text, and of those of the text that ask."""
+BOOLS = [False, True]
+
+
+def a_third(shape, *factors):
+    """Of the cross product the cases whose places add up to the mesh's, modulo 3: any two settings meet somewhere."""
+    for places in itertools.product(*(range(len(factor)) for factor in factors)):
+        if (sum(places) - MESHES.index(shape)) % 3 == 0:
+            yield tuple(factor[place] for factor, place in zip(factors, places, strict=True))
 
 
 def moved_shares(total, num_ranks):
@@ -101,7 +112,7 @@ def shares_of(layout, masked, causal):
 def all_self_and_cross(shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
     found = {}
-    for tokens, heads, (masked, causal) in itertools.product(TOKENS, HEADS, MASKS):
+    for tokens, heads, (masked, causal) in a_third(shape, TOKENS, HEADS, MASKS):
         if causal and tokens[0] != tokens[1]:
             continue
         balanced = ["zigzag", "striped"] if causal and shape[0] > 1 else []
@@ -117,7 +128,7 @@ def test_self_and_cross_attention(ranks, shape):
     for rank, errors in enumerate(ranks(shape[0] * shape[1], all_self_and_cross, shape)):
         wrong = {case: error for case, error in errors.items() if not error < BOUND}
         assert not wrong, f"rank {rank}: {wrong}"
-        assert len(errors) > 200
+        assert len(errors) > 80
 
 
 def joint(mesh, num_video, num_text, num_asking, heads, masked, text_masked, text_first):
@@ -174,13 +185,7 @@ def joint(mesh, num_video, num_text, num_asking, heads, masked, text_masked, tex
 
 def all_joint(shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
-    cases = itertools.product(
-        [(12, 6, 6), (13, 7, 7), (5, 1, 1), (3, 5, 5), (13, 7, 0)],
-        HEADS,
-        [False, True],
-        [False, True],
-        [False, True],
-    )
+    cases = a_third(shape, JOINT_TOKENS, HEADS, BOOLS, BOOLS, BOOLS)
     return {case: joint(mesh, *case[0], *case[1:]) for case in cases}
 
 
