@@ -68,9 +68,9 @@ def _engine() -> list[Mutant]:
         ),
         mutant(
             "no attention redirected",
-            "attentions:redirect_attentions",
-            "for path in policy.self_attention",
-            "for path in ()",
+            "attentions:_attentions",
+            "(policy.self_attention, _self_attention)",
+            "((), _self_attention)",
         ),
         mutant(
             "Ulysses over mixed",
