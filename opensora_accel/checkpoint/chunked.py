@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from opensora_accel.wrapping import Forward, wrap_forward
 
 
-def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = 1) -> Callable[[], None]:
+def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[[], None]:
     """Runs `module` on pieces of its first argument, cut along `dim`, one after the other; returns the undo.
 
     Each piece is recomputed in backward, so that of the hidden layer (4 C wide or more) only 1/`num_chunks` is
@@ -21,6 +21,8 @@ def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = 1) -> Callable[[
 
     Args:
         module: must treat every token alone: an MLP, not a norm over tokens or an attention.
+        num_chunks: how many pieces; at most one a token.
+        dim: of the tokens, by default that of [B, S, C] or [S, C].
 
     Raises:
         ValueError: fewer than one chunk, or dropout, whose draws would depend on the chunks.

@@ -199,7 +199,7 @@ class Policy:
     """Where layers are cut for tensor parallelism."""
     blocks: tuple[Blocks, ...] = ()
     mlps: tuple[str, ...] = ()
-    """Modules that treat every token alone: [B, S, C] → [B, S, C]."""
+    """Modules that treat every token alone: [B, S, C] → [B, S, C], or without the batch."""
     norms: tuple[str, ...] = ("",)
     """Below these modules `shard(…, norms=…)` may swap norms for kernels that compute the same, found by probing."""
     norm_swaps: tuple[NormSwap, ...] = ()

@@ -9,8 +9,9 @@ import torch
 
 import shardformer
 from opensora_accel import Plan, init_parallel
+from opensora_accel.verify.fp64 import LiftOperations
 from shardformer.policy import UNSUPPORTED, find_policy, model_names
-from tests.shardformer.conformance import errors, step
+from tests.shardformer.conformance import errors, fp64_model, in_double, relative_to_largest, step
 from tests.shardformer.test_engine import traces
 from tests.tolerances import RELATIVE
 from tests.video_models import CASES
@@ -47,6 +48,25 @@ def test_gradients_are_those_of_one_device(ranks, name, mesh):
 def test_tensor_and_sequence_parallelism_together(ranks, name, plan):
     for found in ranks(plan.world_size, errors, name, plan):
         assert max(found.values()) < RELATIVE[torch.float64]
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi
+def test_the_mlps_of_every_policy_run_in_chunks(parallel_registry):
+    """Of each model class once; some call them with tokens that have no batch."""
+    seen, plan = set(), Plan(mlp_chunks=3)
+    for name, case in CASES.items():
+        kind = type(case.make()).__name__
+        if kind in seen or not find_policy(case.make()).mlps:
+            continue
+        seen.add(kind)
+        inputs = in_double(case.inputs())
+        with LiftOperations():
+            expected = step(fp64_model(case), case, inputs)
+            found = step(shardformer.shard(fp64_model(case), plan), case, inputs)
+        largest = max(value.abs().max().item() for value in expected.values())
+        worst = max(relative_to_largest(found[key], value, largest) for key, value in expected.items())
+        assert worst < RELATIVE[torch.float64], name
+    assert len(seen) > 20
 
 
 def test_every_policy_has_a_case():
