@@ -59,8 +59,11 @@ class Mask:
 
 
 class MaskReader:
-    """Reads the masks of one attention module. What kind they are is looked up once, and asserted from then on:
-    to look would wait for the device at every call."""
+    """Reads the masks of one attention module. What kind those of a shape are is looked up once, and asserted from
+    then on: to look would wait for the device at every call.
+
+    Whatever is looked up of a mask that has all keys is the same on every rank, so that all communicate alike.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -79,7 +82,15 @@ class MaskReader:
                 f"rank's tokens, [B, 1, 1 or {queries.num_local}, {keys.num_local}], or over all, "
                 f"[B, 1, 1 or {queries.num_whole}, {keys.num_whole}]"
             )
-        kind = self._kind(mask, spread=num_columns == keys.num_whole)
+        has_all_keys = num_columns == keys.num_whole
+        is_cut = num_rows not in (1, queries.num_whole)
+        if num_rows > 1 and not is_cut and not has_all_keys and num_rows != queries.num_local:
+            raise ValueError(
+                f"{self.name} got a mask over all queries and this rank's keys, {tuple(mask.shape)}; leave it whole: "
+                "attention takes this rank's part of it"
+            )
+        # Of its own rows each rank would find something else; and padding has no gradient to give.
+        kind = "any" if has_all_keys and (is_cut or mask.requires_grad) else self._kind(mask, has_all_keys)
         if kind == "any":
             if num_rows == queries.num_whole:
                 mask = queries.cut(mask, 2)
@@ -87,7 +98,7 @@ class MaskReader:
         visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         seen = visible.any(1) if num_rows > 1 else visible[:, 0]
         asking = visible.any(2) if kind == "padding" else None
-        if num_columns == keys.num_whole:
+        if has_all_keys:
             seen = keys.cut(seen, 1)
         if asking is not None and num_rows == queries.num_whole:
             asking = queries.cut(asking, 1)
@@ -96,37 +107,44 @@ class MaskReader:
             None if asking is None else asking.expand(batch, -1),
         )
 
-    def _kind(self, mask: Tensor, spread: bool) -> Kind:
-        """Of a mask over all tokens every rank finds the same, so that all of them communicate alike."""
-        key = mask.dtype, mask.size(1) == 1, mask.size(2) == 1, spread
+    def _kind(self, mask: Tensor, has_all_keys: bool) -> Kind:
+        key = mask.dtype, *mask.shape[1:]
         plain: Kind = "keys" if mask.size(2) == 1 else "padding"
         known = self._kinds.get(key)
         if known == "any":
             return known
-        condition = _is_plain(mask)
+        is_plain = _is_plain(mask, has_all_keys) & (not mask.requires_grad)
         if known is not None:
             torch._assert_async(
-                condition, f"{self.name} got masks of two kinds; call shardformer.shard again"
+                is_plain,
+                f"{self.name} got masks of two kinds in one shape; call shardformer.unshard, and shard again",
             )
             return known
-        if bool(condition):
-            self._kinds[key] = plain
-        elif spread:
-            self._kinds[key] = "any"
-        else:
+        found, says_nothing = torch.stack(
+            [is_plain, (mask if mask.dtype == torch.bool else mask == 0).all()]
+        ).tolist()
+        if found:
+            # A mask of queries and keys that hides nothing tells nothing of the next one.
+            if plain == "keys" or not says_nothing:
+                self._kinds[key] = plain
+            return plain
+        if not has_all_keys:
             raise ValueError(
                 f"{self.name} got a mask over this rank's tokens that is more than padding ({mask.dtype}, "
                 f"{tuple(mask.shape)}); pass one over all tokens, or none"
             )
-        return self._kinds[key]
+        self._kinds[key] = "any"
+        return "any"
 
 
-def _is_plain(mask: Tensor) -> Tensor:
+def _is_plain(mask: Tensor, has_all_keys: bool) -> Tensor:
     """Whether all heads see the same and some queries and keys are padding, and that is all it says."""
     visible, is_plain = mask, torch.ones((), dtype=torch.bool, device=mask.device)
     if mask.dtype != torch.bool:
         visible = mask == 0
         is_plain = (visible | (mask <= HIDDEN)).all()
+        if has_all_keys:  # where a bias hides all, a softmax that ignores shifts shows all
+            is_plain = is_plain & visible.any(-1).all()
     if mask.size(1) > 1:
         is_plain = is_plain & (visible == visible[:, :1]).all()
     visible = visible[:, 0]

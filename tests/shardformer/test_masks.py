@@ -114,3 +114,46 @@ def test_a_mask_over_this_ranks_tokens_is_another_than_one_over_all():
     reader = MaskReader("attn")
     assert reader.read(torch.zeros(2, 1, 1, 4), 2, LAST, LAST).keys is not None
     assert reader.read(torch.randn(2, 1, 1, 9), 2, LAST, LAST).bias is not None
+
+
+def test_of_this_ranks_queries_and_all_keys_nothing_is_read():
+    """Frames that see none later: a rank whose queries are one frame would find that the others' keys are padding."""
+    first_frame = torch.zeros(1, 1, 4, 9, dtype=torch.bool)
+    first_frame[..., :4] = True
+    assert torch.equal(read(first_frame).bias, first_frame)
+
+
+def test_all_queries_and_this_ranks_keys_are_refused():
+    with pytest.raises(ValueError, match=r"all queries and this rank's keys, \(1, 1, 9, 4\); leave it whole"):
+        read(torch.ones(1, 1, 9, 4, dtype=torch.bool))
+
+
+def test_a_mask_that_hides_nothing_does_not_tell_the_next_ones_kind():
+    """Frames that see none later are one frame in a short clip, and others in the next."""
+    reader, causal = MaskReader("attn"), torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    for _ in range(2):
+        assert reader.read(torch.ones_like(causal), 1, LAST, LAST).bias is None
+    assert torch.equal(reader.read(causal, 1, LAST, LAST).bias, LAST.cut(causal, 2))
+
+
+def test_masks_of_another_length_may_be_of_another_kind():
+    reader, more = MaskReader("attn"), Extent(slice(4, 8), 9, 2)
+    padding = torch.ones(9, dtype=torch.bool)
+    padding[-1] = False
+    assert reader.read(padding[:, None] & padding, 1, LAST, LAST).bias is None
+    assert reader.read(torch.ones(11, 11, dtype=torch.bool).tril(), 1, more, more).bias is not None
+
+
+def test_a_bias_that_is_learned_is_none_that_hides():
+    """It may begin with zeros, and needs a gradient."""
+    bias = torch.zeros(1, 1, 1, 9, requires_grad=True)
+    assert read(bias).bias is bias
+    with pytest.raises(ValueError, match="more than padding"):
+        read(torch.zeros(1, 1, 1, 4, requires_grad=True))
+
+
+def test_a_bias_that_hides_all_keys_of_a_query_hides_none():
+    bias = torch.zeros(2, 1, 1, 9)
+    bias[1] = HIDDEN
+    assert torch.equal(read(bias).bias, bias)
+    assert torch.equal(read(bias == 0).keys[1], torch.zeros(4, dtype=torch.bool))
