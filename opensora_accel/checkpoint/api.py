@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from opensora_accel.checkpoint.core import checkpointed
+from opensora_accel.checkpoint.core import at_positions, checkpointed
 
 
 def checkpoint(
@@ -36,12 +36,11 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    marked = [args[i] for i in offload_args if i < len(args) and isinstance(args[i], Tensor)]
     return checkpointed(
         function,
         args,
         kwargs,
-        marked=marked,
+        marked=at_positions(offload_args, args),
         context_fn=context_fn,
         determinism_check=determinism_check,
         debug=debug,

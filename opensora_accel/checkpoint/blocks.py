@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from opensora_accel.checkpoint.core import checkpointed
+from opensora_accel.checkpoint.core import at_positions, checkpointed
 from opensora_accel.checkpoint.selective import attention_contexts
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, AutoOffload
 from opensora_accel.plan import check_offload
@@ -48,7 +48,7 @@ def checkpoint_blocks(
             selective mode what their attention returned. "auto" measures a pass after the first optimizer step,
             then moves as many blocks as the memory needs and the link carries; until then all.
         boundary: names of the forward arguments that are moved, for all blocks or as a function of the block;
-            by default the first one.
+            by default the first one. What shares its memory goes along.
         keep_last: blocks at the end that never leave, whatever `offload` says.
     """
     _check_options(mode, offload, keep_last)
@@ -91,7 +91,7 @@ class _Moved:
     auto: AutoOffload | None
 
     def now(self, args: Sequence[Any]) -> list[Tensor]:
-        marked = [args[i] for i in self.positions if i < len(args) and isinstance(args[i], Tensor)]
+        marked = at_positions(self.positions, args)
         if self.auto is None or not GLOBAL_ACTIVATION_MANAGER.is_open():
             return marked
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in marked)

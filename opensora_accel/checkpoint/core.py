@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Call
-from opensora_accel.offload.layout import is_plain
+from opensora_accel.offload.layout import can_move, is_plain
 from opensora_accel.offload.measure import Measurement
 
 Contexts = Callable[[Call], Callable[[], tuple[Any, Any]]]
@@ -82,6 +82,22 @@ def checkpointed(
         if contexts is not None:
             options["context_fn"] = contexts(call)
         return torch_checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+
+def at_positions(positions: Sequence[int], args: Sequence[Any]) -> list[Tensor]:
+    """The tensors there, and those of `args` that share memory with them.
+
+    A block may return two slices of one tensor: while one of them stays, all of the memory does.
+    """
+    marked = [args[i] for i in positions if i < len(args) and isinstance(args[i], Tensor)]
+    storages = {tensor.untyped_storage()._cdata for tensor in marked if can_move(tensor)}
+    others = [
+        arg
+        for i, arg in enumerate(args)
+        if i not in positions and isinstance(arg, Tensor) and can_move(arg)
+        if arg.untyped_storage()._cdata in storages
+    ]
+    return [*marked, *others]
 
 
 def _loses_its_class(argument: Any) -> bool:

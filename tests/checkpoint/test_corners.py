@@ -5,6 +5,7 @@ import functools
 import gc
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -419,3 +420,42 @@ def test_a_wrapped_model_is_not_copied(wrap):
     assert_identical(
         [p.data for p in copy.deepcopy(model).parameters()], [p.data for p in model.parameters()]
     )
+
+
+class JoinedStreams(nn.Module):
+    """Returns two slices of one tensor, as single-stream blocks do that joined video and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, video, text):
+        both = torch.tanh(self.linear(torch.cat([video, text], 1)))
+        return both[:, : video.size(1)], both[:, video.size(1) :]
+
+
+@pytest.mark.parametrize("way", ["blocks", "calls"])
+def test_slices_of_one_tensor_leave_together(way):
+    """While the one stays the memory of both does, whatever was moved."""
+    torch.manual_seed(0)
+    model, inputs = (
+        nn.ModuleList(JoinedStreams() for _ in range(4)),
+        [torch.randn(2, 5, 16), torch.randn(2, 3, 16)],
+    )
+    results = []
+    for offload in (False, True):
+        undo = ck.checkpoint_blocks(model, "full", 1.0, keep_last=0) if offload and way == "blocks" else None
+        states, alive = [leaf.clone().requires_grad_() for leaf in inputs], []
+        leaves = list(states)
+        for block in model:
+            alive.append(weakref.ref(states[0].untyped_storage()))
+            states = ck.checkpoint(block, *states) if offload and way == "calls" else block(*states)
+        loss = states[0].square().sum() + states[1].sum()
+        if offload:
+            assert [reference() is None for reference in alive] == [False, True, True, True]
+        loss.backward()
+        results.append([*(leaf.grad for leaf in leaves), *(p.grad.clone() for p in model.parameters())])
+        model.zero_grad()
+        if undo is not None:
+            undo()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
