@@ -32,7 +32,7 @@ def joint_attention(
     text_q: Tensor,
     text_k: Tensor,
     text_v: Tensor,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | SequenceGroups | None = None,
     *,
     text_first: bool = True,
     mask: Tensor | None = None,

@@ -41,8 +41,10 @@ class SequenceGroups:
     ulysses: dist.ProcessGroup
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> SequenceGroups:
+    def of(cls, mesh: DeviceMesh | SequenceGroups | None) -> SequenceGroups:
         """Those of the mesh, or the registered ones."""
+        if isinstance(mesh, SequenceGroups):
+            return mesh
         if mesh is None and not has_parallel_group("ring") and has_parallel_group("sequence"):
             return cls(cast(dist.ProcessGroup, _Alone()), get_parallel_group("sequence"))
         if mesh is None:
@@ -74,7 +76,7 @@ def usp_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | SequenceGroups | None = None,
     *,
     mask: Tensor | None = None,
     causal: bool = False,

@@ -20,6 +20,7 @@ from opensora_accel.parallel_states import (
     get_parallel_group,
     get_sequence_parallel_group,
     get_tensor_parallel_group,
+    has_parallel_group,
 )
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_copy
@@ -140,7 +141,7 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     if plan.sequence == 1:
         return None
     group = _registered("sequence", get_sequence_parallel_group(), plan.sequence)
-    if plan.ring > 1:
+    if plan.ring > 1 or has_parallel_group("ring"):
         _check_axes(plan)
     return group
 

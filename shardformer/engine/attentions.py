@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opensora_accel.attention import gathered_attention, joint_attention, ulysses_attention, usp_attention
 from opensora_accel.attention.overlap import OverlapWatch
+from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
-from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.plan import Plan
 from shardformer.engine.paths import find
 from shardformer.engine.tokens import Tokens
@@ -24,6 +25,8 @@ from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.policy.base import JointAttention, Policy
 
 Undo = Callable[[], None]
+Projected = tuple[Tensor, Tensor, Tensor]
+"""q, k and v."""
 
 
 def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
@@ -43,35 +46,53 @@ def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: To
 def _attentions(
     model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens
 ) -> Iterator[tuple[str, nn.Module, Attention]]:
-    spread = _spread_attention(plan, tokens)
+    kernels = _Kernels(plan, tokens.group)
     for paths, make in ((policy.self_attention, _self_attention), (policy.whole_queries, _whole_queries)):
         for path in paths:
             for name, module in find(model, path):
-                yield name, module, make(tokens, spread, name)
+                yield name, module, make(tokens, kernels, name)
     for entry in policy.joint_attention:
         found = find(model, entry.module)
-        num_twice = 0 if entry.num_twice is None else int(getattr(model, entry.num_twice))
-        for number, (name, module) in enumerate(found, num_twice - len(found)):
-            if number < 0:
-                yield name, module, _joint_attention(tokens, entry, name)
-            else:
-                yield name, module, _twice_attention(tokens, spread, name)
+        num_encoders = len(found) - _num_decoders(model, entry, len(found))
+        for name, module in found[:num_encoders]:
+            yield name, module, _joint_attention(tokens, kernels, entry, name)
+        for name, module in found[num_encoders:]:
+            yield name, module, _twice_attention(tokens, kernels, name)
 
 
-def _spread_attention(plan: Plan, tokens: Tokens) -> Callable[..., Tensor]:
-    """Attention over the plan's axes: Ulysses, where that is all of them, needs the sequence group only."""
-    if plan.ring == 1:
-        return lambda q, k, v, **options: ulysses_attention(q, k, v, tokens.group, **options)
-    watch = OverlapWatch(get_parallel_group("ring"), plan.ulysses)
+def _num_decoders(model: nn.Module, entry: JointAttention, num_modules: int) -> int:
+    if entry.decoders is None:
+        return 0
+    found = getattr(model, entry.decoders, None)
+    if not isinstance(found, int) or not 0 <= found <= num_modules:
+        raise ValueError(
+            f"the policy counts decoders among {entry.module} by {type(model).__name__}.{entry.decoders}, which is "
+            f"{found!r} and not a number of 0 to {num_modules}"
+        )
+    return found
 
-    def usp(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        watch.check(q, k)
-        return usp_attention(q, k, v, **options)
 
-    return usp
+class _Kernels:
+    """A plan's attentions, over the groups that are registered when the model is sharded."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup):
+        self._group, self._axes = group, SequenceGroups.of(None)
+        self._watch = OverlapWatch(self._axes.ring, plan.ulysses) if plan.ring > 1 else None
+
+    def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Ulysses, where that is all of the plan, needs the sequence group only."""
+        if self._watch is None:
+            return ulysses_attention(q, k, v, self._group, **options)
+        self._watch.check(q, k)
+        return usp_attention(q, k, v, self._axes, **options)
+
+    def joint(self, video: Projected, text: Projected, **options: Any) -> tuple[Tensor, Tensor]:
+        if self._watch is not None:
+            self._watch.check(video[0], video[1])
+        return joint_attention(*video, *text, self._axes, **options)
 
 
-def _self_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> Attention:
+def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     reader = MaskReader(name)
 
     def attention(
@@ -80,26 +101,28 @@ def _self_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) ->
         splits = tokens.state.splits
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
         if mask is None:
-            return spread(q, k, v, causal=causal, **options)
+            return kernels.spread(q, k, v, causal=causal, **options)
         if causal:
             raise ValueError(f"{name} passed a mask and is_causal; pass one of them")
         extent = _extent(tokens, q.size(1), name)
         read = reader.read(mask, q.size(0), extent, extent)
         if read.bias is not None:
             return gathered_attention(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
-        return _of_padding(spread(q, k, v, mask=read.keys, **options), read)
+        return _of_padding(kernels.spread(q, k, v, mask=read.keys, **options), read)
 
     return attention
 
 
-def _joint_attention(tokens: Tokens, entry: JointAttention, name: str) -> Attention:
+def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, name: str) -> Attention:
     reader, text_first = MaskReader(name), entry.text == "first"
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
         if causal and entry.text_alone:
-            return _plain(q, k, v, mask, scale)
+            if mask is not None:
+                raise ValueError(f"{name} passed a mask and is_causal; pass one of them")
+            return _causal(q, k, v, scale)
         if causal:
             raise ValueError(f"{name} is causal, which a sequence of text and video is not")
         extent = _extent(tokens, k.size(1), name, text_first)
@@ -118,8 +141,8 @@ def _joint_attention(tokens: Tokens, entry: JointAttention, name: str) -> Attent
                 text_first=text_first, scale=scale, kv_splits=tokens.state.splits,
             )  # fmt: skip
         keys, text_keys = (None, None) if read.keys is None else _cut(read.keys, extent)
-        outs = joint_attention(
-            video_q, video_k, video_v, text_q, text_k, text_v, text_first=text_first,
+        outs = kernels.joint(
+            (video_q, video_k, video_v), (text_q, text_k, text_v), text_first=text_first,
             mask=keys, text_mask=text_keys, scale=scale, splits=tokens.state.splits,
         )  # fmt: skip
         return _of_padding(torch.cat(outs[::-1] if text_first else outs, 1), read)
@@ -127,17 +150,15 @@ def _joint_attention(tokens: Tokens, entry: JointAttention, name: str) -> Attent
     return attention
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Causal, of what every rank has: computed on all of them, each with its part of the gradient."""
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Of what every rank has: computed on all of them, each with its part of the gradient."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=True, scale=scale, enable_gqa=grouped
-    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
-def _twice_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> Attention:
+def _twice_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     """Of tokens that hold the video twice. Joined over ranks they stand in another order, which attention ignores."""
 
     def attention(
@@ -150,12 +171,12 @@ def _twice_attention(tokens: Tokens, spread: Callable[..., Tensor], name: str) -
             raise ValueError(f"{name} attends to {q.size(1)} tokens, not to this rank's {num_own} twice")
         assert tokens.state.splits is not None
         splits = tuple(2 * size for size in tokens.state.splits)
-        return spread(q, k, v, scale=scale, splits=splits, kv_splits=splits)
+        return kernels.spread(q, k, v, scale=scale, splits=splits, kv_splits=splits)
 
     return attention
 
 
-def _whole_queries(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> Attention:
+def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     """Each rank asks for its share of the queries; what comes back is gathered."""
     reader = MaskReader(name)
 
@@ -173,7 +194,7 @@ def _whole_queries(tokens: Tokens, spread: Callable[..., Tensor], name: str) -> 
         if read.bias is not None:
             out = gathered_attention(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
         else:
-            out = spread(share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits)
+            out = kernels.spread(share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits)
             out = _of_padding(out, read)
         return gather_forward_reduce_scatter_backward(out, group, 1, splits=splits)
 

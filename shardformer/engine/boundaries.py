@@ -155,6 +155,7 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
 
 def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
     total, known = tensor.size(entry.dim), tokens.state.splits
+    is_shared = "*" in entry.module  # by many blocks; what one module gets is not kept for another
     frames = isinstance(entry, SplitInput) and entry.frames
     if frames or entry.text is not None or total == 1:  # what it is follows from the tokens split before it
         tokens.check_known(what)
@@ -165,14 +166,14 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
                 f"the policy splits {what} by frames, but {total} are not those of "
                 + ("tokens that are not split yet" if known is None else f"{sum(known)} tokens")
             )
-        return tokens.split(tensor, entry.dim, tuple(size // unit for size in known))
+        return tokens.split(tensor, entry.dim, tuple(size // unit for size in known), is_shared)
     if entry.text is None:
         if total == 1 and known is not None and sum(known) != 1:
             return tensor  # broadcast over the tokens
         splits = tokens.share(total, what)
         if isinstance(entry, SplitInput) and not entry.may_be_empty:
             tokens.check_all_have_some(total // tokens.state.unit, "frames", what)
-        return tokens.split(tensor, entry.dim, splits)
+        return tokens.split(tensor, entry.dim, splits, is_shared)
     if known is None:
         raise ValueError(
             f"{what} holds text and video tokens, and how many of either is not known yet: let the policy split "
@@ -191,7 +192,7 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
         parts[at] = parts[at].narrow(entry.dim, own.start, own.stop - own.start)
         return torch.cat(parts, entry.dim)
 
-    return tokens.once(tensor, (entry.dim, known, entry.text), make)
+    return tokens.once(tensor, (entry.dim, known, entry.text), make) if is_shared else make()
 
 
 def _index(index: int, value: Any, what: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class Tokens:
         self.group = group
         self.state = State()
         self.in_forward = False
-        self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def own_range(self, splits: tuple[int, ...]) -> slice:
         rank = self.group.rank()
@@ -95,23 +96,25 @@ class Tokens:
             self.state.splits = splits
         return splits
 
-    def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...]) -> Tensor:
-        """This rank's share."""
+    def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:
+        """This rank's share; `is_shared`: of what others get too."""
 
         def make() -> Tensor:
             return split_forward_gather_backward(tensor, self.group, dim, "down", splits=splits)
 
-        return self.once(tensor, (dim, splits), make)
+        return self.once(tensor, (dim, splits), make) if is_shared else make()
 
     def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """`make()`, within a forward once for a tensor that many blocks get: one copy, one gradient to gather."""
         if not self.in_forward:
             return make()
         # Under a reentrant checkpoint the forward records no graph: that share has no gradient to give.
-        key = id(tensor), torch.is_grad_enabled(), *key
-        if key not in self._made:
-            self._made[key] = tensor, make()  # the tensor as well: its id is its own while it lives
-        return self._made[key][1]
+        version = 0 if tensor.is_inference() else tensor._version
+        key = id(tensor), version, torch.is_grad_enabled(), *key
+        known = self._made.get(key)
+        if known is None or known[0]() is not tensor:  # an id is a tensor's own while it lives
+            known = self._made[key] = weakref.ref(tensor), make()
+        return known[1]
 
     def carry(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` for a checkpoint, which calls it again: then in the state in which it was called first."""

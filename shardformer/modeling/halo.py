@@ -24,7 +24,10 @@ def add_halo(
     """Runs a convolution that keeps the number of rows along `dim` on the neighbours' rows too; returns the undo.
 
     At the ends of the sequence its own padding does what it does on one device; elsewhere that part is cut off.
+
+    Raises ValueError for a convolution that reaches farther.
     """
+    _check_reach(module, name, dim, reach)
 
     def with_neighbours(original: Forward) -> Forward:
         def forward(input_: Tensor) -> Any:
@@ -44,6 +47,17 @@ def add_halo(
         return forward
 
     return wrap_forward(module, with_neighbours)
+
+
+def _check_reach(module: nn.Module, name: str, dim: int, reach: int) -> None:
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return
+    at = dim - 2  # behind batch and channels
+    needed = module.dilation[at] * (module.kernel_size[at] - 1) // 2
+    if needed > reach:
+        raise ValueError(
+            f"{name} reaches {needed} rows along dim {dim}, the policy's halo {reach}; set its reach"
+        )
 
 
 def _with(shape: torch.Size, dim: int, size: int) -> list[int]:

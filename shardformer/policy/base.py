@@ -34,7 +34,7 @@ class SplitInput:
     frames: bool = False
     """`dim` holds frames in place of tokens; the policy has `frames`."""
     may_be_empty: bool = True
-    """As of `Frames`: whether the module runs where a rank's share of this one has nothing in it."""
+    """As of `Frames`, which the policy has: whether the module runs where a rank's share of this has nothing in it."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ class JointAttention:
     text: Text
     text_alone: bool = False
     """A causal call of the kernel is the text's own, whose queries and keys every rank has."""
-    num_twice: str | None = None
-    """Attribute of the model: in so many of the last of these modules the video stands, spread, where text did too."""
+    decoders: str | None = None
+    """Attribute of the model, a number: so many of these modules, the last ones, are a decoder's, which attend to
+    [video, video] in place of [video, text]."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +207,7 @@ class Policy:
     """Norms that are always replaced, by class name."""
     refuses: tuple[tuple[str, str], ...] = ()
     """Arguments of the model's forward that cannot be split, each with the reason: they must be None or False."""
+
+    def __post_init__(self) -> None:
+        if self.frames is None and not all(entry.may_be_empty for entry in self.split_inputs):
+            raise ValueError("may_be_empty=False is for shares of whole frames; the policy has no `frames`")

@@ -10,7 +10,7 @@ MOTIF_VIDEO = Policy(
     joint_attention=(
         JointAttention("transformer_blocks.*.attn", text="last"),
         # The decoder's blocks attend to what the encoder made of the video.
-        JointAttention("single_transformer_blocks.*.attn", text="last", num_twice="num_decoder_layers"),
+        JointAttention("single_transformer_blocks.*.attn", text="last", decoders="num_decoder_layers"),
     ),
     blocks=(
         Blocks("transformer_blocks"),

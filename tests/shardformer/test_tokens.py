@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_nothing_is_kept_after(tokens, after):
     assert kept() is None
 
 
-def test_a_share_is_of_its_dim(ranks):
+def test_a_share_is_of_its_dim_and_kept_where_others_get_it_too(ranks):
     assert all(ranks(2, shares_of_a_square))
 
 
@@ -111,7 +112,9 @@ def shares_of_a_square():
     init_parallel(Plan(ulysses=2))
     tokens, x = Tokens(parallel_states.get_sequence_parallel_group()), torch.arange(16.0).view(4, 4)
     tokens.begin()
-    rows, columns = (tokens.split(x, dim, (2, 2)) for dim in (0, 1))
+    rows, columns = (tokens.split(x, dim, (2, 2), is_shared=True) for dim in (0, 1))
+    assert tokens.split(x, 0, (2, 2), is_shared=True) is rows
+    assert tokens.split(x, 0, (2, 2), is_shared=False) is not rows
     own = tokens.own_range((2, 2))
     return torch.equal(rows, x[own]) and torch.equal(columns, x[:, own])
 
@@ -187,12 +190,13 @@ def test_calls_that_are_no_joint_attention_are_refused(tokens):
     tokens.share(7, "x")
     two, four, five = (torch.randn(1, num_tokens, 2, 8) for num_tokens in (2, 4, 5))
     options = {"mask": None, "causal": False, "scale": None}
-    joint = _joint_attention(tokens, JointAttention("attn", "last"), "attn")
+    joint = _joint_attention(tokens, None, JointAttention("attn", "last"), "attn")
     with pytest.raises(ValueError, match="is causal, which a sequence of text and video is not"):
         joint(five, five, five, **options | {"causal": True})
     with pytest.raises(ValueError, match=r"asks 5 keys with 4 queries, .* nor this rank's 2 of the video"):
         joint(four, five, five, **options)
-    twice = _twice_attention(tokens, lambda *_, splits, kv_splits, **__: (splits, kv_splits), "attn")
+    kernels = SimpleNamespace(spread=lambda *_, splits, kv_splits, **__: (splits, kv_splits))
+    twice = _twice_attention(tokens, kernels, "attn")
     assert twice(four, four, four, **options) == ((6, 4, 4), (6, 4, 4))
     for wrong in (two, five):
         with pytest.raises(ValueError, match=r"not to this rank's 2 twice"):
@@ -203,6 +207,19 @@ def test_calls_that_are_no_joint_attention_are_refused(tokens):
 
 def test_text_alone_is_attended_to_as_on_one_device(tokens):
     q, k, v = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
-    attention = _joint_attention(tokens, JointAttention("attn", "first", text_alone=True), "attn")
+    attention = _joint_attention(tokens, None, JointAttention("attn", "first", text_alone=True), "attn")
     expected = full_attention(q, k, v, causal=True)
     assert torch.allclose(attention(q, k, v, mask=None, causal=True, scale=None), expected, atol=1e-6)
+    with pytest.raises(ValueError, match="a mask and is_causal"):
+        attention(q, k, v, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool), causal=True, scale=None)
+
+
+def test_what_is_shared_is_let_go_and_seen_to_change(tokens):
+    """A block's share outlives the whole tensor; one that a model changed in place is split again."""
+    x = torch.zeros(3)
+    whole, first = weakref.ref(x), tokens.once(x, (), x.clone)
+    x += 1
+    assert torch.equal(tokens.once(x, (), x.clone), x) and torch.equal(first, torch.zeros(3))
+    del x
+    gc.collect()
+    assert whole() is None
