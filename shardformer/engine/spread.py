@@ -28,9 +28,21 @@ from shardformer.policy.base import Halo, Policy
 
 def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
     """Puts it on; `undo` takes it off again, also where a later part failed."""
+    _refuse_others(model)
     for step in _steps(model, plan, policy, tokens):
         for each in step:
             undo.callback(each)
+
+
+def _refuse_others(model: nn.Module) -> None:
+    """ValueError where diffusers' own context or tensor parallelism is on: the tokens would be split twice."""
+    for name, module in model.named_modules():
+        for attribute in ("_parallel_config", "_cp_shard_fn"):
+            if getattr(module, attribute, None) is not None:
+                raise ValueError(
+                    f"{name or type(model).__name__} is parallel already (its {attribute} is set, as by "
+                    "enable_parallelism); make the model anew and leave that out"
+                )
 
 
 def _steps(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Iterator[Undo]]:
