@@ -73,7 +73,7 @@ def in_double(value: Any) -> Any:
 
 def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     """One training step: outputs, gradients of the inputs and of every parameter, zeros where there is none."""
-    leaves = {name: inputs[name].clone().requires_grad_() for name in case.differentiated}
+    leaves = {name: _leaves(inputs[name]) for name in case.differentiated}
     extra = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
     outputs = list(_tensors(model(**inputs | leaves | extra)))
     generator = torch.Generator().manual_seed(2)
@@ -82,12 +82,22 @@ def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     assert isinstance(loss, Tensor)
     loss.backward()
     found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
-    found |= {f"input {name}": _gradient(leaf) for name, leaf in leaves.items()}
+    found |= {
+        f"input {name}": torch.cat([_gradient(leaf).flatten() for leaf in _tensors(value)])
+        for name, value in leaves.items()
+    }
     return found | {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def _leaves(value: Any) -> Any:
+    """Of a tensor, or of a list of them."""
+    if isinstance(value, list):
+        return [_leaves(item) for item in value]
+    return value.clone().requires_grad_()
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those that a model returns, also in tuples and lists, where some may be None."""
+    """Those of a tensor, tuple or list, where some may be None."""
     if isinstance(value, Tensor):
         yield value
     elif value is not None:
