@@ -5,6 +5,7 @@ Order: policy, checkpointing, sharding of parameters. Parameters keep their name
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from shardformer.tensor_parallel import shard_tensors
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_shardformer"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -197,9 +200,19 @@ def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitSta
         raise ValueError(
             f"mlp_chunks={num_chunks} needs a policy that names the model's MLPs; use mlp_chunks=1"
         )
-    for pattern in policy.mlps:
-        for _name, module in find(model, pattern):
-            undo.callback(chunk_tokens(module, num_chunks))
+    mlps = [module for pattern in policy.mlps for _name, module in find(model, pattern)]
+    for module in mlps:
+        undo.callback(chunk_tokens(module, num_chunks))
+    blocks = blocks_of(model, policy)
+    whole = [block for block in blocks if not any(module in mlps for module in block.modules())]
+    if whole and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "mlp_chunks=%d leaves %d of %d blocks as they are (%s): their MLP is no module of its own",
+            num_chunks,
+            len(whole),
+            len(blocks),
+            ", ".join(sorted({type(block).__name__ for block in whole})),
+        )
 
 
 def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:

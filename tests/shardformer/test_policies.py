@@ -69,6 +69,14 @@ def test_the_mlps_of_every_policy_run_in_chunks(parallel_registry):
     assert len(seen) > 20
 
 
+def test_blocks_whose_mlp_cannot_run_in_chunks_are_told(parallel_registry, caplog):
+    """A peak that stays must not look as if it had gone."""
+    for name in ("Wan", "HunyuanVideo"):
+        shardformer.shard(CASES[name].make(), Plan(mlp_chunks=2))
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "shardformer.engine.apply"]
+    assert "leaves 2 of 4 blocks as they are (HunyuanVideoSingleTransformerBlock)" in told
+
+
 def test_every_policy_has_a_case():
     made = {type(case.make()).__name__ for case in CASES.values()}
     assert set(model_names()) <= made | {"T5EncoderModel", "UMT5EncoderModel"}
