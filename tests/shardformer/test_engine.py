@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.attention import overlap
 from opensora_accel.checkpoint import carried
 from shardformer.engine.attentions import _num_decoders
 from shardformer.modeling.halo import add_halo
@@ -479,3 +481,24 @@ def parallel_already():
 
 def test_a_model_that_diffusers_parallelised_is_refused(ranks):
     ranks(2, parallel_already)
+
+
+def watched(name):
+    """Over how many ranks a ring was measured in two forwards, and how often."""
+    plan, measured = Plan(ring=2), []
+    init_parallel(plan)
+    model, inputs = shardformer.shard(CASES[name].make(), plan), CASES[name].inputs()
+
+    def measure(ring, *_):
+        measured.append(ring.size())
+        return overlap.RingHardware(flops_per_s=1e12, bandwidth_bytes_per_s=1e9)
+
+    with torch.no_grad(), mock.patch.object(overlap, "measure_ring_hardware", measure):
+        for _ in range(2):
+            model(**inputs)
+    return measured
+
+
+@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo"], ids=["self-attention", "joint attention"])
+def test_a_ring_is_watched_at_its_first_call(ranks, name):
+    assert ranks(2, watched, name) == [[2], [2]]
