@@ -46,11 +46,13 @@ def _engine() -> list[Mutant]:
         return Mutant(f"engine: {name}", (edit,), step, meshes, kind, axes, factor)
 
     both = ("dp_replicate", "ulysses")
-    data = '__import__("opensora_accel", fromlist=["parallel_states"]).parallel_states.get_parallel_group("data")'
+    registered = (
+        '__import__("opensora_accel", fromlist=["parallel_states"]).parallel_states.get_parallel_group'
+    )
     split, gather, attention = (
         "tokens:Tokens.split",
         "boundaries:gather_output",
-        "attentions:_spread_attention",
+        "attentions:_Kernels.spread",
     )
     return [
         mutant("split not scaled", split, '"down"', "None", "scale", "ulysses"),
@@ -62,7 +64,7 @@ def _engine() -> list[Mutant]:
             "split over data",
             split,
             "tensor, self.group",
-            f"tensor, {data}",
+            f'tensor, {registered}("data")',
             step=DiTStep(tokens=12),
             meshes=ULYSSES_BESIDE_DATA,
         ),
@@ -75,8 +77,8 @@ def _engine() -> list[Mutant]:
         mutant(
             "Ulysses over mixed",
             attention,
-            "q, k, v, tokens.group",
-            'q, k, v, get_parallel_group("mixed")',
+            "q, k, v, self._group",
+            f'q, k, v, {registered}("mixed")',
             "failure",
             axes=both,
         ),
