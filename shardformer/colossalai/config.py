@@ -59,7 +59,7 @@ def check_config(config: Any) -> None:
             "gradient_checkpoint_config is for ColossalAI's own policies; use "
             'colossalai_policy(plan=Plan(checkpoint="full"))'
         )
-    for option in ("enable_jit_fused", "enable_fused_normalization"):
+    for option in ("enable_jit_fused", "enable_fused_normalization", "enable_flash_attention"):
         if getattr(config, option):
             logger.warning("%s=True fuses nothing in our policies: the same numbers, unfused", option)
 

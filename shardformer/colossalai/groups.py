@@ -32,9 +32,10 @@ def register_groups(plugin: Any) -> None:
     """
     if not dist.is_initialized():
         raise ValueError("there is no process group yet; call colossalai.launch_from_torch() first")
+    plan = _plan_of_plugin(plugin)  # which may refuse it: then nothing is forgotten
     parallel_states.reset()
     # The axes as well: joint attention and rings ask for them by name. The plugin's mesh has the order of ours.
-    parallel_states.init_parallel(_plan_of_plugin(plugin))
+    parallel_states.init_parallel(plan)
     for name, setter in _SETTERS.items():
         group = getattr(plugin, name, None)
         if group is not None:

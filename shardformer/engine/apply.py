@@ -232,7 +232,8 @@ def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:
         setattr(parent, name, norm)
 
     def undo() -> None:
-        for parent, name, child in replaced:
+        for (parent, name, child), norm in zip(replaced, made, strict=True):
+            child.weight = norm.weight  # another one, where a checkpoint was assigned or meta left since
             setattr(parent, name, child)
 
     return undo

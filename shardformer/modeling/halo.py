@@ -53,7 +53,7 @@ def _check_reach(module: nn.Module, name: str, dim: int, reach: int) -> None:
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return
     at = dim - 2  # behind batch and channels
-    needed = module.dilation[at] * (module.kernel_size[at] - 1) // 2
+    needed = -(-module.dilation[at] * (module.kernel_size[at] - 1) // 2)  # of an even kernel the longer side
     if needed > reach:
         raise ValueError(
             f"{name} reaches {needed} rows along dim {dim}, the policy's halo {reach}; set its reach"

@@ -35,14 +35,26 @@ class T5LayerNorm(nn.Module):
         Raises ValueError for a module that is not an RMSNorm over its last dimension with a weight.
         """
         weight = getattr(module, "weight", None)
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not isinstance(weight, Tensor) or weight.dim() != 1 or getattr(module, "bias", None) is not None:
+        has_bias = getattr(module, "bias", None) is not None
+        if (
+            not isinstance(weight, Tensor)
+            or weight.dim() != 1
+            or has_bias
+            or isinstance(module, nn.LayerNorm)
+        ):
             raise ValueError(
                 f"T5LayerNorm replaces an RMSNorm with one weight vector and no bias; {type(module).__name__} "
                 "is none: leave it out of the policy"
             )
-        if eps is None:
-            eps = torch.finfo(weight.dtype).eps  # torch.nn.RMSNorm(eps=None)
+        name = next((name for name in ("variance_epsilon", "eps") if hasattr(module, name)), "")
+        if not name:
+            raise ValueError(
+                f"T5LayerNorm finds no eps on this {type(module).__name__}, neither `eps` nor `variance_epsilon`; make "
+                "a T5LayerNorm with its eps, and set its weight"
+            )
+        eps: float | None = getattr(module, name)
+        if eps is None:  # torch.nn.RMSNorm(eps=None): of the dtype it computes in
+            eps = torch.finfo(torch.float64 if weight.dtype == torch.float64 else torch.float32).eps
         norm = T5LayerNorm(0, eps=float(eps))
         norm.weight = weight  # type: ignore[assignment]
         norm.train(module.training)

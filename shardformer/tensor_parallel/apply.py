@@ -48,9 +48,9 @@ def shard_tensors(model: nn.Module, regions: Sequence[TensorRegion], group: dist
     with ExitStack() as undo:
         for region in planned:
             _share(region, group, undo)
-        parameters = dict(model.named_parameters())
-        for name, cut in cuts.items():
-            undo.callback(_cut_parameter(parameters[name], cut, group))
+        for layer in (layer for region in planned for layer in region.layers):
+            for name, cut in layer.cuts.items():
+                undo.callback(_cut_parameter(layer.module, name, cut, group))
         setattr(model, ATTRIBUTE, TensorShards(group, cuts))
         undo.callback(delattr, model, ATTRIBUTE)
         return undo.pop_all().close
@@ -90,9 +90,10 @@ def _set_attribute(module: nn.Module, path: str, value: int) -> Undo:
     return lambda: setattr(owner, name, before)
 
 
-def _cut_parameter(parameter: nn.Parameter, cut: Cut, group: dist.ProcessGroup) -> Undo:
-    _convert(parameter, lambda whole: cut.local(whole, group.rank()))
-    return lambda: _convert(parameter, lambda local: cut.whole(local, group))
+def _cut_parameter(module: nn.Module, name: str, cut: Cut, group: dist.ProcessGroup) -> Undo:
+    """Undone is the parameter that is there then: another one, where the model has left meta since."""
+    _convert(getattr(module, name), lambda whole: cut.local(whole, group.rank()))
+    return lambda: _convert(getattr(module, name), lambda local: cut.whole(local, group))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ with.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,11 +31,34 @@ class TensorShards:
     cuts: Mapping[str, Cut]
 
 
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+"""Parts of names that torch's compiled and checkpointed modules add."""
+
+
+def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
+    """By parameter name, without wrappers: of the model itself, of what DDP holds, of each part that was sharded.
+
+    ValueError where a cut parameter has another name now, and would be taken for whole.
+    """
+    cuts = {}
+    for path, module in model.named_modules():
+        shards: TensorShards | None = vars(module).get(ATTRIBUTE)
+        for name, cut in {} if shards is None else shards.cuts.items():
+            assert shards is not None
+            cuts[_WRAPPERS.sub("", f"{path}.{name}" if path else name)] = cut, shards.group
+    lost = cuts.keys() - {
+        _WRAPPERS.sub("", name) for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    if lost:
+        raise ValueError(
+            f"{min(lost)} was cut by shard_tensors and has another name now: a layer was wrapped since (an adapter?); "
+            "wrap it before"
+        )
+    return cuts
+
+
 def _cut_of(model: nn.Module, name: str) -> tuple[Cut, dist.ProcessGroup] | None:
-    shards: TensorShards | None = getattr(model, ATTRIBUTE, None)
-    if shards is None or name not in shards.cuts:
-        return None
-    return shards.cuts[name], shards.group
+    return _cuts_of(model).get(_WRAPPERS.sub("", name))
 
 
 def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -43,9 +67,12 @@ def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     A DTensor (FSDP2) is gathered over its mesh first. What is not cut, or is a single number, comes back as it is.
     Communication: an all-gather over the tensor ranks, for a parameter that is cut; all of them call it.
     """
+    return _whole(tensor, _cut_of(model, name))
+
+
+def _whole(tensor: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    found = _cut_of(model, name)
     if found is None or tensor.dim() == 0:
         return tensor
     cut, group = found
@@ -60,7 +87,10 @@ def full_shape(model: nn.Module, name: str, shape: Sequence[int]) -> tuple[int, 
 
 def local_tensor(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     """This tensor rank's shares of what lies as parameter `name` does. No communication."""
-    found = _cut_of(model, name)
+    return _local(name, whole, _cut_of(model, name))
+
+
+def _local(name: str, whole: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tensor:
     if found is None or whole.dim() == 0:
         return whole
     cut, group = found
@@ -74,10 +104,11 @@ def local_tensor(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the state dict of the model on one device, on every rank. All ranks call it."""
-    found = {}
+    found, cuts = {}, _cuts_of(model)
     for name, tensor in model.state_dict().items():
-        whole = full_tensor(model, name, tensor)
-        found[name] = whole.clone() if _cut_of(model, name) is None else whole
+        cut = cuts.get(_WRAPPERS.sub("", name))
+        whole = _whole(tensor, cut)
+        found[name] = whole.clone() if cut is None else whole
     return found
 
 
@@ -93,7 +124,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"the state dict does not fit the {type(model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}"
         )
-    local = {name: local_tensor(model, name, whole) for name, whole in state.items()}
+    cuts = _cuts_of(model)
+    local = {name: _local(name, whole, cuts.get(_WRAPPERS.sub("", name))) for name, whole in state.items()}
     for name, target in targets.items():
         if local[name].shape != target.shape:
             raise ValueError(
@@ -112,16 +144,22 @@ def total_grad_norm(model: nn.Module) -> Tensor:
     """The 2-norm of all gradients, the same on every rank: of the shares on all ranks, and once of what is whole.
 
     The norm of the gradients that a rank holds differs from rank to rank, so that clipping by it would let the
-    parameters that all ranks hold drift apart. Communication: one all-reduce of a number over the tensor ranks.
+    parameters that all ranks hold drift apart. Communication: one all-reduce of a number over the tensor ranks, for
+    each group of them where parts of a model were sharded by themselves.
     """
-    shards: TensorShards | None = getattr(model, ATTRIBUTE, None)
-    cuts = {} if shards is None else shards.cuts
-    of_shares = _norm(p.grad for name, p in model.named_parameters() if name in cuts).square()
-    if shards is not None:
-        of_shares = of_shares.to(next(model.parameters()).device)  # of no gradients it is on the CPU
-        dist.all_reduce(of_shares, group=shards.group)
-    of_whole = _norm(p.grad for name, p in model.named_parameters() if name not in cuts).square()
-    return (of_shares + of_whole).sqrt()
+    cuts = _cuts_of(model)
+    by_group: dict[dist.ProcessGroup | None, list[Tensor | None]] = {group: [] for _, group in cuts.values()}
+    for name, parameter in model.named_parameters():
+        group = cuts[key][1] if (key := _WRAPPERS.sub("", name)) in cuts else None
+        by_group.setdefault(group, []).append(parameter.grad)
+    total = _norm(by_group.pop(None, [])).square()
+    for group, grads in by_group.items():
+        of_shares = (
+            _norm(grads).square().to(next(model.parameters()).device)
+        )  # of no gradients it is on the CPU
+        dist.all_reduce(of_shares, group=group)
+        total = total + of_shares
+    return total.sqrt()
 
 
 def _norm(grads: Iterable[Tensor | None]) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import checkpoint_blocks, set_grad_checkpoint
@@ -190,7 +191,7 @@ def state_dicts(kind):
     """Saved on these ranks, loaded on one device and on shards that were other numbers."""
     model, regions, _inputs = build(kind)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    shard_tensors(model, regions, dist.group.WORLD)
+    undo = shard_tensors(model, regions, dist.group.WORLD)
     saved = full_state_dict(model)
     assert saved.keys() == before.keys()
     steps = torch.tensor(3.0)  # an optimizer's state holds numbers too
@@ -206,7 +207,9 @@ def state_dicts(kind):
         load_full_state_dict(model, model.state_dict())
     with pytest.raises(ValueError, match=r"missing \['"):
         load_full_state_dict(model, dict(list(saved.items())[1:]))
-    return all(torch.equal(before[n], saved[n]) and torch.equal(before[n], again[n]) for n in before)
+    undo()  # of what was loaded, in parameters that are others
+    after = model.state_dict()
+    return all(torch.equal(before[n], found[n]) for found in (saved, again, after) for n in before)
 
 
 @pytest.mark.parametrize("kind", ["umt5", "mmdit"])
@@ -284,7 +287,19 @@ def norms():
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     shard_tensors(model, regions, dist.group.WORLD)
     step(model, inputs)
-    return relative_error(total_grad_norm(model), expected)
+    whole, wrapped = full_state_dict(model), nn.ModuleDict({"encoder": model, "other": nn.Linear(2, 2)})
+    part = full_state_dict(wrapped)
+    assert all(torch.equal(part[f"encoder.{name}"], tensor) for name, tensor in whole.items())
+    compiled = full_state_dict(torch.compile(model))
+    assert all(torch.equal(compiled[f"_orig_mod.{name}"], tensor) for name, tensor in whole.items())
+    found = [total_grad_norm(each) for each in (model, wrapped, torch.compile(model))]
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    found.append(total_grad_norm(model))
+    block = next(module for module in model.modules() if type(module).__name__.endswith("CheckpointWrapper"))
+    block.again = block._modules.pop("_checkpoint_wrapped_module")
+    with pytest.raises(ValueError, match="was cut by shard_tensors and has another name now"):
+        total_grad_norm(model)
+    return max(relative_error(norm, expected) for norm in found)
 
 
 def test_the_norm_of_all_gradients_is_that_of_one_device(ranks):

@@ -81,10 +81,11 @@ class _Forward:
         tensors = [*streams, condition, linear.weight, *norm.parameters()]
         return (
             condition.dim() == 2
-            and all(x.dim() == 3 for x in streams)
+            and all(x.dim() == 3 and condition.size(0) in (1, x.size(0)) for x in streams)
             and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
             and all(may_replace(tensor) for tensor in (*streams, condition))
             and not any(getattr(norm, hooks, None) for hooks in HOOKS)
+            and "forward" not in vars(norm)
         )
 
 
@@ -107,6 +108,8 @@ def modulate(module: nn.Module, modulation: Modulation, named: dict[str, Tensor]
     return tuple(outs) if modulation.is_tuple else outs[0]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def _compare(module: nn.Module, modulation: Modulation) -> tuple[float, int, int]:
     """The largest difference of the outputs, and the bytes kept for backward per token, before and after."""
     generator = torch.Generator().manual_seed(5)

@@ -41,6 +41,8 @@ class Choice:
     saved_after: int = 0
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def choose(
     finding: Finding, dtypes: DtypePair, device: torch.device, mode: Mode, chosen: dict[object, Choice]
 ) -> Choice:

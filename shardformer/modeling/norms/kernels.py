@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardformer.modeling.norms.layer_tiles import TiledLayerNorm, worth_tiling_layer_norm
 from shardformer.modeling.norms.order import HALVES, Order
-from shardformer.modeling.norms.tiles import LEAST_ELEMENTS, TiledRMSNorm, rows_of, worth_tiling
+from shardformer.modeling.norms.tiles import LEAST_ELEMENTS, rows_of, tiled_rms_norm, worth_tiling
 
 Run = Callable[[Tensor, "Tensor | None", "Tensor | None", Order, "float | None"], Tensor]
 
@@ -66,7 +66,7 @@ def _tiled(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, 
         raise Unfit("torch's layer norm is one pass already")
     if bias is not None or x.dtype == torch.float64 or (weight is not None and weight.dtype == torch.float64):
         raise Unfit("tiles take fp32 and halves, and no bias")
-    return TiledRMSNorm.apply(x, weight, order, eps)
+    return tiled_rms_norm(x, weight, order, eps)
 
 
 def _worth_tiling(x: Tensor, order: Order) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardformer.modeling.norms.compare import agree
 from shardformer.modeling.norms.probe import Finding, LeftAlone, NotANorm, identify
@@ -61,6 +62,7 @@ def find_modulation(module: nn.Module) -> Modulation | None:
     if (
         len(linears) != 1
         or "forward" in vars(module)
+        or any(isinstance(each, _DropoutNd) and each.p > 0 for each in module.modules())  # of another mode
         or next(module.parameters(recurse=False), None) is not None
     ):
         return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardformer.modeling.norms.choose import Choice, DtypePair, choose
 from shardformer.modeling.norms.compare import Mode
 from shardformer.modeling.norms.kernels import KERNELS, may_replace
+from shardformer.modeling.norms.order import resolve_eps
 from shardformer.modeling.norms.probe import FLOATS, Finding, LeftAlone, NotANorm, identify
 from shardformer.modeling.t5 import T5LayerNorm
 
@@ -57,14 +58,14 @@ class SwappedNorm(nn.Module):
         """The output, or None where no kernel agrees, or none is faster and it is not `always` wanted."""
         running = self._running
         finding = running.finding
-        weight = None if finding.weight is None else self._parameters[finding.weight]
+        weight = None if finding.weight is None else getattr(self, finding.weight)
         name = running.kernels.get((x.dtype, None if weight is None else weight.dtype))
         if name is None or x.device.type != running.device_type:
             return None
         kernel = KERNELS[name]
         if not (always or kernel.worth(x, finding.order)) or not may_replace(x):
             return None
-        bias = None if finding.bias is None else self._parameters[finding.bias]
+        bias = None if finding.bias is None else getattr(self, finding.bias)
         return kernel.run(x, weight, bias, finding.order, finding.eps)
 
     def extra_repr(self) -> str:
@@ -100,8 +101,12 @@ def swapped(
 
 
 def _with_state_of(module: nn.Module, made: SwappedNorm, running: Running) -> SwappedNorm:
-    # The tables are copied, not what they hold: parameters are the same objects, and setting one leaves `module`'s.
-    made.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
+    """Parameters and buffers lie in one table for both: what is put into the one (`load_state_dict(assign=True)`,
+    `to_empty`) is found in the other, where a swap is undone. Other tables are copied: hooks are each one's own."""
+    shared = ("_parameters", "_buffers")
+    made.__dict__.update(
+        {k: v.copy() if isinstance(v, dict) and k not in shared else v for k, v in vars(module).items()}
+    )
     made._running = running
     return made
 
@@ -143,6 +148,7 @@ class FusedT5LayerNorm(SwappedNorm, T5LayerNorm):
                 f"FusedT5LayerNorm cannot replace this {type(module).__name__}: {reason}; leave it out"
             )
         plain = T5LayerNorm.from_native_module(module)
+        plain.variance_epsilon = resolve_eps(reason.finding.eps, plain.weight.dtype)
         return _with_state_of(plain, FusedT5LayerNorm.__new__(FusedT5LayerNorm), reason)  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[Any, ...]:

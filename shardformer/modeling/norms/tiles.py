@@ -46,15 +46,11 @@ def _memory_order(x: Tensor) -> list[int]:
     return [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
 
 
-def _as_input(rows: Tensor, x: Tensor) -> Tensor:
+def as_input(rows: Tensor, x: Tensor) -> Tensor:
     """[R, C] in x's shape; it has x's order in memory, as the result of an elementwise operation would."""
     order = _memory_order(x)
     inverse = sorted(range(x.dim()), key=order.__getitem__)
     return rows.view([x.size(dim) for dim in order]).permute(inverse)
-
-
-def _rows_like(gradient: Tensor, x: Tensor) -> Tensor:
-    return gradient.permute(_memory_order(x)).reshape(-1, x.size(-1))
 
 
 def rows_per_tile(num_features: int) -> int:
@@ -63,17 +59,21 @@ def rows_per_tile(num_features: int) -> int:
 
 
 class TiledRMSNorm(torch.autograd.Function):
-    """An RMS order on fp32 or half x. Keeps x, the weight and R fp32 numbers for backward."""
+    """An RMS order on fp32 or half x, as rows [R, C]. Keeps x, the weight and R fp32 numbers for backward.
+
+    `tiled_rms_norm` gives them x's shape: a view that is made in here could not be written to in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, order: Order, eps: float | None) -> Tensor:
         rows = rows_of(x)
         assert rows is not None
         dtype = order.output_dtype(x.dtype, None if weight is None else weight.dtype)
-        out = torch.empty(rows.shape, dtype=dtype)
-        inverse = torch.empty(len(rows), 1)
+        # Whatever the default dtype and device are set to.
+        out = torch.empty(rows.shape, dtype=dtype, device=x.device)
+        inverse = torch.empty(len(rows), 1, dtype=torch.float32, device=x.device)
         step = rows_per_tile(rows.size(1))
-        wide = torch.empty(min(step, len(rows)), rows.size(1))
+        wide = torch.empty(min(step, len(rows)), rows.size(1), dtype=torch.float32, device=x.device)
         scale = _end_scale(order, weight)
         for source, target, inv in zip(rows.split(step), out.split(step), inverse.split(step), strict=True):
             tile = wide[: len(source)]
@@ -84,20 +84,21 @@ class TiledRMSNorm(torch.autograd.Function):
             _write(target, tile, weight, scale, order, x.dtype)
         ctx.save_for_backward(x, weight, inverse)
         ctx.order, ctx.eps = order, eps
-        return _as_input(out, x)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: through operations that can be differentiated again
-            return *_differentiable(ctx, gradient, x, weight), None, None
-        rows, incoming = rows_of(x), _rows_like(gradient, x)
+            return *_differentiable(ctx, as_input(incoming.contiguous(), x), x, weight), None, None
+        rows = rows_of(x)
         assert rows is not None
-        dx = torch.empty(rows.shape, dtype=x.dtype) if ctx.needs_input_grad[0] else None
+        dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
         step = rows_per_tile(rows.size(1))
         scale = None if weight is None else ctx.order.offset + weight.float()
         sums = []
-        buffers = [torch.empty(min(step, len(rows)), rows.size(1)) for _ in range(3)]
+        shape = min(step, len(rows)), rows.size(1)
+        buffers = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(3)]
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
             values, g, product = (buffer[: len(rows[part])] for buffer in buffers)
@@ -113,7 +114,12 @@ class TiledRMSNorm(torch.autograd.Function):
                 along = torch.mul(g, values, out=product).mean(-1, keepdim=True)
                 dx[part] = g.mul_(inv).addcmul_(values, along.mul_(inv.pow(3)), value=-1)
         dweight = torch.stack(sums).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return None if dx is None else _as_input(dx, x), dweight, None, None
+        return None if dx is None else as_input(dx, x), dweight, None, None
+
+
+def tiled_rms_norm(x: Tensor, weight: Tensor | None, order: Order, eps: float | None) -> Tensor:
+    """The order's norm of x [..., C]."""
+    return as_input(TiledRMSNorm.apply(x, weight, order, eps), x)
 
 
 def _end_scale(order: Order, weight: Tensor | None) -> Tensor | None:

@@ -129,6 +129,14 @@ def test_what_modulates_otherwise_is_left_alone(kind):
     assert find_modulation(kind()) is None
 
 
+def test_dropout_is_left_alone_in_every_mode():
+    module = adaptive_norms()["Zero"][0].eval()
+    module.silu = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    assert find_modulation(module) is None
+    module.silu[1].p = 0.0
+    assert find_modulation(module) is not None
+
+
 def test_a_compiler_sees_the_original(small_tiles, monkeypatch):
     module = adaptive_norms()["Zero"][0]
     x, emb = torch.randn(2, 5, 24), torch.randn(2, 24)
@@ -141,7 +149,14 @@ def test_a_compiler_sees_the_original(small_tiles, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "what", ["a hook on its norm", "mixed dtypes", "another argument", "four dimensions"]
+    "what",
+    [
+        "a hook on its norm",
+        "mixed dtypes",
+        "another argument",
+        "four dimensions",
+        "more conditions than clips",
+    ],
 )
 def test_a_call_that_was_not_probed_runs_the_original(small_tiles, monkeypatch, what):
     module = adaptive_norms()["Zero"][0]
@@ -155,8 +170,10 @@ def test_a_call_that_was_not_probed_runs_the_original(small_tiles, monkeypatch, 
         x = x.double()
     elif what == "another argument":
         more = {"timestep": torch.tensor([1, 2])}
-    else:
+    elif what == "four dimensions":
         x = torch.randn(2, 2, 5, 24)
+    else:
+        x = torch.randn(1, 5, 24)
     if what == "mixed dtypes":
         out = module(x, emb=emb, **more)
         assert out[0].dtype == torch.float64

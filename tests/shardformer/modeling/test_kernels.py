@@ -16,7 +16,7 @@ from shardformer.modeling.norms.kernels import KERNELS, Unfit
 from shardformer.modeling.norms.layer_tiles import TiledLayerNorm
 from shardformer.modeling.norms.order import ORDERS
 from shardformer.modeling.norms.probe import Finding
-from shardformer.modeling.norms.tiles import TiledRMSNorm
+from shardformer.modeling.norms.tiles import tiled_rms_norm
 
 RMS = [order for order in ORDERS if not order.centres]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,7 +52,7 @@ def test_tiles_are_the_plain_order_bit_for_bit_and_no_less_exact_in_gradients(
     def plain(x, weight=None):
         return order(x, weight, None, 1e-5)
 
-    out, expected = TiledRMSNorm.apply(x, weight, order, 1e-5), plain(*tensors)
+    out, expected = tiled_rms_norm(x, weight, order, 1e-5), plain(*tensors)
     assert torch.equal(out, expected) and out.dtype == expected.dtype
     gradient = draw(2, 7, 50, dtype=out.dtype, seed=2).detach()
     mine, theirs = (torch.autograd.grad(o, tensors, gradient) for o in (out, expected))
@@ -138,14 +138,14 @@ def test_strided_inputs_give_the_same_and_keep_their_layout(small_tiles, name, x
 def test_only_the_gradients_that_are_needed_are_computed(small_tiles, wanted):
     x, weight = draw(4, 30), draw(30, seed=1)
     (x if wanted == "weight" else weight).requires_grad_(False)
-    TiledRMSNorm.apply(x, weight, ORDERS[0], 1e-6).sum().backward()
+    tiled_rms_norm(x, weight, ORDERS[0], 1e-6).sum().backward()
     assert (x.grad is None) == (wanted == "weight") and (weight.grad is None) == (wanted == "x")
 
 
 def test_tiles_can_be_differentiated_twice(small_tiles):
     x, weight, shift = draw(3, 8), draw(8, seed=1), draw(1, 8, seed=2)
     for mine, plain in (
-        (lambda: TiledRMSNorm.apply(x, weight, ORDERS[0], 1e-6), lambda: ORDERS[0](x, weight, None, 1e-6)),
+        (lambda: tiled_rms_norm(x, weight, ORDERS[0], 1e-6), lambda: ORDERS[0](x, weight, None, 1e-6)),
         (
             lambda: TiledLayerNorm.apply(x[None], weight[None], shift, 1e-6, "steps")[0],
             lambda: F.layer_norm(x, (8,), None, None, 1e-6) * weight + shift,

@@ -202,14 +202,61 @@ def test_a_swapped_norm_can_be_copied_pickled_cast_and_loaded(small_tiles):
     )
 
 
-def test_a_parameter_set_on_the_swapped_norm_leaves_the_original():
-    """As FSDP sets its shards; what `undo` brings back has its own parameter."""
-    norm = nn.RMSNorm(24)
-    weight, holder = norm.weight, nn.ModuleDict({"norm": norm})
-    swap_norms(holder)
-    holder["norm"].weight = nn.Parameter(torch.zeros(24))
+@pytest.mark.parametrize("way", ["set", "assigned", "off meta"])
+def test_another_parameter_of_the_swapped_norm_is_the_originals_too(way):
+    """So that `undo` brings back no weights of before; hooks are each one's own."""
+    holder, state = nn.ModuleDict({"norm": nn.RMSNorm(24)}), {"norm.weight": torch.full((24,), 2.0)}
+    norm, report = holder["norm"], swap_norms(holder)
     holder["norm"].register_forward_hook(lambda *_: None)
-    assert norm.weight is weight and not norm._forward_hooks
+    if way == "set":
+        holder["norm"].weight = nn.Parameter(state["norm.weight"])
+    elif way == "assigned":
+        holder.load_state_dict(state, assign=True)
+    else:
+        holder.to("meta").to_empty(device="cpu").load_state_dict(state)
+    report.undo()
+    assert (
+        holder["norm"] is norm and torch.equal(norm.weight, state["norm.weight"]) and not norm._forward_hooks
+    )
+
+
+def test_norms_are_swapped_alike_where_gradients_are_off():
+    """As in code that loads a model."""
+    for off in (torch.no_grad, torch.inference_mode):
+        holder = nn.ModuleDict({"norm": nn.RMSNorm(24)})
+        with off():
+            assert swap_norms(holder).num_swapped == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_swapped_norm_returns_may_be_written_to(small_tiles, dtype):
+    norm, x = nn.RMSNorm(24).to(dtype), torch.randn(2, 3, 5, 24, dtype=dtype).transpose(1, 2)
+    holder, grads = nn.ModuleDict({"norm": norm}), []
+    for _ in range(2):
+        leaf = x.detach().requires_grad_()
+        out = holder["norm"](leaf)
+        out[..., 1:].mul_(3)
+        out.mul_(2).square().sum().backward()
+        grads.append(leaf.grad)
+        swap_norms(holder)
+    assert holder["norm"].on_kernel(x) is not None
+    assert (grads[1] - grads[0]).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-6) * grads[
+        0
+    ].abs().max()
+
+
+def test_the_default_dtype_is_not_what_a_norm_computes_in(small_tiles):
+    holder, x = nn.ModuleDict({"norm": nn.RMSNorm(24)}), torch.randn(5, 24, requires_grad=True)
+    swap_norms(holder)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            out = holder["norm"](x)
+            found.append((out, *torch.autograd.grad(out.square().sum(), [x, holder["norm"].weight])))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_norm_found_in_two_places_stays_one():
@@ -379,6 +426,20 @@ def test_what_is_not_t5s_norm_is_refused(module, reason):
         ValueError, match=f"FusedT5LayerNorm cannot replace this {type(module).__name__}: {reason}"
     ):
         FusedT5LayerNorm.from_native_module(module)
+
+
+def test_an_eps_of_none_is_that_of_fp32():
+    """In torch's RMSNorm, also where the weight is a half."""
+    assert T5LayerNorm.from_native_module(nn.RMSNorm(24).bfloat16()).variance_epsilon == 2**-23
+
+
+def test_what_is_no_rms_norm_or_has_no_eps_is_refused():
+    with pytest.raises(ValueError, match="LayerNorm is none: leave it out"):
+        T5LayerNorm.from_native_module(nn.LayerNorm(24, bias=False))
+    nameless = Lookalike(t5)
+    del nameless.variance_epsilon
+    with pytest.raises(ValueError, match="finds no eps on this T5LayerNorm, neither `eps` nor"):
+        T5LayerNorm.from_native_module(nameless)
 
 
 def test_an_option_is_not_swallowed():
