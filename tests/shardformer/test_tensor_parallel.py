@@ -1,7 +1,9 @@
 """Tensor parallelism: output, input gradient and every parameter gradient equal those of one device."""
 
+import dataclasses
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,10 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import checkpoint_blocks, set_grad_checkpoint
 from opensora_accel.sharding import Chain, Invariant, Shard
 from opensora_accel.verify import lift_casts
+from shardformer.modeling.norms import tiles
+from shardformer.modeling.norms.kernels import KERNELS
 from shardformer.policy.open_sora import MMDIT_TENSORS
 from shardformer.policy.t5 import T5_TENSORS
 from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
@@ -165,6 +170,29 @@ def test_a_tensor_that_was_written_to_enters_again():
     assert entrance(exchange, x) is first
     x.mul_(2)
     assert torch.equal(entrance(exchange, x), first * 2)
+
+
+def with_swapped_norms():
+    """On kernels, however small: the largest error in fp32, what was swapped, and what ranks have of their own."""
+    model, inputs = mmdit().float(), {name: tensor.float() for name, tensor in mmdit_inputs().items()}
+    inputs["img"].requires_grad_()
+    expected, plan = step(model, inputs), Plan(tp=2)
+    init_parallel(plan)
+    kernel = dataclasses.replace(KERNELS["tiles"], least_elements=0)
+    with mock.patch.dict(KERNELS, tiles=kernel), mock.patch.object(tiles, "LEAST_ELEMENTS", 0):
+        shardformer.shard(model, plan, norms="strict")
+        found = step(model, inputs)
+    scales = {name: found[name].clone() for name in found if name.endswith("scale")}
+    for scale in scales.values():
+        dist.broadcast(scale, 0)
+    own = [name for name, scale in scales.items() if not torch.equal(scale, found[name])]
+    return worst(whole(model, found), expected), shardformer.norms_of(model).num_swapped, own
+
+
+def test_swapped_norms_have_the_gradients_of_one_device_too(ranks):
+    for (error, name), num_swapped, own in ranks(2, with_swapped_norms):
+        assert error < RELATIVE[torch.float32], name
+        assert num_swapped > 0 and own == []
 
 
 def collectives(options):
