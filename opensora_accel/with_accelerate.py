@@ -25,7 +25,8 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
     a part of another sample, without any error. `prepare` leaves what this returns as it is.
 
     Shuffling, and what the loader's workers draw, are equal within a sequence group. What the ranks themselves draw
-    (noise, timesteps, dropout) has to be as well.
+    (noise, timesteps, dropout) has to be as well, and so has what a sampler of your own draws: only one with a
+    `generator` is seeded here.
 
     Args:
         accelerator: its DataLoaderConfiguration is kept. With `split_batches`, batches are divided by the number of
