@@ -6,7 +6,7 @@ ring 3, and ring 2 × ulysses 2. diffusers' `enable_parallelism` stands beside w
 that its plans take (all of them divide), each of its gradients summed or averaged over the ranks, whichever is closer.
 
 Gloo ranks on this machine's CPU. The table goes to docs/policies.md, the figures to tools/results/policies_cpu.json.
-Takes about ten minutes on two cores; `--only Wan` tries some.
+Takes four minutes on two cores that are free; `--only Wan` tries some.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _attentions(
         for name, module in found[:num_encoders]:
             yield name, module, _joint_attention(tokens, kernels, entry, name)
         for name, module in found[num_encoders:]:
-            yield name, module, _twice_attention(tokens, kernels, name)
+            yield name, module, _decoder_attention(tokens, kernels, name)
 
 
 def _num_decoders(model: nn.Module, entry: JointAttention, num_modules: int) -> int:
@@ -158,7 +158,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _twice_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
+def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     """Of tokens that hold the video twice. Joined over ranks they stand in another order, which attention ignores."""
 
     def attention(

@@ -113,7 +113,7 @@ class MaskReader:
         known = self._kinds.get(key)
         if known == "any":
             return known
-        is_plain = _is_plain(mask, has_all_keys) & (not mask.requires_grad)
+        is_plain = _is_plain(mask, has_all_keys)
         if known is not None:
             torch._assert_async(
                 is_plain,
@@ -139,10 +139,10 @@ class MaskReader:
 
 def _is_plain(mask: Tensor, has_all_keys: bool) -> Tensor:
     """Whether all heads see the same and some queries and keys are padding, and that is all it says."""
-    visible, is_plain = mask, torch.ones((), dtype=torch.bool, device=mask.device)
+    visible, is_plain = mask, torch.full((), not mask.requires_grad, device=mask.device)
     if mask.dtype != torch.bool:
         visible = mask == 0
-        is_plain = (visible | (mask <= HIDDEN)).all()
+        is_plain = is_plain & (visible | (mask <= HIDDEN)).all()
         if has_all_keys:  # where a bias hides all, a softmax that ignores shifts shows all
             is_plain = is_plain & visible.any(-1).all()
     if mask.size(1) > 1:

@@ -43,8 +43,9 @@ def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
     cuts = {}
     for path, module in model.named_modules():
         shards: TensorShards | None = vars(module).get(ATTRIBUTE)
-        for name, cut in {} if shards is None else shards.cuts.items():
-            assert shards is not None
+        if shards is None:
+            continue
+        for name, cut in shards.cuts.items():
             cuts[_WRAPPERS.sub("", f"{path}.{name}" if path else name)] = cut, shards.group
     lost = cuts.keys() - {
         _WRAPPERS.sub("", name) for name, _ in model.named_parameters(remove_duplicate=False)

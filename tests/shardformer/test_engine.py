@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
@@ -11,16 +10,12 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.attention import overlap
 from opensora_accel.checkpoint import carried
-from shardformer.engine.attentions import _num_decoders
 from shardformer.modeling.halo import add_halo
 from shardformer.policy.base import GatherOutput, JointAttention, NormSwap, SplitInput, SplitOutput
 from shardformer.policy.wan import WAN
 from tests.models import wan, wan_inputs
 from tests.shardformer.diffusers_own import accelerator_stand_ins
-from tests.tolerances import RELATIVE, relative_error
-from tests.video_models import CASES
 
 
 def traces(model):
@@ -419,45 +414,12 @@ def test_norms_are_swapped_on_request_and_back(parallel_registry):
     assert [type(module) for module in model.modules()] == kinds
 
 
-def two_groups():
-    """A model is sharded over one pair of ranks, another one over another pair, and the first runs again."""
-    first, second = (
-        [dist.new_group(ranks) for ranks in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    )
-    models, inputs = [], CASES["HunyuanVideo"].inputs()
-    for groups in (first, second):
-        parallel_states.set_sequence_parallel_group(
-            next(each for each in groups if isinstance(each, dist.ProcessGroup))
-        )
-        models.append(shardformer.shard(CASES["HunyuanVideo"].make(), Plan(ulysses=2)))
-    model = CASES["HunyuanVideo"].make()
-    with torch.no_grad():
-        outs = [each(**inputs, return_dict=False)[0] for each in (*models, model)]
-    return all(relative_error(out, outs[-1]) < RELATIVE[torch.float32] for out in outs[:2])
-
-
-def test_a_model_attends_over_the_groups_it_was_sharded_for(ranks):
-    assert all(ranks(4, two_groups))
-
-
 def test_a_halo_that_is_too_short_is_refused(parallel_registry):
     conv = nn.Conv3d(2, 2, (5, 1, 1), padding=(2, 0, 0))
     with pytest.raises(ValueError, match="conv reaches 2 rows along dim 2, the policy's halo 1"):
         add_halo(conv, "conv", None, 2, 1, lambda: None)
     add_halo(conv, "conv", None, 2, 2, lambda: None)()
     add_halo(conv, "conv", None, 3, 1, lambda: None)()
-
-
-@pytest.mark.parametrize("count", [None, 3, -1, 0.5])
-def test_a_number_of_decoders_that_is_none_is_refused(count):
-    model = Tower()
-    if count is not None:
-        model.num_decoders = count
-    entry = JointAttention("towers.*", "last", decoders="num_decoders")
-    with pytest.raises(
-        ValueError, match=r"counts decoders among towers.* by Tower.num_decoders, which is .* 0 to 2"
-    ):
-        _num_decoders(model, entry, 2)
 
 
 def test_empty_shares_are_of_frames():
@@ -481,24 +443,3 @@ def parallel_already():
 
 def test_a_model_that_diffusers_parallelised_is_refused(ranks):
     ranks(2, parallel_already)
-
-
-def watched(name):
-    """Over how many ranks a ring was measured in two forwards, and how often."""
-    plan, measured = Plan(ring=2), []
-    init_parallel(plan)
-    model, inputs = shardformer.shard(CASES[name].make(), plan), CASES[name].inputs()
-
-    def measure(ring, *_):
-        measured.append(ring.size())
-        return overlap.RingHardware(flops_per_s=1e12, bandwidth_bytes_per_s=1e9)
-
-    with torch.no_grad(), mock.patch.object(overlap, "measure_ring_hardware", measure):
-        for _ in range(2):
-            model(**inputs)
-    return measured
-
-
-@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo"], ids=["self-attention", "joint attention"])
-def test_a_ring_is_watched_at_its_first_call(ranks, name):
-    assert ranks(2, watched, name) == [[2], [2]]

@@ -9,7 +9,7 @@ import torch
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import carried, carrying
-from shardformer.engine.attentions import _extent, _joint_attention, _twice_attention
+from shardformer.engine.attentions import _decoder_attention, _extent, _joint_attention
 from shardformer.engine.tokens import Tokens
 from shardformer.policy.base import JointAttention
 from tests.attention.reference import full_attention
@@ -196,7 +196,7 @@ def test_calls_that_are_no_joint_attention_are_refused(tokens):
     with pytest.raises(ValueError, match=r"asks 5 keys with 4 queries, .* nor this rank's 2 of the video"):
         joint(four, five, five, **options)
     kernels = SimpleNamespace(spread=lambda *_, splits, kv_splits, **__: (splits, kv_splits))
-    twice = _twice_attention(tokens, kernels, "attn")
+    twice = _decoder_attention(tokens, kernels, "attn")
     assert twice(four, four, four, **options) == ((6, 4, 4), (6, 4, 4))
     for wrong in (two, five):
         with pytest.raises(ValueError, match=r"not to this rank's 2 twice"):
