@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.communications import all_to_all
+from opensora_accel.communications import all_to_all_packed
 from opensora_accel.parallel_states import get_parallel_group
 
 
@@ -39,4 +39,5 @@ def switch_sharded_dim(
     Communication: one `all_to_all_single` of (P−1)/P of the input. Gradient: the switch back, unscaled.
     """
     group = get_parallel_group("sequence") if group is None else group
-    return all_to_all(input_, group, scatter_dim=to_dim, gather_dim=from_dim, splits=splits)
+    (switched,) = all_to_all_packed([input_], group, to_dim, from_dim, splits=[splits])
+    return switched

@@ -193,13 +193,14 @@ def all_to_all(
             (one integer per rank), see `cached_sizes`.
 
     Returns:
-        [..., G at gather_dim, ..., N/P at scatter_dim, ...], not always contiguous.
+        [..., G at gather_dim, ..., N/P at scatter_dim, ...], contiguous, as code written for Open-Sora expects: it
+        calls `view` on it. `all_to_all_packed` gives the same numbers without that last copy.
 
     Communication: one `all_to_all_single`, (P−1)/P of the input's bytes sent. Gradient: the inverse all-to-all,
     unscaled. Raises ValueError for dims that are out of range or equal, and for splits that do not fit.
     """
     (output,) = all_to_all_packed([input_], process_group, scatter_dim, gather_dim, splits=[splits])
-    return output
+    return output.contiguous()
 
 
 def all_to_all_async(
@@ -229,6 +230,9 @@ def all_to_all_packed(
         tensors: they may differ in every size.
         splits: for each tensor, every rank's size of `gather_dim`, or None.
         scatter_splits: for each tensor, every rank's share of `scatter_dim`, or None for the default rule.
+
+    Returns:
+        The tensors as `all_to_all` gives them, not always contiguous: they may be views of what was received.
     """
     if len({tensor.dtype for tensor in tensors}) != 1:
         raise ValueError(

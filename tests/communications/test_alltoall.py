@@ -26,6 +26,7 @@ def every_dim(shape, dtype):
         splits = comm.share_sizes(shape[gather_dim], num_ranks)
         out = comm.all_to_all(local, dist.group.WORLD, scatter_dim, gather_dim)
         assert torch.equal(out, full.tensor_split(num_ranks, scatter_dim)[rank])
+        assert out.is_contiguous()  # Open-Sora's own path views it as other shapes
         (out * weight.tensor_split(num_ranks, scatter_dim)[rank]).sum().backward()
         assert torch.equal(local.grad, weight.tensor_split(num_ranks, gather_dim)[rank])
         negative = comm.all_to_all(local, None, scatter_dim - 4, gather_dim - 4, splits=splits)
