@@ -17,6 +17,7 @@ LAYERS = [
     {"shardformer", "shardformer.engine"},
     {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
+    {"shardformer.paths"},
     {
         "opensora_accel.checkpoint",
         "opensora_accel.attention",

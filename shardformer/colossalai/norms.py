@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.engine.paths import find
 from shardformer.modeling import NORMS
+from shardformer.paths import find
 from shardformer.policy.base import Policy
 
 

@@ -25,10 +25,10 @@ from opensora_accel.parallel_states import (
 )
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_copy
-from shardformer.engine.paths import children, find
 from shardformer.engine.spread import spread_tokens
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import NORMS, SwapReport, swap_norms
+from shardformer.paths import children, find
 from shardformer.policy import find_policy
 from shardformer.policy.base import NormSwap, Policy
 from shardformer.tensor_parallel import shard_tensors

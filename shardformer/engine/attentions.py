@@ -16,12 +16,12 @@ from opensora_accel.attention.overlap import OverlapWatch
 from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.plan import Plan
-from shardformer.engine.paths import find
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, lead_kernel
 from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
+from shardformer.paths import find
 from shardformer.policy.base import JointAttention, Policy
 
 Undo = Callable[[], None]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.communications import gather_forward_split_backward
-from shardformer.engine.paths import check_argument, find
 from shardformer.engine.tokens import Tokens
-from shardformer.policy.base import CountInput, Frames, GatherOutput, SplitInput, SplitOutput
+from shardformer.paths import check_argument, find
+from shardformer.policy.base import CountInput, Frames, GatherOutput, Policy, SplitInput, SplitOutput
 
 Undo = Callable[[], None]
 Arguments = dict[str, Any]
@@ -98,6 +98,19 @@ def refuse_input(model: nn.Module, argument: str, reason: str) -> Iterator[Undo]
             raise ValueError(f"{type(model).__name__}'s {argument} cannot be split over ranks: {reason}")
 
     yield change_arguments(model, check_argument("", model, argument), change)
+
+
+def refuse_unknown_inputs(model: nn.Module, policy: Policy) -> Iterator[Undo]:
+    """Refuses, where they are used, arguments of a forward that has more of them than the policy was made for."""
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_named and name not in policy.arguments.split():
+            yield from refuse_input(
+                model,
+                name,
+                f"the policy for {policy.models[0]} was made for a model without that argument; pass None, or write a "
+                "policy that says what becomes of it (docs/policies.md)",
+            )
 
 
 def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator[Undo]:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from opensora_accel.checkpoint import carried, carrying
-from shardformer.engine.paths import check_still_there
 from shardformer.engine.tokens import Tokens
+from shardformer.paths import check_still_there
 
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes by which modules checkpoint a part of theirs: in diffusers and transformers, in torch's own wrapper."""

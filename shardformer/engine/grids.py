@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from opensora_accel.attention import switch_sharded_dim
@@ -16,8 +17,8 @@ from opensora_accel.communications import (
 )
 from shardformer.engine.boundaries import Arguments, Undo, change_arguments, uncompiled
 from shardformer.engine.layout import Layout
-from shardformer.engine.paths import check_argument, find
 from shardformer.engine.tokens import Tokens
+from shardformer.paths import check_argument, find
 from shardformer.policy.base import GatherGrid, Grid, Policy
 
 
@@ -60,14 +61,22 @@ class _Grid:
             self._enter(arguments, name)
 
         yield change_arguments(module, signature, change)
-        if self.entry.leave is not None:
-            leave, layout, what = self.entry.leave, self.layout, f"{name}'s output"
+        if self.entry.leave is not None or self.entry.lends_row:
+            what = f"{name}'s output"
 
             @uncompiled
             def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-                return _spread_along(output, layout, leave, self.tokens, what, self.entry.may_be_empty)
+                return self._leave(output, what)
 
             yield module.register_forward_hook(hook).remove
+
+    def _leave(self, output: Tensor, what: str) -> Tensor:
+        entry, tokens = self.entry, self.tokens
+        if entry.lends_row and _own_size(tokens, entry.spread) == 0:
+            output = output.narrow(self.layout.names.index(entry.spread), 0, 0)
+        if entry.leave is None:
+            return output
+        return _spread_along(output, self.layout, entry.leave, tokens, what, entry.may_be_empty)
 
     def _enter(self, arguments: Arguments, name: str) -> None:
         self.tokens.check_known(name)
@@ -83,6 +92,11 @@ class _Grid:
             f"{name}'s {argument}",
             self.entry.may_be_empty,
         )
+        if self.entry.lends_row and _own_size(self.tokens, spread) == 0:
+            empty, dim = arguments[argument], self.layout.names.index(spread)
+            row = empty.new_zeros([1 if at == dim else size for at, size in enumerate(empty.shape)])
+            # Joined to what has no rows, so that backward reaches the all-to-all that other ranks wait in.
+            arguments[argument] = torch.cat([empty, row], dim)
         # In the table's order, and not a set's: backward gathers their gradients in it, alike on all ranks.
         for other in dict.fromkeys(other for other, _ in self.others):
             value = arguments.get(other)
@@ -90,7 +104,7 @@ class _Grid:
                 arguments[other] = self._own(value, other, f"{name}'s {other}")
         for dimension, count in self.entry.counts:
             if dimension == spread:
-                arguments[count] = _shares(self.tokens, spread)[self.tokens.group.rank()]
+                arguments[count] = _own_size(self.tokens, spread)
 
     def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
         """This rank's part of a tensor that is whole."""
@@ -115,11 +129,15 @@ def _shares(tokens: Tokens, dimension: str) -> tuple[int, ...]:
     return share_sizes(tokens.state.sizes[dimension], tokens.group.size())
 
 
+def _own_size(tokens: Tokens, dimension: str) -> int:
+    return _shares(tokens, dimension)[tokens.group.rank()]
+
+
 def _local_sizes(tensor: Tensor, layout: Layout, tokens: Tokens, what: str) -> dict[str, int]:
     """Sizes of a tensor whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
     state, known = tokens.state, dict(tokens.state.sizes)
     if state.spread is not None:
-        known[state.spread] = _shares(tokens, state.spread)[tokens.group.rank()]
+        known[state.spread] = _own_size(tokens, state.spread)
     sizes = layout.sizes(tensor, {name: known[name] for name in layout.names if name in known}, what)
     state.sizes = sizes | state.sizes  # which has the whole size of what is spread
     return sizes

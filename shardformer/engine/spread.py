@@ -15,14 +15,15 @@ from shardformer.engine.boundaries import (
     count_input,
     gather_output,
     refuse_input,
+    refuse_unknown_inputs,
     split_input,
     split_output,
 )
 from shardformer.engine.forward import follow_forward
 from shardformer.engine.grids import spread_grids
-from shardformer.engine.paths import find
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling.halo import add_halo
+from shardformer.paths import find
 from shardformer.policy.base import Halo, Policy
 
 
@@ -48,6 +49,8 @@ def _refuse_others(model: nn.Module) -> None:
 def _steps(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Iterator[Undo]]:
     """Hooks of a module run in the order in which they are put on: frames before splits, splits before counts."""
     yield from (refuse_input(model, argument, reason) for argument, reason in policy.refuses)
+    if policy.arguments:
+        yield refuse_unknown_inputs(model, policy)
     if policy.frames is not None:
         yield count_frames(model, policy.frames, tokens)
     yield from (split_input(model, entry, tokens) for entry in policy.split_inputs)

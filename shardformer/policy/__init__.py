@@ -1,4 +1,4 @@
-"""One small table per model family, found by the model's class name."""
+"""One small table per model family, found by the model's class name and structure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 
 from torch import nn
 
+from shardformer.paths import find
 from shardformer.policy.allegro import ALLEGRO
 from shardformer.policy.anyflow import ANYFLOW
 from shardformer.policy.base import Policy
@@ -22,7 +23,7 @@ from shardformer.policy.ltx import LTX, LTX2
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.motif_video import MOTIF_VIDEO
-from shardformer.policy.open_sora import MMDIT, STDIT3
+from shardformer.policy.open_sora import MMDIT, STDIT3, STDIT3_SPATIAL
 from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.t5 import T5_ENCODER
@@ -56,6 +57,7 @@ _POLICIES = (
     LATTE,
     SANA_VIDEO,
     STDIT3,
+    STDIT3_SPATIAL,
     MMDIT,
     T5_ENCODER,
 )
@@ -67,22 +69,33 @@ def model_names() -> tuple[str, ...]:
 
 
 def find_policy(model: nn.Module) -> Policy:
-    """The policy for the model's class or one of its bases.
+    """The policy for the model's class or one of its bases, if the model is built as that policy says.
+
+    A name is not enough: other repositories have classes of the same name that compute something else. So every
+    module that the policy names must be there, and no setting may be one that the policy cannot serve.
 
     Raises ValueError where none fits: with the reason, if it is known, the part of the model that a policy fits, or
     the closest name and how to write one.
     """
-    found = _policy_of(model)
-    if found is not None:
-        return found
+    named = _policies_of(model)
+    misfits = {policy: _misfit(model, policy) for policy in named}
+    for policy, misfit in misfits.items():
+        if misfit is None:
+            return policy
     name = type(model).__name__
+    if named:
+        reasons = "; or ".join(dict.fromkeys(str(misfit) for misfit in misfits.values()))
+        raise ValueError(
+            f"{name} of {type(model).__module__} has the name of a model with a policy, but is not built like it: "
+            f"{reasons}. If it computes something else, write a policy for it (docs/policies.md)"
+        )
     if name in UNSUPPORTED:
         raise ValueError(f"{name} has no policy: {UNSUPPORTED[name]}")
     for path, module in model.named_modules():
-        if path and _policy_of(module) is not None:
+        if path and _policies_of(module):
             raise ValueError(
                 f"{name} has no policy, but its part {path!r} is a {type(module).__name__}, which has: shard that "
-                f"(model.get_submodule({path!r})), before the whole is wrapped"
+                f"(shardformer.shard(model.get_submodule({path!r}), plan)) and call the whole as before"
             )
     closest = difflib.get_close_matches(name, model_names(), n=1, cutoff=0.0)
     raise ValueError(
@@ -92,6 +105,20 @@ def find_policy(model: nn.Module) -> Policy:
     )
 
 
-def _policy_of(model: nn.Module) -> Policy | None:
+def _policies_of(model: nn.Module) -> list[Policy]:
     classes = {cls.__name__ for cls in type(model).__mro__}
-    return next((policy for policy in _POLICIES if classes & set(policy.models)), None)
+    return [policy for policy in _POLICIES if classes & set(policy.models)]
+
+
+def _misfit(model: nn.Module, policy: Policy) -> str | None:
+    """Why a model that has the right name does not have the structure that the policy speaks of."""
+    for setting, reason in policy.unfit:
+        value = getattr(getattr(model, "config", None), setting, getattr(model, setting, None))
+        if value is not None and value is not False:
+            return f"its {setting} is {value!r}, and {reason}"
+    for path in policy.paths:
+        try:
+            find(model, path)
+        except ValueError as error:
+            return str(error)
+    return None

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
 
 ALLEGRO = Policy(
     models=("AllegroTransformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep attention_mask encoder_attention_mask "
+        "image_rotary_emb return_dict"
+    ),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
         SplitInput("transformer_blocks.*", "attention_mask", dim=2),

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
 
 ANYFLOW = Policy(
     models=("AnyFlowTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep r_timestep encoder_hidden_states encoder_hidden_states_image "
+        "attention_kwargs return_dict"
+    ),
     split_inputs=(
         SplitInput("blocks.0", "hidden_states"),
         SplitInput("blocks.*", "temb"),

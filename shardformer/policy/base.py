@@ -7,7 +7,7 @@ Module paths start at the model (`""`); `*` stands for any one name and `-1` for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shardformer.policy.tensors import TensorRegion
 
@@ -133,6 +133,9 @@ class Grid:
     """Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's."""
     may_be_empty: bool = True
     """As of `Frames`: whether the block runs where a rank has nothing of `spread`."""
+    lends_row: bool = False
+    """The module treats every row of `spread` alone, and none is too few for it: a rank that has none runs it on one
+    row of zeros, which is dropped, and so gives its part to every collective and every gradient."""
     leave: str | None = None
     """The dimension that is spread in what the block returns, where the model between the blocks needs that."""
 
@@ -174,7 +177,12 @@ class Policy:
     """
 
     models: tuple[str, ...]
-    """Class names that the policy fits."""
+    """Class names of the models that the policy fits, if they are built as it says: see `find_policy`."""
+    arguments: str = ""
+    """Names of the arguments of the model's forward that the table was made for, with blanks between. Any other must
+    stay None or False: it may index frames or tokens by their place in the clip. Empty: every argument is taken."""
+    unfit: tuple[tuple[str, str], ...] = ()
+    """Settings of the model, in its config or its attributes, with which it does not fit, each with the reason."""
     split_inputs: tuple[SplitInput, ...] = ()
     split_outputs: tuple[SplitOutput, ...] = ()
     gather_outputs: tuple[GatherOutput, ...] = ()
@@ -207,6 +215,26 @@ class Policy:
     """Norms that are always replaced, by class name."""
     refuses: tuple[tuple[str, str], ...] = ()
     """Arguments of the model's forward that cannot be split, each with the reason: they must be None or False."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every module path that must be there for the tokens to be spread, or for blocks to be found."""
+        entries: tuple[Any, ...] = (
+            *self.split_inputs,
+            *self.split_outputs,
+            *self.gather_outputs,
+            *self.count_inputs,
+            *self.halos,
+            *self.joint_attention,
+            *self.grids,
+            *self.gather_grids,
+            *self.blocks,
+        )
+        found = [entry.module for entry in entries] + [
+            path for entry in self.blocks for path in entry.alternating
+        ]
+        found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
+        return tuple(dict.fromkeys(path for path in found if path))
 
     def __post_init__(self) -> None:
         if self.frames is None and not all(entry.may_be_empty for entry in self.split_inputs):

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 COGVIDEOX = Policy(
     models=("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep timestep_cond ofs image_rotary_emb attention_kwargs "
+        "return_dict id_cond id_vit_hidden"
+    ),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
         SplitInput("transformer_blocks.*", "image_rotary_emb", dim=0),

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 COSMOS = Policy(
     models=("CosmosTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states block_controlnet_hidden_states attention_mask fps "
+        "condition_mask padding_mask return_dict"
+    ),
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),

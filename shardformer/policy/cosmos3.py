@@ -4,6 +4,14 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 COSMOS3 = Policy(
     models=("Cosmos3OmniTransformer",),
+    arguments=(
+        "input_ids text_indexes position_ids und_len sequence_length vision_tokens vision_token_shapes "
+        "vision_sequence_indexes vision_mse_loss_indexes vision_timesteps vision_noisy_frame_indexes "
+        "sound_tokens sound_token_shapes sound_sequence_indexes sound_mse_loss_indexes sound_timesteps "
+        "sound_noisy_frame_indexes action_tokens action_token_shapes action_sequence_indexes "
+        "action_mse_loss_indexes action_timesteps action_noisy_frame_indexes action_domain_ids "
+        "return_dict"
+    ),
     split_inputs=(
         SplitInput("layers.0", "gen_seq", dim=0),
         SplitInput("layers.*", "rotary_emb", index=2, dim=0),

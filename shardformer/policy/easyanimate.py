@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 EASYANIMATE = Policy(
     models=("EasyAnimateTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep timestep_cond encoder_hidden_states encoder_hidden_states_t5 "
+        "inpaint_latents control_latents return_dict"
+    ),
     split_outputs=(SplitOutput("rope_embedding", indices=(0, 1), dim=0),),
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),

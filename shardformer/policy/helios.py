@@ -4,6 +4,11 @@ from shardformer.policy.base import Blocks, CountInput, GatherOutput, Policy, Sp
 
 HELIOS = Policy(
     models=("HeliosTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states indices_hidden_states indices_latents_history_short "
+        "indices_latents_history_mid indices_latents_history_long latents_history_short "
+        "latents_history_mid latents_history_long return_dict attention_kwargs"
+    ),
     split_inputs=(
         SplitInput("blocks.0", "hidden_states"),
         SplitInput("blocks.*", "temb"),  # of every token: the past has a timestep of its own

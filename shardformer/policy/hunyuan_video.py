@@ -14,6 +14,10 @@ from shardformer.policy.base import (
 
 HUNYUAN_VIDEO = Policy(
     models=("HunyuanVideoTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_attention_mask pooled_projections guidance "
+        "attention_kwargs return_dict"
+    ),
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     # Where the first frame is given, its tokens have a timestep of their own.
@@ -33,6 +37,12 @@ HUNYUAN_VIDEO = Policy(
 FRAMEPACK = replace(
     HUNYUAN_VIDEO,
     models=("HunyuanVideoFramepackTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_attention_mask pooled_projections "
+        "image_embeds indices_latents guidance latents_clean indices_latents_clean latents_history_2x "
+        "indices_latents_history_2x latents_history_4x indices_latents_history_4x attention_kwargs "
+        "return_dict"
+    ),
     # The clip's past, at several scales, is put before its tokens once all have their positions.
     split_outputs=(),
     split_inputs=(

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 HUNYUAN_VIDEO15 = Policy(
     models=("HunyuanVideo15Transformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_attention_mask timestep_r "
+        "encoder_hidden_states_2 encoder_attention_mask_2 image_embeds attention_kwargs return_dict"
+    ),
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),

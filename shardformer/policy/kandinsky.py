@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
 
 KANDINSKY5 = Policy(
     models=("Kandinsky5Transformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep pooled_projections visual_rope_pos text_rope_pos "
+        "scale_factor sparse_params return_dict"
+    ),
     split_inputs=(
         SplitInput("visual_transformer_blocks.0", "visual_embed"),
         SplitInput("visual_transformer_blocks.*", "rope"),
@@ -19,6 +23,10 @@ KANDINSKY5 = Policy(
 
 KANDINSKY6 = Policy(
     models=("Kandinsky6Transformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states pooled_projections timestep audio_hidden_states "
+        "visual_rope_pos encoder_attention_mask visual_token_type_ids return_dict"
+    ),
     split_inputs=(
         SplitInput("visual_transformer_blocks.0", "vis"),
         SplitInput("visual_transformer_blocks.*", "vis_rope", dim=0),

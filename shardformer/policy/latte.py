@@ -5,6 +5,10 @@ from shardformer.policy.base import Blocks, GatherGrid, Grid, Policy
 # Letters: B clips, F frames, N places of a frame, L text tokens, C, D, E and O channels.
 LATTE = Policy(
     models=("LatteTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_attention_mask enable_temporal_attentions "
+        "return_dict"
+    ),
     grid_sizes=(("F", "hidden_states", 2),),
     grids=(
         Grid(

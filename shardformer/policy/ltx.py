@@ -6,6 +6,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 LTX = Policy(
     models=("LTXVideoTransformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep encoder_attention_mask num_frames height width "
+        "rope_interpolation_scale video_coords attention_kwargs return_dict"
+    ),
     # The model's input is tokens, and what is split there is never computed whole.
     split_inputs=(
         SplitInput("", "hidden_states"),
@@ -21,6 +25,13 @@ LTX = Policy(
 LTX2 = replace(
     LTX,
     models=("LTX2VideoTransformer3DModel",),
+    arguments=(
+        "hidden_states audio_hidden_states encoder_hidden_states audio_encoder_hidden_states timestep "
+        "audio_timestep sigma audio_sigma encoder_attention_mask audio_encoder_attention_mask num_frames "
+        "height width fps audio_num_frames video_coords audio_coords isolate_modalities "
+        "spatio_temporal_guidance_blocks perturbation_mask use_cross_timestep attention_kwargs "
+        "video_self_attention_mask video_keyframes_mask return_dict"
+    ),
     split_inputs=(*LTX.split_inputs, SplitInput("", "video_keyframes_mask")),
     # [B, S, D], or [B, H, S, D] where every head has positions of its own.
     split_outputs=(

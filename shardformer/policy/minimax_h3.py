@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 MINIMAX_H3 = Policy(
     models=("MiniMaxH3Transformer3DModel",),
+    arguments=(
+        "hidden_states audio_hidden_states encoder_hidden_states timestep timestep_indices token_tags "
+        "position_ids video_indices audio_indices text_indices attention_kwargs return_dict"
+    ),
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),

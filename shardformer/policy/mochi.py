@@ -4,6 +4,9 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 MOCHI = Policy(
     models=("MochiTransformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep encoder_attention_mask attention_kwargs return_dict"
+    ),
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 MOTIF_VIDEO = Policy(
     models=("MotifVideoTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_attention_mask image_embeds "
+        "attention_kwargs return_dict"
+    ),
     # Before the blocks: the decoder starts from the embedded clip.
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0), SplitOutput("x_embedder")),
     gather_outputs=(GatherOutput("proj_out"),),

@@ -1,4 +1,6 @@
-"""Open-Sora's own transformers: STDiT3 (v1.2) and MMDiT (v2, `MMDiTModel`), by the names in its repository."""
+"""Open-Sora's own transformers: STDiT3 (v1.2, v1.3) and MMDiT (v2, `MMDiTModel`), by the names in its repository."""
+
+from dataclasses import replace
 
 from shardformer.policy.base import (
     Blocks,
@@ -14,16 +16,40 @@ from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
 _TOKENS = ("x", "B (T S) C")
 _COUNTS = (("T", "T"), ("S", "S"))
 
+
+def _blocks(name: str) -> Grid:
+    """The places of a frame are spread, and every rank has all frames: `x_mask` and `mask_index` speak of those."""
+    return Grid(f"{name}.*", "S", _TOKENS, counts=_COUNTS, may_be_empty=False)
+
+
+# Letters: B clips, T frames, S places of a frame, C channels. A frame's own attention needs whole frames: there, and
+# nowhere else, the rows R = B·T are spread in place of S. An image on several ranks is no special case.
 STDIT3 = Policy(
     models=("STDiT3",),
+    arguments=(
+        "x timestep y mask x_mask fps height width cond cond_mask mask_index y_null text_uncond_prob"
+    ),
+    unfit=(
+        ("kernel_size", "attention in windows needs whole windows of a frame on a rank; use full attention"),
+        ("enable_sequence_parallelism", "the model splits its tokens by itself then; make it with False"),
+    ),
     grids=(
-        # A spatial block needs whole frames, a temporal one whole clips of a place.
-        Grid("spatial_blocks.*", "T", _TOKENS, layouts=(("x_mask", "B T"),), counts=_COUNTS),
-        Grid("temporal_blocks.*", "S", _TOKENS, layouts=(("x_mask", "B T"),), counts=_COUNTS),
+        _blocks("spatial_blocks"),
+        _blocks("temporal_blocks"),
+        Grid("spatial_blocks.*.attn", "R", ("x", "R S C"), lends_row=True, leave="S"),
     ),
     gather_grids=(GatherGrid("temporal_blocks.-1", "B (T S) C"),),
     blocks=(Blocks("spatial_blocks", ("x",), alternating=("temporal_blocks",)),),
     mlps=("spatial_blocks.*.mlp", "temporal_blocks.*.mlp"),
+)  # fmt: skip
+
+# v1.3 with `skip_temporal`, for images.
+STDIT3_SPATIAL = replace(
+    STDIT3,
+    grids=tuple(grid for grid in STDIT3.grids if grid.module.startswith("spatial_blocks")),
+    gather_grids=(GatherGrid("spatial_blocks.-1", "B (T S) C"),),
+    blocks=(Blocks("spatial_blocks", ("x",)),),
+    mlps=("spatial_blocks.*.mlp",),
 )
 
 
@@ -70,6 +96,7 @@ MMDIT_TENSORS = (
 
 MMDIT = Policy(
     models=("MMDiTModel",),
+    arguments="img img_ids txt txt_ids timesteps y_vec cond guidance",
     split_inputs=(
         SplitInput("img_in", "input"),
         SplitInput("cond_in", "input"),

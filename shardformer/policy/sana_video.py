@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, Frames, GatherOutput, Halo, Policy, 
 
 SANA_VIDEO = Policy(
     models=("SanaVideoTransformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep guidance encoder_attention_mask attention_mask "
+        "attention_kwargs controlnet_block_samples return_dict"
+    ),
     frames=Frames("transformer_blocks.*", "frames", sizes=("height", "width")),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),

@@ -4,6 +4,10 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 SKYREELS_V2 = Policy(
     models=("SkyReelsV2Transformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_hidden_states_image "
+        "enable_diffusion_forcing fps return_dict attention_kwargs"
+    ),
     split_outputs=(SplitOutput("rope", indices=(0, 1)),),
     split_inputs=(
         SplitInput("blocks.0", "hidden_states"),

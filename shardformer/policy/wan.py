@@ -6,6 +6,10 @@ from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, SplitI
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_hidden_states_image return_dict "
+        "attention_kwargs"
+    ),
     split_outputs=(
         SplitOutput("rope", indices=(0, 1)),
         # Wan 2.2 TI2V gives every token its own timestep: the embeddings then have a token dimension.
@@ -21,6 +25,10 @@ WAN = Policy(
 WAN_VACE = replace(
     WAN,
     models=("WanVACETransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_hidden_states_image control_hidden_states "
+        "control_hidden_states_scale return_dict attention_kwargs"
+    ),
     split_inputs=(
         SplitInput("vace_blocks.*", "hidden_states"),  # every one gets what the first block gets
         SplitInput("vace_blocks.0", "control_hidden_states"),
@@ -34,6 +42,10 @@ WAN_VACE = replace(
 WAN_ANIMATE = replace(
     WAN,
     models=("WanAnimateTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states encoder_hidden_states_image pose_hidden_states "
+        "face_pixel_values motion_encode_batch_size return_dict attention_kwargs"
+    ),
     # The face adapter attends frame by frame.
     frames=Frames("", "hidden_states", dim=2, may_be_empty=False),
     split_inputs=(

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.verify.fp64 import LiftOperations
 from shardformer.policy import UNSUPPORTED, find_policy, model_names
+from tests.models import wan, wan_inputs
+from tests.opensora_models import stdit3
+from tests.opensora_models.stdit3 import v13
 from tests.shardformer.conformance import errors, fp64_model, in_double, relative_to_largest, step
 from tests.shardformer.test_engine import traces
-from tests.tolerances import RELATIVE
+from tests.tolerances import RELATIVE, relative_error
 from tests.video_models import CASES
 
 # tools/check_policies.py tries more of them. Here each is one of a kind: the model's own checkpointing, more ranks than
@@ -100,6 +105,71 @@ def test_no_video_model_of_diffusers_is_left_out_silently():
     assert [name for name, why in UNSUPPORTED.items() if f"| `{name}` | {why} |" not in page] == []
 
 
+class Indexed(WanTransformer3DModel):
+    """A fork with an argument more, which speaks of frames by their place in the clip."""
+
+    def forward(self, hidden_states, *args, frame_index=None, **kwargs):
+        out = super().forward(hidden_states, *args, **kwargs)
+        return out if frame_index is None else (out[0].index_fill(2, torch.tensor(frame_index), 0.0),)
+
+
+class AsItsAuthorsBuildIt(nn.Module):
+    """Wan with a module of another name, and rotary positions made inside attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"self_attn": nn.Linear(2, 2), "ffn": nn.Linear(2, 2)})])
+        self.rope, self.condition_embedder, self.proj_out = nn.Identity(), nn.Identity(), nn.Identity()
+
+
+def test_a_name_alone_does_not_make_a_policy_fit():
+    same_name = type("WanTransformer3DModel", (AsItsAuthorsBuildIt,), {})
+    with pytest.raises(ValueError) as caught:
+        find_policy(same_name())
+    message = str(caught.value)
+    assert (
+        "WanTransformer3DModel of tests.shardformer.test_policies has the name of a model with a policy"
+        in message
+    )
+    assert "but is not built like it: the policy names 'blocks.*.attn1', which fits no module" in message
+
+
+def test_a_setting_that_no_table_serves_is_refused_with_the_reason():
+    with pytest.raises(
+        ValueError, match=r"its kernel_size is \(8, 8, -1\), and attention in windows needs whole"
+    ):
+        find_policy(stdit3(release=v13, kernel_size=(8, 8, -1)))
+
+
+def with_an_argument_more():
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    model, inputs = wan(), wan_inputs() | {"return_dict": False}
+    model.__class__ = Indexed
+    expected = model(**inputs)[0]
+    shardformer.shard(model, plan)
+    with pytest.raises(ValueError) as caught:
+        model(**inputs, frame_index=[0])
+    assert "Indexed's frame_index cannot be split over ranks: the policy for WanTransformer3DModel" in str(
+        caught.value
+    )
+    return relative_error(model(**inputs, frame_index=None)[0], expected)
+
+
+def test_an_argument_that_a_table_was_not_made_for_must_be_left_out(ranks):
+    assert max(ranks(2, with_an_argument_more)) < RELATIVE[torch.float32]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_argument_of_the_model_was_looked_at(name):
+    """A release of diffusers that adds one fails here: does it speak of tokens or frames by their place?"""
+    model = CASES[name].make()
+    known = find_policy(model).arguments.split()
+    assert [
+        each for each in inspect.signature(model.forward).parameters if each not in [*known, "kwargs"]
+    ] == []
+
+
 def sharded_and_back(name):
     """Whether unsharding gives the model back, bit for bit; elements of what enters the last block, here and whole."""
     plan = Plan(ring=2)
@@ -143,7 +213,6 @@ def test_a_block_computes_its_share_and_unshard_gives_the_model_back(ranks, name
 
 def on_meta():
     """Wan 2.1's 14B, as its config says."""
-    from diffusers import WanTransformer3DModel
 
     plan = Plan(ring=2, ulysses=2, checkpoint="full")
     init_parallel(plan)

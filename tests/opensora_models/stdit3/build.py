@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.opensora_models.randomize import randomize
-from tests.opensora_models.stdit3.model import STDiT3, STDiT3Config
+from tests.opensora_models.stdit3 import model
+from tests.opensora_models.stdit3.model import STDiT3
 
 IN_CHANNELS, CAPTION, TEXT = 4, 20, 7
 
 
 def stdit3(
-    dtype: torch.dtype = torch.float64, heads: int = 3, layers: int = 2, seed: int = 0, **config: Any
+    dtype: torch.dtype = torch.float64,
+    heads: int = 3,
+    layers: int = 2,
+    seed: int = 0,
+    release: ModuleType = model,
+    **config: Any,
 ) -> STDiT3:
-    """`layers` spatial and as many temporal blocks; `config`: fields of STDiT3Config."""
+    """`layers` spatial and as many temporal blocks of v1.2, or of `release`; `config`: fields of STDiT3Config."""
     options: dict[str, Any] = {
         "input_sq_size": 64,
         "in_channels": IN_CHANNELS,
@@ -29,7 +36,7 @@ def stdit3(
         "model_max_length": TEXT,
     }
     torch.manual_seed(seed)  # the caption that stands for none is a buffer
-    return randomize(STDiT3(STDiT3Config(**{**options, **config})), seed).to(dtype)  # type: ignore[return-value]
+    return randomize(release.STDiT3(release.STDiT3Config(**{**options, **config})), seed).to(dtype)
 
 
 def stdit3_inputs(
@@ -39,10 +46,11 @@ def stdit3_inputs(
     height: int = 9,
     width: int = 10,
     masked: bool = False,
-) -> dict[str, Tensor]:
+    given: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
     """By default 5 frames of 5 × 5 tokens, the last row padded, and texts of 7 and 4 tokens.
 
-    `masked`: some frames are given, and need `x_mask`.
+    `masked`: some frames are given, and need `x_mask`. `given`: v1.3's way, frames by their index.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -61,4 +69,11 @@ def stdit3_inputs(
     if masked:
         first_given = torch.arange(batch)[:, None] % 2 == 0
         inputs["x_mask"] = (torch.arange(frames) > 1) | ~first_given
+    if given is not None:
+        inputs |= {
+            "mask_index": list(given),
+            "cond": randn(batch, IN_CHANNELS, frames, height, width),
+            "cond_mask": randn(batch, IN_CHANNELS, frames, height, width),
+            "y_null": randn(batch, 1, TEXT, CAPTION),
+        }
     return inputs

@@ -68,6 +68,9 @@ class STDiT3Block(nn.Module):
         T=None,  # number of frames
         S=None,  # number of tokens of a frame
     ):
+        return self._run(x, t, x_mask, t0, T, S, lambda x: self.cross_attn(x, y, mask))
+
+    def _run(self, x, t, x_mask, t0, T, S, look_at_text):
         B = x.size(0)
         # shift, scale and gate of attention, then of the MLP, each [B, 1, C]
         of_t = (self.scale_shift_table[None] + t.reshape(B, 6, -1)).chunk(6, dim=1)
@@ -86,7 +89,7 @@ class STDiT3Block(nn.Module):
         x_m = by_frame(lambda shift, scale: t2i_modulate(norm, shift, scale), 0, 2)
         attended = self._attend(x_m.unflatten(1, (T, S)))
         x = x + self.drop_path(by_frame(lambda gate: gate * attended, 2, 3))
-        x = x + self.cross_attn(x, y, mask)
+        x = x + look_at_text(x)
         norm2 = self.norm2(x)
         fed = self.mlp(by_frame(lambda shift, scale: t2i_modulate(norm2, shift, scale), 3, 5))
         return x + self.drop_path(by_frame(lambda gate: gate * fed, 5, 6))
@@ -209,12 +212,21 @@ class STDiT3(nn.Module):
         else:
             y, y_lens = self.encode_text(y, mask)
 
-        x = (self.x_embedder(x).unflatten(1, (T, S)) + pos_emb).flatten(1, 2)
-        for spatial_block, temporal_block in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
-            x = auto_grad_checkpoint(spatial_block, x, y, t_mlp, y_lens, x_mask, t0_mlp, T, S)
-            x = auto_grad_checkpoint(temporal_block, x, y, t_mlp, y_lens, x_mask, t0_mlp, T, S)
+        x, more = self.embed(x, H, W, **kwargs)
+        x = (x.unflatten(1, (T, S)) + pos_emb).flatten(1, 2)
+        for block in self.blocks_in_turn():
+            x = auto_grad_checkpoint(block, x, y, t_mlp, y_lens, x_mask, t0_mlp, T, S, **more)
         x = self.final_layer(x, t, x_mask, t0, T, S)
         return self.unpatchify(x, T, H, W, Tx, Hx, Wx).to(torch.float32)
+
+    def embed(self, x, H, W, **kwargs):
+        """Tokens, and what the blocks get besides."""
+        return self.x_embedder(x), {}
+
+    def blocks_in_turn(self):
+        return [
+            block for pair in zip(self.spatial_blocks, self.temporal_blocks, strict=True) for block in pair
+        ]
 
     def unpatchify(self, x, N_t, N_h, N_w, R_t, R_h, R_w):
         """[B, N, C] → [B, C_out, T, H, W], without the padding."""
