@@ -1,7 +1,8 @@
 """Applies a Plan to a model from outside: sequence parallelism, checkpointing, sharding, norms."""
 
 from shardformer.engine import blocks_of, norms_of, shard, unshard
+from shardformer.engine.tokens import local_tokens
 from shardformer.modeling import SwapReport, swap_norms
 from shardformer.policy.base import Policy
 
-__all__ = ["Policy", "SwapReport", "blocks_of", "norms_of", "shard", "swap_norms", "unshard"]
+__all__ = ["Policy", "SwapReport", "blocks_of", "local_tokens", "norms_of", "shard", "swap_norms", "unshard"]

@@ -18,6 +18,9 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     expression = re.compile(re.escape(names).replace(r"\*", r"[^.]+"))
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
     if not found:
+        for name, module in model.named_modules():
+            if type(module).__name__ in _TRANSPARENT:
+                raise ValueError(_wrapped_already(name, module))
         raise ValueError(
             f"the policy names {path!r}, which fits no module of {type(model).__name__}{_near(model, path)}"
         )
@@ -48,12 +51,16 @@ def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signa
     signature = inspect.signature(module.forward)
     if argument not in signature.parameters:
         if type(module).__name__ in _TRANSPARENT:
-            raise ValueError(f"{name} is wrapped already (by {type(module).__name__}); wrap it after shard()")
+            raise ValueError(_wrapped_already(name, module))
         raise ValueError(
             f"the policy names {name or 'the model'}'s argument {argument!r}, but the forward of "
             f"{type(module).__name__} takes {', '.join(signature.parameters)}"
         )
     return signature
+
+
+def _wrapped_already(name: str, module: nn.Module) -> str:
+    return f"{name} is wrapped already (by {type(module).__name__}); wrap it after shard()"
 
 
 def _last(model: nn.Module, path: str) -> str:

@@ -18,7 +18,9 @@ from opensora_accel.communications import gather_forward_reduce_scatter_backward
 from opensora_accel.plan import Plan
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import redirect_attention
-from shardformer.modeling.attention import Attention, lead_kernel
+from shardformer.modeling.attention import Attention, running_attention
+from shardformer.modeling.flash_attn import Lengths, lead_to_attention
+from shardformer.modeling.functions import replace_function
 from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.paths import find
@@ -34,13 +36,10 @@ def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: To
     for path in policy.linear_attention:
         for name, module in find(model, path):
             yield redirect_linear_attention(module, name, tokens.group)
-    led: set[tuple[str, str]] = set()
     for name, module, attention in _attentions(model, plan, policy, tokens):
-        yield redirect_attention(module, name, attention)
-        for function in policy.kernel_functions:
-            if (type(module).__module__, function) not in led:
-                led.add((type(module).__module__, function))
-                yield lead_kernel(module, function)
+        yield redirect_attention(module, name, attention, tokens.own_counts)
+    for function in policy.kernel_functions:
+        yield replace_function(model, function, lambda f: lead_to_attention(f, running_attention))
 
 
 def _attentions(
@@ -96,7 +95,7 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     reader = MaskReader(name)
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
         splits = tokens.state.splits
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
@@ -105,7 +104,7 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         if causal:
             raise ValueError(f"{name} passed a mask and is_causal; pass one of them")
         extent = _extent(tokens, q.size(1), name)
-        read = reader.read(mask, q.size(0), extent, extent)
+        read = reader.read(mask, q.size(0), extent, extent, q.device)
         if read.bias is not None:
             return gathered_attention(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
         return _of_padding(kernels.spread(q, k, v, mask=read.keys, **options), read)
@@ -117,7 +116,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
     reader, text_first = MaskReader(name), entry.text == "first"
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
         if causal and entry.text_alone:
             if mask is not None:
@@ -132,7 +131,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
                 f"{name} asks {extent.num_local} keys with {q.size(1)} queries, which are neither those of "
                 f"text and video nor this rank's {asking.num_local} of the video"
             )
-        read = reader.read(mask, q.size(0), asking, extent)
+        read = reader.read(mask, q.size(0), asking, extent, q.device)
         video_q, text_q = _cut(q, asking)
         (video_k, text_k), (video_v, text_v) = (_cut(t, extent) for t in (k, v))
         if read.bias is not None:
@@ -162,7 +161,7 @@ def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attentio
     """Of tokens that hold the video twice. Joined over ranks they stand in another order, which attention ignores."""
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
         if mask is not None or causal:
             raise ValueError(f"{name} attends to the video twice, and cannot be causal or have a mask there")
@@ -181,14 +180,14 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     reader = MaskReader(name)
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
         if causal:
             raise ValueError(f"{name} is causal, but its queries are not of the sequence of its keys")
         group, splits = tokens.group, share_sizes(q.size(1), tokens.group.size())
         own = tokens.own_range(splits)
         keys = _extent(tokens, k.size(1), name)
-        read = reader.read(mask, q.size(0), Extent(own, q.size(1)), keys)
+        read = reader.read(mask, q.size(0), Extent(group.rank(), splits), keys, q.device)
         kv_splits = tokens.state.splits
         share = q[:, own]  # plain: gradients of what every rank has are what passed through this one
         if read.bias is not None:
@@ -212,7 +211,7 @@ def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False)
         raise ValueError(
             f"{name} attends to {num_local} tokens, fewer than this rank's {own.stop - own.start}"
         )
-    return Extent(own, sum(splits), num_text, text_first)
+    return Extent(tokens.group.rank(), splits, num_text, text_first)
 
 
 def _cut(tensor: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
         check_still_there(model, hooked)
         running.close()  # of a forward that another hook of the model ended
         tokens.begin()
+        running.enter_context(tokens.as_running())
         running.enter_context(carrying(tokens.carry))
         for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
             _carry(module)

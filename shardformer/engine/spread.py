@@ -21,6 +21,7 @@ from shardformer.engine.boundaries import (
 )
 from shardformer.engine.forward import follow_forward
 from shardformer.engine.grids import spread_grids
+from shardformer.engine.positions import keep_positions
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling.halo import add_halo
 from shardformer.paths import find
@@ -59,6 +60,7 @@ def _steps(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iter
     yield spread_grids(model, policy, tokens)
     yield from (gather_output(model, entry, tokens) for entry in policy.gather_outputs)
     yield from (_halo(model, entry, tokens) for entry in policy.halos)
+    yield keep_positions(model, policy, tokens)
     yield redirect_attentions(model, plan, policy, tokens)
     # Last, and it puts its first hook before all others: the model's own inputs may be split.
     yield iter([follow_forward(model, tokens, _named(model, policy))])

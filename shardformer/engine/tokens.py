@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,30 @@ from torch import Tensor
 
 from opensora_accel.checkpoint import carrying
 from opensora_accel.communications import share_sizes, split_forward_gather_backward
+
+_running = threading.local()  # autograd recomputes on threads of its own
+
+
+def running_tokens() -> Tokens | None:
+    """Those of the sharded forward that runs on this thread, the innermost one."""
+    return getattr(_running, "tokens", None)
+
+
+def local_tokens(total: int) -> slice:
+    """Which of a clip's `total` tokens this rank holds, in the sharded forward that runs.
+
+    For code of a model that counts tokens by itself: a table of positions made for the whole clip becomes this rank's
+    by `table[local_tokens(len(table))]`. Outside of a sharded forward, and before anything is split, it is all of
+    them, so that one line serves a single device too.
+
+    Raises:
+        ValueError: the forward's tokens (or frames, where whole frames are spread) are not `total`.
+    """
+    tokens = running_tokens()
+    if tokens is None:
+        return slice(0, total)
+    tokens.were_asked_for = True
+    return tokens.own_range_of(total)
 
 
 @dataclass
@@ -48,11 +73,38 @@ class Tokens:
         self.group = group
         self.state = State()
         self.in_forward = False
+        self.were_asked_for = False
+        """Whether the model's own code knows that it has a share: `local_tokens`."""
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def own_range(self, splits: tuple[int, ...]) -> slice:
         rank = self.group.rank()
         return slice(sum(splits[:rank]), sum(splits[: rank + 1]))
+
+    def own_range_of(self, total: int) -> slice:
+        """This rank's part of a dim that holds all tokens, or all frames, or whatever of a grid is spread."""
+        state = self.state
+        if state.spread is not None:
+            shares = {state.sizes[state.spread]: share_sizes(state.sizes[state.spread], self.group.size())}
+        elif state.splits is None:
+            return slice(0, total)
+        else:
+            frames = tuple(size // state.unit for size in state.splits)
+            shares = {sum(frames): frames, sum(state.splits): state.splits}
+        if total not in shares:
+            raise ValueError(
+                f"local_tokens({total}): the tokens that are split over the ranks are {max(shares)}"
+                + (f", the frames {min(shares)}" if len(shares) > 1 else "")
+            )
+        return self.own_range(shares[total])
+
+    def own_counts(self) -> frozenset[int]:
+        """This rank's number of tokens, and of frames where they are spread; none where its code knows of shares."""
+        splits = self.state.splits
+        if splits is None or self.were_asked_for:
+            return frozenset()
+        num_own = splits[self.group.rank()]
+        return frozenset({num_own, num_own // self.state.unit} if self.state.unit > 1 else {num_own})
 
     def check_known(self, what: str) -> None:
         """ValueError in a recomputation that did not bring the state along."""
@@ -137,12 +189,21 @@ class Tokens:
     def _within(self, state: State) -> Iterator[None]:
         before, self.state = self.state, replace(state)
         try:
-            yield
+            with self.as_running():
+                yield
         finally:
             self.state = before
 
+    @contextmanager
+    def as_running(self) -> Iterator[None]:
+        before, _running.tokens = running_tokens(), self
+        try:
+            yield
+        finally:
+            _running.tokens = before
+
     def begin(self) -> None:
-        self.state, self.in_forward = State(is_known=True), True
+        self.state, self.in_forward, self.were_asked_for = State(is_known=True), True, False
         self._made.clear()
 
     def end(self) -> None:

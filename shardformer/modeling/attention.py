@@ -7,11 +7,9 @@ diffusers do on their native backend.
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from opensora_accel.wrapping import Forward, wrap_forward
+from shardformer.modeling.origins import Origins
 
 Attention = Callable[..., Tensor]
 """(q, k, v, *, mask, causal, scale) -> out, in the layout [B, S, H, D]; the mask as the model gave it."""
@@ -31,9 +30,9 @@ _running = threading.local()  # autograd recomputes on threads of its own
 class RedirectAttention(TorchFunctionMode):
     """Within it, `F.scaled_dot_product_attention` is `attention`, and its calls are counted."""
 
-    def __init__(self, attention: Attention):
+    def __init__(self, attention: Attention, origins: Origins | None = None):
         super().__init__()
-        self.attention = attention
+        self.attention, self.origins = attention, origins
         self.num_calls = 0
 
     def __enter__(self) -> RedirectAttention:
@@ -49,9 +48,15 @@ class RedirectAttention(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is not F.scaled_dot_product_attention or _running.mode is not self:
-            return function(*args, **(kwargs or {}))
-        return self._attend(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _running.mode is not self:
+            return function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        out = function(*args, **kwargs)
+        if self.origins is not None:
+            self.origins.note(function, (args, kwargs), out)
+        return out
 
     def _attend(
         self,
@@ -75,8 +80,13 @@ class RedirectAttention(TorchFunctionMode):
                 f"attention dropout ({dropout}) would drop other weights than on one device; set it to 0"
             )
         self.num_calls += 1
+        if self.origins is not None and isinstance(options["mask"], Tensor):
+            self.origins.check_mask(options["mask"], k.size(1))
         with _outside():
-            return self.attention(q, k, v, **options)
+            out = self.attention(q, k, v, **options)
+        if self.origins is not None:
+            self.origins.note_attention(out)
+        return out
 
 
 @contextmanager
@@ -89,49 +99,21 @@ def _outside() -> Iterator[None]:
         _running.mode = mode
 
 
-def lead_kernel(module: nn.Module, function: str) -> Callable[[], None]:
-    """Leads a function of the model's own package, where it has one of that name, to the mode that runs.
+def running_attention() -> Callable[..., Tensor] | None:
+    """What kernel calls of the module that runs on this thread are led to, if it is redirected."""
+    mode: RedirectAttention | None = getattr(_running, "mode", None)
+    return None if mode is None else mode.attend
 
-    Models that call flash-attn do not pass torch's own entry, which is all that a function mode sees. Outside of a
-    redirected module the function is what it was.
+
+def redirect_attention(
+    module: nn.Module, name: str, attention: Attention, counts: Callable[[], frozenset[int]]
+) -> Callable[[], None]:
+    """Leads the kernel call inside `module.forward` to `attention`; returns the function that undoes it.
+
+    `counts()`: this rank's number of tokens, and of frames, in the forward that runs. In the module's first call
+    nothing may be made from them: `Origins`.
     """
-    package = type(module).__module__.rpartition(".")[0]
-    undo = ExitStack()
-    for name, found in list(sys.modules.items()):
-        original = vars(found).get(function) if name.rpartition(".")[0] == package else None
-        if callable(original):
-            setattr(found, function, _led(original))
-            undo.callback(setattr, found, function, original)
-    return undo.close
-
-
-def _led(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of flash-attn's arguments those that attention here has too."""
-
-    @functools.wraps(original)
-    def kernel(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        mode: RedirectAttention | None = getattr(_running, "mode", None)
-        if mode is None:
-            options = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
-            changed = {name: value for name, value in options.items() if value}
-            return original(q, k, v, **changed, **others)
-        if any(value not in (None, False, 0, 0.0, (-1, -1)) for value in others.values()):
-            raise ValueError(f"sequence-parallel attention has no {', '.join(others)}; leave it out")
-        return mode.attend(q, k, v, dropout_p, mask=None, causal=causal, scale=softmax_scale)
-
-    return kernel
-
-
-def redirect_attention(module: nn.Module, name: str, attention: Attention) -> Callable[[], None]:
-    """Leads the kernel call inside `module.forward` to `attention`; returns the function that undoes it."""
+    is_checked = False
 
     def redirected(original: Forward) -> Forward:
         # The compiler breaks its graph at nearly every tensor method under a function mode; so once, around all.
@@ -139,8 +121,13 @@ def redirect_attention(module: nn.Module, name: str, attention: Attention) -> Ca
             reason="sequence-parallel attention communicates; compiled code goes on around it"
         )
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with RedirectAttention(attention) as mode:
+            nonlocal is_checked
+            # Without a graph, what autograd functions return cannot be told from what the model makes.
+            looks = not is_checked and torch.is_grad_enabled()
+            origins = Origins(name, counts, (args, kwargs)) if looks else None
+            with RedirectAttention(attention, origins) as mode:
                 out = original(*args, **kwargs)
+            is_checked = is_checked or looks
             if mode.num_calls == 0:
                 raise ValueError(
                     f"{name} attended to this rank's tokens alone: it did not call scaled_dot_product_attention; "

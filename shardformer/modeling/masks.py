@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardformer.modeling.flash_attn import Lengths
+
 HIDDEN = -10000.0
 """A bias from here on hides a key: exp(−10000) is 0 in every dtype."""
 
@@ -22,11 +24,20 @@ Kind = Literal["keys", "padding", "any"]
 class Extent:
     """Tokens along one dim of a mask: video that is spread over ranks, and text that every rank has."""
 
-    own: slice
-    """This rank's video tokens among all."""
-    num_video: int
+    rank: int
+    splits: tuple[int, ...]
+    """Every rank's number of video tokens."""
     num_text: int = 0
     text_first: bool = False
+
+    @property
+    def own(self) -> slice:
+        """This rank's video tokens among all."""
+        return slice(sum(self.splits[: self.rank]), sum(self.splits[: self.rank + 1]))
+
+    @property
+    def num_video(self) -> int:
+        return sum(self.splits)
 
     @property
     def num_local(self) -> int:
@@ -69,8 +80,17 @@ class MaskReader:
         self.name = name
         self._kinds: dict[tuple[object, ...], Kind] = {}
 
-    def read(self, mask: Tensor | None, batch: int, queries: Extent, keys: Extent) -> Mask:
+    def read(
+        self,
+        mask: Tensor | Lengths | None,
+        batch: int,
+        queries: Extent,
+        keys: Extent,
+        device: torch.device | None = None,
+    ) -> Mask:
         """ValueError for a mask that fits neither this rank's tokens nor all of them."""
+        if isinstance(mask, Lengths):
+            mask = self._mask_of_lengths(mask, keys, device)
         if mask is None:
             return Mask()
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
@@ -106,6 +126,37 @@ class MaskReader:
             seen.expand(batch, -1),
             None if asking is None else asking.expand(batch, -1),
         )
+
+    def _mask_of_lengths(self, lengths: Lengths, keys: Extent, device: torch.device | None) -> Tensor | None:
+        """[B, 1, 1, S_kv + T], or None where all is seen. All ranks decide alike: by numbers that are equal on all."""
+        visible, total = lengths.visible, lengths.total
+        if total is None:
+            num_seen = visible
+            if set(visible) <= {size + keys.num_text for size in keys.splits}:
+                raise ValueError(
+                    f"{self.name} got lengths {list(visible)}, which may be of whole samples of {keys.num_whole} "
+                    "tokens or of what one rank has of them; leave them out where nothing is padded, or pad all "
+                    "samples to the longest one's length"
+                )
+        else:
+            # Padding stands last, so that as much of it is there whether the tokens were counted split or whole.
+            hidden = [total - seen for seen in visible]
+            num_seen = tuple(keys.num_whole - count for count in hidden)
+            if max(hidden) > (0 if keys.text_first else keys.num_text):
+                raise ValueError(
+                    f"{self.name} got packed samples with {list(visible)} of {total} tokens seen. In such a kernel "
+                    "padding attends to itself, which is known here of text that stands last alone; pass clips "
+                    "without padding"
+                )
+        if total not in (None, keys.num_local, keys.num_whole) or not 0 < max(num_seen) <= keys.num_whole:
+            raise ValueError(
+                f"{self.name} got samples of {list(visible)}{'' if total is None else f' of {total}'} tokens, but they "
+                f"have {keys.num_whole}, and this rank {keys.num_local} of them"
+            )
+        if min(num_seen) == keys.num_whole:
+            return None
+        ends = torch.tensor(num_seen, device=device)[:, None, None, None]
+        return torch.arange(keys.num_whole, device=device) < ends
 
     def _kind(self, mask: Tensor, has_all_keys: bool) -> Kind:
         key = mask.dtype, *mask.shape[1:]

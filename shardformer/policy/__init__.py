@@ -28,7 +28,7 @@ from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
-from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_VACE
+from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_AUTHORS, WAN_VACE
 
 __all__ = ["UNSUPPORTED", "Policy", "find_policy", "model_names"]
 
@@ -36,6 +36,7 @@ _POLICIES = (
     WAN,
     WAN_VACE,
     WAN_ANIMATE,
+    WAN_AUTHORS,
     SKYREELS_V2,
     ANYFLOW,
     HELIOS,

@@ -91,6 +91,25 @@ class Frames:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """A function that gives tokens their positions inside attention, where they are split: as Wan's own
+    `rope_apply(x, grid_sizes, freqs)`. Left alone, it would count from 0 on every rank.
+
+    Of `tables`, arguments with a row for every token of the clip along `dim`, it gets this rank's rows. Of `tokens`,
+    arguments with this rank's tokens along `dim`, it gets as many rows as the clip has, this rank's where they belong
+    and zeros elsewhere, and this rank's rows of what it returns are kept. That serves any function that treats tokens
+    one by one; it computes every rank's rows, so that a model whose code can be changed had better call
+    `shardformer.local_tokens`.
+    """
+
+    function: str
+    """A name in the model's package: "rope_apply", or of a method, "RoPE3D.forward"."""
+    tables: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    dim: int = 1
+
+
+@dataclass(frozen=True)
 class Halo:
     """A convolution over frames: `reach` frames of the neighbours along `dim` come to its input."""
 
@@ -196,8 +215,10 @@ class Policy:
     whole_queries: tuple[str, ...] = ()
     """Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens."""
     kernel_functions: tuple[str, ...] = ()
-    """Functions (q, k, v) in [B, S, H, D] that the model's own package calls in place of torch's attention, if any:
-    flash-attn's `flash_attn_func`, say."""
+    """Functions that the model's own package calls in place of torch's attention, with flash-attn's arguments:
+    `flash_attn_func`, `flash_attn_varlen_func`, or one of its own that takes samples' lengths, `k_lens`. One that is
+    imported where it is called is named with its package: "flash_attn.flash_attn_func"."""
+    positions: tuple[Positions, ...] = ()
     linear_attention: tuple[str, ...] = ()
     """As `self_attention`, of modules that sum over the tokens instead of taking a softmax."""
     grids: tuple[Grid, ...] = ()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, Positions, SplitInput, SplitOutput
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
@@ -52,4 +52,21 @@ WAN_ANIMATE = replace(
         SplitInput("blocks.0", "hidden_states"),
         SplitInput("face_adapter.*", "encoder_hidden_states", frames=True),
     ),
+)
+
+# Wan 2.1 and 2.2 in their authors' own repository, which counts positions and hides padding inside attention.
+WAN_AUTHORS = Policy(
+    models=("WanModel",),
+    arguments="x t context seq_len clip_fea y",
+    split_inputs=(
+        SplitInput("blocks.0", "x"),
+        SplitInput("blocks.*", "e", ndim=4),  # 2.2: of every token
+        SplitInput("head", "e", ndim=3),
+    ),
+    gather_outputs=(GatherOutput("head"),),
+    self_attention=("blocks.*.self_attn",),
+    kernel_functions=("flash_attention",),
+    positions=(Positions("rope_apply", tokens=("x",)),),
+    blocks=(Blocks("blocks", ("x",)),),
+    mlps=("blocks.*.ffn",),
 )

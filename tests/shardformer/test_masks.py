@@ -6,9 +6,9 @@ import torch
 from shardformer.modeling.masks import HIDDEN, Extent, MaskReader
 
 # 7 video tokens on 3 ranks, of which this one has 3 and 4; 2 text tokens.
-LAST = Extent(slice(3, 5), 7, 2)
-FIRST = Extent(slice(3, 5), 7, 2, text_first=True)
-VIDEO = Extent(slice(3, 5), 7)
+LAST = Extent(1, (3, 2, 2), 2)
+FIRST = Extent(1, (3, 2, 2), 2, text_first=True)
+VIDEO = Extent(1, (3, 2, 2))
 
 
 def read(mask, extent=LAST, batch=2):
@@ -54,9 +54,7 @@ def test_queries_without_keys_to_see_are_no_keys_less():
         torch.tensor([[True, False]]),
         torch.tensor([[True, False, True, True, False, True, True]]),
     )
-    found = MaskReader("attn").read(
-        (queries[:, :, None] & keys[:, None])[:, None], 1, Extent(slice(0, 2), 2), VIDEO
-    )
+    found = MaskReader("attn").read((queries[:, :, None] & keys[:, None])[:, None], 1, Extent(0, (2,)), VIDEO)
     assert torch.equal(found.queries, queries) and torch.equal(found.keys, keys[:, 3:5])
 
 
@@ -137,7 +135,7 @@ def test_a_mask_that_hides_nothing_does_not_tell_the_next_ones_kind():
 
 
 def test_masks_of_another_length_may_be_of_another_kind():
-    reader, more = MaskReader("attn"), Extent(slice(4, 8), 9, 2)
+    reader, more = MaskReader("attn"), Extent(1, (4, 4, 1), 2)
     padding = torch.ones(9, dtype=torch.bool)
     padding[-1] = False
     assert reader.read(padding[:, None] & padding, 1, LAST, LAST).bias is None

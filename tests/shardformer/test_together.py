@@ -303,7 +303,8 @@ def sent(name):
         ("Wan, time per token", {"all-to-all": 4, "all-gather": 1}, {"all-to-all": 4, "all-gather": 3}),
         # Its own input is split, which takes no gradient here.
         ("LTX-Video", {"all-to-all": 4, "all-gather": 1}, {"all-to-all": 4}),
-        ("STDiT3, frames given", {"all-to-all": 3, "all-gather": 1}, {"all-to-all": 3, "all-gather": 1}),
+        # Into a frame's own attention and back, in either of the spatial blocks.
+        ("STDiT3, frames given", {"all-to-all": 4, "all-gather": 1}, {"all-to-all": 4, "all-gather": 1}),
         (
             "SANA-Video",
             {"all-reduce": 2, "all-to-all": 2, "all-gather": 1},

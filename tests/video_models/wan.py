@@ -8,6 +8,7 @@ from torch import nn
 from tests.models import wan, wan_inputs
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn, wan_like
+from tests.wan_model import WanModel, wan_model_inputs
 
 
 def vace() -> nn.Module:
@@ -104,11 +105,20 @@ def single(**options: bool) -> Case:
     )
 
 
+def authors(padded: bool = False) -> Case:
+    """Its authors' code has no checkpointing of its own to turn on."""
+    return Case(
+        lambda: randomize(WanModel()), lambda: wan_model_inputs(padded), ("x", "context"), lambda model: None
+    )
+
+
 WAN = {
     "Wan": single(),
     "Wan, image": single(image=True),
     "Wan, time per token": single(per_token_time=True),
     "Wan VACE": Case(vace, vace_inputs, ("hidden_states", "control_hidden_states")),
     "Wan Animate": Case(animate, animate_inputs, ("pose_hidden_states", "face_pixel_values")),
+    "WanModel, its authors'": authors(),
+    "WanModel, clips of two lengths": authors(padded=True),
     "ChronoEdit": Case(chrono_edit, chrono_edit_inputs),
 }

@@ -1,0 +1,74 @@
+"""Positions that are made, or enter, where the tokens are split already: inside attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.engine.boundaries import Undo
+from shardformer.engine.tokens import Tokens, running_tokens
+from shardformer.modeling.functions import replace_function
+from shardformer.policy.base import Policy, Positions
+
+
+def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
+    """Every function that gives tokens their positions sees the whole clip's, as `Positions` says."""
+    for entry in policy.positions:
+
+        def wrap(original: Callable[..., Any], entry: Positions = entry) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+            for argument in (*entry.tables, *entry.tokens):
+                if argument not in signature.parameters:
+                    raise ValueError(
+                        f"the policy names {entry.function}'s argument {argument!r}, but it takes "
+                        f"{', '.join(signature.parameters)}"
+                    )
+
+            @functools.wraps(original)
+            def function(*args: Any, **kwargs: Any) -> Any:
+                if running_tokens() is not tokens or tokens.state.splits is None:
+                    return original(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
+                for name in entry.tables:
+                    bound.arguments[name] = _rows(bound.arguments[name], entry, tokens)
+                for name in entry.tokens:
+                    bound.arguments[name] = _in_place(bound.arguments[name], entry, tokens)
+                out = original(*bound.args, **bound.kwargs)
+                return _rows(out, entry, tokens) if entry.tokens else out
+
+            return function
+
+        yield replace_function(model, entry.function, wrap)
+
+
+def _rows(value: Any, entry: Positions, tokens: Tokens) -> Any:
+    """This rank's rows of tensors that have a row for every token of the clip."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_rows(item, entry, tokens) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    own = tokens.own_range_of(value.size(entry.dim))
+    with torch._C.DisableTorchFunction():  # it is known where this comes from
+        return value.narrow(entry.dim, own.start, own.stop - own.start)
+
+
+def _in_place(value: Tensor, entry: Positions, tokens: Tokens) -> Tensor:
+    """As many rows as the clip has: this rank's where they belong, and zeros."""
+    assert tokens.state.splits is not None
+    total = sum(tokens.state.splits)
+    own = tokens.own_range(tokens.state.splits)
+    if value.size(entry.dim) != own.stop - own.start:
+        raise ValueError(
+            f"the policy says that {entry.function} gets this rank's {own.stop - own.start} tokens along dim "
+            f"{entry.dim}, but it got {tuple(value.shape)}"
+        )
+    shape = list(value.shape)
+    shape[entry.dim] = own.start
+    before = value.new_zeros(shape)
+    shape[entry.dim] = total - own.stop
+    return torch.cat([before, value, value.new_zeros(shape)], entry.dim)

@@ -1,0 +1,135 @@
+"""Attention functions in the manner of flash-attn, led to sequence-parallel attention.
+
+Models call `flash_attn_func(q, k, v, …)` on [B, S, H, D], `flash_attn_varlen_func` on packed tokens [B·S, H, D] with
+`cu_seqlens_k`, or a function of their own with the lengths of the samples (`k_lens`). All of them say the same: how
+many keys of a sample may be seen, counted from its first. Of two samples of 6 keys, the second of which has 4:
+
+    k_lens = [6, 4]            cu_seqlens_k = [0, 6, 6, 10, 12]: of each sample what is seen, then its padding
+
+Under sequence parallelism rank 0 of 2 has 3 keys of each sample, and these numbers still speak of whole samples. They
+are read as such (`Lengths`), and become a mask over all keys. Numbers that could be either are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPTIONS = {
+    "dropout": ("dropout_p", "dropout"),
+    "scale": ("softmax_scale", "scale"),
+    "causal": ("causal", "is_causal"),
+    "q_lens": ("q_lens",),
+    "k_lens": ("k_lens", "kv_lens"),
+    "cu_q": ("cu_seqlens_q",),
+    "cu_k": ("cu_seqlens_k", "cu_seqlens_kv"),
+    "dtype": ("dtype",),
+}
+"""What sequence-parallel attention knows of, by the names that functions have for it."""
+
+_FREE = ("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "deterministic", "version")
+"""Arguments that say how a kernel runs, or that follow from others."""
+
+_NOTHING = (None, False, 0, 0.0, -1, (-1, -1), [-1, -1])
+"""Values that ask for nothing: no window, no slopes, no cap."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many keys of each sample may be seen: a mask in the making."""
+
+    visible: tuple[int, ...]
+    total: int | None = None
+    """Keys of a sample with its padding, where the function was told that too."""
+
+
+def lead_to_attention(
+    original: Callable[..., Any], running: Callable[[], Callable[..., Tensor] | None]
+) -> Callable[..., Any]:
+    """`original`, which calls `running()` instead wherever that is not None.
+
+    Arguments may come by position or by name; q, k and v are the first three, [B, S, H, D] or packed [B·S, H, D].
+    ValueError for an argument that sequence-parallel attention does not have.
+    """
+    signature = inspect.signature(original)
+    rest = next((name for name, p in signature.parameters.items() if p.kind == p.VAR_KEYWORD), None)
+
+    @functools.wraps(original)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        attend = running()
+        if attend is None:
+            return original(*args, **kwargs)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given |= given.pop(rest, {}) if rest else {}
+        q, k, v = (given.pop(name) for name in list(given)[:3])
+        options = {name: _take(given, names, signature) for name, names in _OPTIONS.items()}
+        for name, value in given.items():
+            asks = isinstance(value, Tensor) or value not in _NOTHING
+            if asks and name not in _FREE:
+                shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(
+                    f"{original.__name__} got {name}={shown}, which sequence-parallel attention does not have; "
+                    "leave it out, or keep this model on one device a sequence"
+                )
+        lengths, queries = _lengths(options, "k"), _lengths(options, "q")
+        if queries is not None and options["q_lens"] is not None and len(set(queries.visible)) > 1:
+            raise ValueError(
+                f"{original.__name__} got q_lens={list(queries.visible)}; sequence-parallel attention takes samples "
+                "whose queries are all there: pad the batch to one length, and hide keys by k_lens"
+            )
+        packed = q.dim() == 3
+        if packed and lengths is None:
+            raise ValueError(f"{original.__name__} got packed tokens {tuple(q.shape)} without cu_seqlens_k")
+        dtype, asked = options["dtype"], q.dtype
+        if dtype is not None:  # as Wan's own code: what is not half already is cast for the kernel, and back
+            half = (torch.float16, torch.bfloat16)
+            q, k, v = (tensor if tensor.dtype in half else tensor.to(dtype) for tensor in (q, k, v))
+        if packed:
+            assert lengths is not None
+            q, k, v = (tensor.unflatten(0, (len(lengths.visible), -1)) for tensor in (q, k, v))
+        causal, dropout = bool(options["causal"]), options["dropout"] or 0.0
+        out = attend(q, k, v, dropout, mask=lengths, causal=causal, scale=options["scale"]).to(asked)
+        return out.flatten(0, 1) if packed else out
+
+    return kernel
+
+
+def _take(given: dict[str, Any], names: tuple[str, ...], signature: inspect.Signature) -> Any:
+    """The value given under one of the names, or the function's own default for it."""
+    for name in names:
+        if name in given:
+            return given.pop(name)
+        if name in signature.parameters and signature.parameters[name].default is not inspect.Parameter.empty:
+            return signature.parameters[name].default
+    return None
+
+
+def _lengths(options: dict[str, Any], of: str) -> Lengths | None:
+    if options[f"{of}_lens"] is not None:
+        return Lengths(_numbers(options[f"{of}_lens"]))
+    if options[f"cu_{of}"] is None:
+        return None
+    ends = _numbers(options[f"cu_{of}"])
+    segments = tuple(end - start for start, end in pairwise(ends))
+    if len(set(segments)) == 1:
+        return Lengths(segments, segments[0])
+    pairs = list(zip(segments[::2], segments[1::2], strict=False))
+    totals = {sum(pair) for pair in pairs}
+    if len(segments) % 2 or len(totals) != 1:
+        raise ValueError(
+            f"cu_seqlens_{of} packs samples of {segments} tokens; sequence-parallel attention takes samples of one "
+            "length, or each as what is seen and its padding: pad the batch"
+        )
+    return Lengths(tuple(seen for seen, _padding in pairs), totals.pop())
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Whole numbers of a list or tensor. A tensor on a GPU makes the host wait, as in the functions themselves."""
+    return tuple(int(value) for value in (values.tolist() if isinstance(values, Tensor) else values))

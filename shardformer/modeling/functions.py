@@ -1,0 +1,57 @@
+"""Functions of a model's own package, replaced while the model is sharded.
+
+`F.scaled_dot_product_attention` and module hooks do not see a function that a model's package defines or imports for
+itself: flash-attn's kernels, or a rotary embedding that is called inside attention. A policy names such functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+Function = Callable[..., Any]
+
+
+def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
+    """Replaces the function `name` by `wrap(function)` wherever the model's packages hold it; returns the undo.
+
+    The packages are those that define the classes of its modules, but for torch. `name` is a function's ("rope_apply"),
+    a method's ("RoPE3D.forward"), or a function's of any package ("flash_attn.flash_attn_func"), which the model
+    imports where it calls it. ValueError where there is none.
+    """
+    holder_name, _, attribute = name.rpartition(".")
+    package = _package_of(model)
+    if not holder_name:
+        holders = package
+    elif holder_name in sys.modules:
+        holders = [sys.modules[holder_name]]
+    else:
+        classes = (vars(each).get(holder_name) for each in package)
+        holders = list({id(cls): cls for cls in classes if isinstance(cls, type)}.values())
+    found = [(holder, vars(holder)[attribute]) for holder in holders if callable(vars(holder).get(attribute))]
+    if not found:
+        raise ValueError(
+            f"the policy names the function {name!r}, which the package of {type(model).__name__} "
+            f"({type(model).__module__}) does not have; import what defines it before shard(), or correct the name"
+        )
+    undo = ExitStack()
+    for holder, original in found:
+        setattr(holder, attribute, wrap(original))
+        undo.callback(setattr, holder, attribute, original)
+    return undo.close
+
+
+def _package_of(model: nn.Module) -> list[Any]:
+    """The modules that define the model's classes, and their siblings where they lie in a package."""
+    homes = {type(module).__module__ for module in model.modules()}
+    homes = {home for home in homes if home.split(".")[0] != "torch"}
+    packages = {home.rpartition(".")[0] for home in homes} - {""}
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name in homes or name.rpartition(".")[0] in packages
+    ]
