@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 
 import torch
@@ -49,11 +50,14 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         plan: its degrees, outermost first, are the mesh's shape.
         device_type: "cuda" or "cpu"; by default cuda where every rank of this machine has a GPU of its own (and
             the process group, where one exists, can use it).
-        timeout_s: how long a collective may wait, where this call starts torch.distributed.
+        timeout_s: how long a collective may wait, in every group of the job; by default
+            OPENSORA_ACCEL_TIMEOUT, or else torch's own (30 minutes for gloo, 10 for NCCL).
 
     Raises:
-        ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit).
+        ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), or the
+            timeout is no positive number.
     """
+    timeout = _timeout(timeout_s)
     if _meshes:
         raise ValueError(
             "init_parallel was already called in this process; call parallel_states.reset() first"
@@ -64,7 +68,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
     else:
         # Known before any rank waits for another, so that all of them fail at once.
         plan.check_world_size(int(os.environ["WORLD_SIZE"]) if _launched() else 1)
-        _start_distributed(device_type, timeout_s)
+        _start_distributed(device_type, timeout)
     mesh = init_device_mesh(device_type, plan.degrees, mesh_dim_names=MESH_AXES)
     _meshes["all"] = mesh
     for axis in MESH_AXES:
@@ -74,6 +78,9 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         _meshes[name] = mesh[axes]._flatten(name)
         _groups[name] = _meshes[name].get_group()
     _groups["tensor"] = _groups["tp"]
+    if timeout is not None:  # a group made of another one has torch's default, whatever that one's is
+        for group in _groups.values():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     return mesh
 
 
@@ -96,8 +103,22 @@ def _device_type() -> str:
     return "cuda"
 
 
-def _start_distributed(device_type: str, timeout_s: float | None) -> None:
-    timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else None
+def _timeout(timeout_s: float | None) -> datetime.timedelta | None:
+    name, value = "timeout_s", str(timeout_s)
+    if timeout_s is None:
+        name, value = "OPENSORA_ACCEL_TIMEOUT", os.environ.get("OPENSORA_ACCEL_TIMEOUT", "")
+        if not value:
+            return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} is how many seconds a collective may wait, a positive number; got {value}")
+    return datetime.timedelta(seconds=seconds)
+
+
+def _start_distributed(device_type: str, timeout: datetime.timedelta | None) -> None:
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_accel.communications.waiting import waiting
+
 logger = logging.getLogger(__name__)
 
 
@@ -132,7 +134,8 @@ class Circulation:
                 dist.P2POp(dist.irecv, received, dist.get_global_rank(self._group, of), self._group, tag)
             )
         try:
-            return dist.batch_isend_irecv(operations) if operations else []
+            with waiting("ring attention", self._group):
+                return dist.batch_isend_irecv(operations) if operations else []
         except Exception:
             self._is_broken = True
             raise
@@ -142,7 +145,8 @@ class Circulation:
         while works:
             try:
                 if not works[0].is_completed():
-                    works[0].wait()
+                    with waiting("ring attention", self._group):
+                        works[0].wait()
             except Exception:
                 self._is_broken = True  # a neighbour is gone: nothing more can be passed on
                 raise

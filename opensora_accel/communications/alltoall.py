@@ -13,6 +13,7 @@ from opensora_accel.communications.checks import check_agreement, check_dim, che
 from opensora_accel.communications.sizes import splits_of_locals, splits_of_total
 from opensora_accel.communications.traced import all_to_all_traced
 from opensora_accel.communications.transfer import Handle
+from opensora_accel.communications.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class _AllToAll:
             self._sent = self._pack(tensors, sum(send_sizes))
         self._received = tensors[0].new_empty(sum(receive_sizes))
         self._receive_sizes = receive_sizes
-        self._work = dist.all_to_all_single(
-            self._received, self._sent, receive_sizes, send_sizes, group=self.group, async_op=True
-        )
+        with waiting("all_to_all", self.group):
+            self._work = dist.all_to_all_single(
+                self._received, self._sent, receive_sizes, send_sizes, group=self.group, async_op=True
+            )
 
     def _pack(self, tensors: Sequence[Tensor], num_elements: int) -> Tensor:
         rank = self.group.rank()
@@ -91,7 +93,8 @@ class _AllToAll:
         return buffer
 
     def finish(self) -> tuple[Tensor, ...]:
-        self._work.wait()
+        with waiting("all_to_all", self.group):
+            self._work.wait()
         received = self._received
         if self._joins:
             outputs = [self._join_pieces(received)]

@@ -11,6 +11,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from opensora_accel.communications.checks import check_dim, check_group
 from opensora_accel.communications.sizes import Sizes, splits_of_local
+from opensora_accel.communications.waiting import waiting
 
 
 def exchange_halo(
@@ -46,10 +47,11 @@ def exchange_halo(
     start = sum(sizes[:rank])
     sent = torch.cat([rows[r.start - start : r.stop - start] if len(r) else rows[:0] for r in given])
     length = rows.shape[1:].numel()
-    received = all_to_all_single_autograd(
-        sent.reshape(-1), [len(r) * length for r in wanted], [len(r) * length for r in given], group
-    )
-    received = received.reshape(-1, *rows.shape[1:])
+    with waiting("exchange_halo", group):
+        received = all_to_all_single_autograd(
+            sent.reshape(-1), [len(r) * length for r in wanted], [len(r) * length for r in given], group
+        )
+        received = received.reshape(-1, *rows.shape[1:])
     before = sum(len(r) for r in wanted[:rank])
     out = torch.cat([received[:before], rows, received[before:]])
     return out.movedim(0, dim), before

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications.checks import check_agreement, check_group
+from opensora_accel.communications.waiting import waiting
 
 
 def _reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     reduced = input_.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(reduced, group=group)
+    with waiting("all_reduce", group):
+        dist.all_reduce(reduced, group=group)
     return reduced
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_accel.communications.waiting import waiting
+
 
 def all_gather_single(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(output, input_, group=group)
+    with waiting("all_gather", group):
+        function(output, input_, group=group)
 
 
 def reduce_scatter_single(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    function(output, input_, group=group)
+    with waiting("reduce_scatter", group):
+        function(output, input_, group=group)

@@ -10,6 +10,7 @@ from torch import Tensor
 from opensora_accel.communications.checks import check_agreement, check_dim, check_group
 from opensora_accel.communications.sizes import splits_of_local
 from opensora_accel.communications.transfer import Handle
+from opensora_accel.communications.waiting import waiting
 
 
 class _RingExchange:
@@ -29,16 +30,19 @@ class _RingExchange:
         shape = list(tensor.shape)
         shape[self.dim] = self.splits[source]
         self._sent, self._received = tensor.contiguous(), tensor.new_empty(shape)
-        self._work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, dist.get_global_rank(self.group, target), self.group),
-                dist.P2POp(dist.irecv, self._received, dist.get_global_rank(self.group, source), self.group),
-            ]
-        )
+        to, of = (dist.get_global_rank(self.group, each) for each in (target, source))
+        with waiting("ring_exchange", self.group):
+            self._work = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._sent, to, self.group),
+                    dist.P2POp(dist.irecv, self._received, of, self.group),
+                ]
+            )
 
     def finish(self) -> tuple[Tensor, ...]:
-        for work in self._work:
-            work.wait()
+        with waiting("ring_exchange", self.group):
+            for work in self._work:
+                work.wait()
         received = self._received
         del self._sent, self._received, self._work
         return (received,)

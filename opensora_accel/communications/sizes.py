@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opensora_accel.communications.checks import debug_enabled
 from opensora_accel.communications.renamed import all_gather_single
+from opensora_accel.communications.waiting import report_failure
 
 
 def share_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
@@ -123,8 +124,12 @@ def splits_of_locals(
 
 def _check_local(local_size: int, splits: Sizes, group: dist.ProcessGroup, dim: int) -> Sizes:
     if splits[group.rank()] != local_size:
-        raise ValueError(
+        message = (
             f"splits={splits} give rank {group.rank()} a size of {splits[group.rank()]} in dim {dim}, "
             f"but its tensor has {local_size}"
         )
+        report_failure(
+            message
+        )  # the other ranks' tensors may be of the right size: they will wait for this one
+        raise ValueError(message)
     return splits
