@@ -5,22 +5,25 @@ Importing this package starts nothing: no process group, no device query, no env
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from opensora_accel.plan import Plan
 
 if TYPE_CHECKING:
+    from opensora_accel.aliases import install_as
     from opensora_accel.parallel_states import init_parallel
 
-__all__ = ["Plan", "__version__", "init_parallel"]
+__all__ = ["Plan", "__version__", "init_parallel", "install_as"]
 
 __version__ = "0.1.0"
 
 
+_LAZY = {"init_parallel": "opensora_accel.parallel_states", "install_as": "opensora_accel.aliases"}
+
+
 def __getattr__(name: str) -> Any:
     """`init_parallel` brings torch, a second that commands which need none should not wait for."""
-    if name != "init_parallel":
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from opensora_accel.parallel_states import init_parallel
-
-    return init_parallel
+    return getattr(importlib.import_module(_LAZY[name]), name)

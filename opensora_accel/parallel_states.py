@@ -33,6 +33,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+if __name__ != "opensora_accel.parallel_states":
+    raise ImportError(
+        f"{__name__} would be a second registry of process groups beside opensora_accel.parallel_states; in place of a "
+        'line in sys.modules call opensora_accel.install_as("opensora.acceleration")'
+    )
+
 _COMPOSED_AXES = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES}
 _GROUP_NAMES = (*_COMPOSED_AXES, "tensor", *MESH_AXES)
 

@@ -24,7 +24,7 @@ from opensora_accel.parallel_states import get_parallel_group, has_parallel_grou
 
 
 class _Alone:
-    """In place of a ring that nobody made: where a sequence group is registered without axes, it is all ulysses."""
+    """In place of an axis that nobody made: where a sequence group is registered without axes, it is one of them."""
 
     def size(self) -> int:
         return 1
@@ -57,9 +57,14 @@ class SequenceGroups:
             )
         return cls(mesh.get_group("ring"), mesh.get_group("ulysses"))
 
+    @classmethod
+    def all_ring(cls, group: dist.ProcessGroup) -> SequenceGroups:
+        """The whole sequence group as a ring."""
+        return cls(group, cast(dist.ProcessGroup, _Alone()))
+
     @property
     def inner_first(self) -> list[dist.ProcessGroup]:
-        return [self.ulysses] if isinstance(self.ring, _Alone) else [self.ulysses, self.ring]
+        return [group for group in (self.ulysses, self.ring) if not isinstance(group, _Alone)]
 
     def of_ulysses(self, splits: Sizes) -> Sizes:
         """Sizes within this rank's ulysses group, of those of all ranks."""

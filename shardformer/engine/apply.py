@@ -144,8 +144,14 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     if plan.sequence == 1:
         return None
     group = _registered("sequence", get_sequence_parallel_group(), plan.sequence)
-    if plan.ring > 1 or has_parallel_group("ring"):
+    if has_parallel_group("ring"):
         _check_axes(plan)
+    elif plan.ring > 1 and plan.ulysses > 1:
+        raise ValueError(
+            f"the plan has ring={plan.ring} and ulysses={plan.ulysses}, but only their sequence group is registered, "
+            "which does not tell who is on which axis; call opensora_accel.init_parallel(plan) (under ColossalAI "
+            "shardformer.colossalai.register_groups(plugin), which has one axis), or put all ranks on one of them"
+        )
     return group
 
 
@@ -170,7 +176,7 @@ def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.P
 
 
 def _check_axes(plan: Plan) -> None:
-    """Both axes must be registered as the plan has them: a sequence group alone does not tell who is on which."""
+    """Both axes must be registered as the plan has them."""
     for axis in ("ring", "ulysses"):
         size = get_parallel_group(axis).size()
         if size != getattr(plan, axis):

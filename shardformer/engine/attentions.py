@@ -15,6 +15,7 @@ from opensora_accel.attention import gathered_attention, joint_attention, ulysse
 from opensora_accel.attention.overlap import OverlapWatch
 from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
+from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import redirect_attention
@@ -75,7 +76,10 @@ class _Kernels:
     """A plan's attentions, over the groups that are registered when the model is sharded."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup):
-        self._group, self._axes = group, SequenceGroups.of(None)
+        self._group = group
+        # A sequence group that somebody else registered is all ring or all ulysses, as the plan says.
+        is_ring = plan.ring == plan.sequence and not has_parallel_group("ring")
+        self._axes = SequenceGroups.all_ring(group) if is_ring else SequenceGroups.of(None)
         self._watch = OverlapWatch(self._axes.ring, plan.ulysses) if plan.ring > 1 else None
 
     def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

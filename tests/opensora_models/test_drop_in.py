@@ -1,5 +1,7 @@
-"""A loop written for Open-Sora runs by changing its imports: by hand, and with `shard` in place of its own splits."""
+"""A loop written for Open-Sora runs as it stands: by hand, and with `shard` in place of its own splits."""
 
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import opensora_accel
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.checkpoint import set_grad_checkpoint
@@ -19,13 +22,55 @@ SOURCE = Path(__file__).with_name("training_step.py")
 
 
 def theirs():
-    """The module, with its imports changed: `opensora.acceleration` is this package, its shardformer ours."""
-    source = SOURCE.read_text(encoding="utf-8")
-    source = source.replace("opensora.acceleration.shardformer", "shardformer")
-    source = source.replace("opensora.acceleration", "opensora_accel")
+    """The module as it stands: `opensora.acceleration` is this package from one line on."""
+    opensora_accel.install_as("opensora.acceleration")
     module = types.ModuleType("training_step")
-    exec(compile(source, str(SOURCE), "exec"), module.__dict__)
+    exec(compile(SOURCE.read_text(encoding="utf-8"), str(SOURCE), "exec"), module.__dict__)
     return module
+
+
+ALIASES = """
+import opensora_accel
+opensora_accel.install_as("opensora.acceleration")
+opensora_accel.install_as("opensora.acceleration")  # twice is once
+import opensora.acceleration, opensora_accel.parallel_states, shardformer.policy.t5_encoder
+from opensora.acceleration import checkpoint, communications, parallel_states
+from opensora.acceleration.shardformer.policy import t5_encoder
+assert opensora.acceleration is opensora_accel and parallel_states is opensora_accel.parallel_states
+assert t5_encoder is shardformer.policy.t5_encoder
+assert parallel_states.__spec__.name == parallel_states.__name__ == "opensora_accel.parallel_states"
+try:
+    import opensora.acceleration.nothing
+except ModuleNotFoundError as error:
+    assert "opensora.acceleration.nothing" in str(error)
+else:
+    raise AssertionError("a module that nobody has was found")
+"""
+
+BY_HAND = """
+import sys, types, opensora_accel
+sys.modules["opensora"] = types.ModuleType("opensora")
+sys.modules["opensora.acceleration"] = opensora_accel
+try:
+    import opensora.acceleration.parallel_states
+except ImportError as error:
+    assert 'opensora_accel.install_as("opensora.acceleration")' in str(error), error
+else:
+    raise AssertionError("a second registry was made")
+try:
+    opensora_accel.install_as("opensora.acceleration")
+except ValueError as error:
+    assert "opensora.acceleration was imported already" in str(error), error
+else:
+    raise AssertionError("modules were hidden")
+"""
+
+
+@pytest.mark.parametrize("script", [ALIASES, BY_HAND], ids=["aliases", "by hand"])
+def test_one_line_gives_the_package_open_soras_name(script):
+    """By modules that are this package's own, and not copies with a registry of their own."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def block_inputs(model):
@@ -61,7 +106,7 @@ def by_hand():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_step_by_hand_runs_with_the_import_changed(ranks, num_ranks):
+def test_a_step_by_hand_runs_as_it_stands(ranks, num_ranks):
     """Also on 2 ranks for 3 heads and 15 places, where the original refuses."""
     assert max(ranks(num_ranks, by_hand)) < RELATIVE[torch.float64]
 

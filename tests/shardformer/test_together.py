@@ -267,21 +267,34 @@ def test_a_sharded_model_within_another(ranks):
         assert max(found.values()) < EXACT
 
 
-def with_a_group_and_no_axes(name):
-    """Open-Sora's way: its setters, and no mesh of ours."""
+def with_a_group_and_no_axes(name, plan):
+    """Open-Sora's way, and ColossalAI's: setters, and no mesh of ours."""
     everyone = dist.new_group(range(dist.get_world_size()))
     parallel_states.set_sequence_parallel_group(everyone)
     parallel_states.set_mixed_parallel_group(everyone)
     case, inputs = CASES[name], in_double(CASES[name].inputs())
     expected = step(fp64_model(case), case, inputs)
-    model = shardformer.shard(fp64_model(case), Plan(ulysses=2))
+    model = shardformer.shard(fp64_model(case), plan)
     return compare(step(model, case, inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "STDiT3", "LTX-2"])
-def test_a_sequence_group_alone_is_enough_for_ulysses(ranks, name):
-    for found in ranks(2, with_a_group_and_no_axes, name):
+@pytest.mark.parametrize("plan", [Plan(ulysses=2), Plan(ring=2)], ids=["ulysses", "ring"])
+def test_a_sequence_group_alone_is_enough_for_one_axis(ranks, name, plan):
+    for found in ranks(2, with_a_group_and_no_axes, name, plan):
         assert max(found.values()) < EXACT
+
+
+def with_a_group_for_two_axes():
+    parallel_states.set_sequence_parallel_group(dist.new_group(range(dist.get_world_size())))
+    with pytest.raises(
+        ValueError, match=r"only their sequence group is registered.*register_groups\(plugin\)"
+    ):
+        shardformer.shard(CASES["Wan"].make(), Plan(ring=2, ulysses=2))
+
+
+def test_a_sequence_group_alone_is_not_enough_for_two(ranks):
+    ranks(4, with_a_group_for_two_axes)
 
 
 def sent(name):
