@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from opensora_accel.checkpoint import carried, carrying
+from shardformer.engine.agreement import Agreement
+from shardformer.engine.boundaries import uncompiled
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_still_there
 
@@ -23,9 +26,13 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
     `hooked`: the modules that a policy names, by their paths.
     """
     running = ExitStack()
+    agreement = Agreement(tokens.group)
+    check_agreement = uncompiled(agreement.check)
+    signature = inspect.signature(model.forward)
 
-    def begin(*_: Any) -> None:
+    def begin(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_still_there(model, hooked)
+        check_agreement(model, signature.bind(*args, **kwargs).arguments)
         running.close()  # of a forward that another hook of the model ended
         tokens.begin()
         running.enter_context(tokens.as_running())
@@ -39,7 +46,7 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
 
     # Also after an exception, so that the next forward does not meet this one's state.
     hooks = [
-        model.register_forward_pre_hook(begin, prepend=True),
+        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
         model.register_forward_hook(end, always_call=True),
     ]
 

@@ -1,0 +1,135 @@
+"""Whether the ranks that share a sample really have the same one.
+
+Ranks of a sequence group each hold a part of one clip. Where a loop seeds by RANK, they hold parts of different clips,
+or of different noise: the loss looks as always, and every gradient is wrong. So in a model's first forwards, and in all
+of them with OPENSORA_ACCEL_DEBUG=1, its inputs are compared within the group, and in the first one its weights.
+
+What is compared of a tensor x are its norm and the projections cos(k·i)·x / ‖x‖ for four numbers k. Other noise moves a
+projection by about 1; encoders that round otherwise on another GPU move it by about their rounding, which must not be
+an error. Few or whole numbers, as timesteps are, have to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opensora_accel.communications.checks import debug_enabled
+from opensora_accel.communications.waiting import waiting
+
+NUM_COMPARED_FORWARDS = 3
+
+_FREQUENCIES = (1.0, math.sqrt(2), math.sqrt(3), math.sqrt(5))
+_FEW, _TOLERANCE, _TOLERANCE_OF_FEW = 64, 0.05, 1e-6
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Numbers that two ranks must have alike, to a tolerance (absolute, and relative for large ones)."""
+
+    numbers: tuple[float, ...]
+    tolerance: float
+
+    def agrees(self, other: Summary | None) -> bool:
+        if other is None or len(self.numbers) != len(other.numbers):
+            return False
+        return all(
+            math.isclose(a, b, rel_tol=self.tolerance, abs_tol=self.tolerance)
+            or (math.isnan(a) and math.isnan(b))
+            for a, b in zip(self.numbers, other.numbers, strict=True)
+        )
+
+
+class Agreement:
+    """Compares a model's inputs within its sequence group, in its first forwards."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._num_forwards = 0
+
+    def check(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """ValueError, on every rank of the group, where one of them has other inputs or weights.
+
+        Communication: one gather of a few numbers a tensor, in the forwards that are compared.
+        """
+        number, self._num_forwards = self._num_forwards, self._num_forwards + 1
+        if number >= NUM_COMPARED_FORWARDS and not debug_enabled():
+            return
+        values = dict(_values("", inputs))
+        if not all(_is_real(value) for value in values.values() if isinstance(value, Tensor)):
+            return
+        # Not part of what the step computes: who records its operations or communication should not meet this.
+        with _disable_current_modes(), torch.no_grad():
+            mine = {f"input {name}": _summary(value) for name, value in values.items()}
+            if number == 0:
+                mine |= {f"weight {name}": _sums(p) for name, p in model.named_parameters() if _is_real(p)}
+            everyone: list[Any] = [None] * self._group.size()
+            with waiting("the comparison of inputs", self._group):
+                dist.all_gather_object(everyone, mine, group=self._group)
+        self._compare(model, everyone)
+
+    def _compare(self, model: nn.Module, everyone: list[dict[str, Summary]]) -> None:
+        names = list(dict.fromkeys(name for each in everyone for name in each))
+        first = everyone[0]
+        for rank, theirs in enumerate(everyone):
+            differing = [
+                name for name in names if name not in first or not first[name].agrees(theirs.get(name))
+            ]
+            if not differing:
+                continue
+            ranks = dist.get_process_group_ranks(self._group)
+            kind, _, name = differing[0].partition(" ")
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            remedy = (
+                "Load or initialise the same weights on all of them"
+                if kind == "weight"
+                else "Ranks of a sequence group share a sample: draw samples, noise and timesteps by "
+                "parallel_states.get_data_parallel_group().rank(), and not by the global rank"
+            )
+            raise ValueError(
+                f"rank {ranks[0]} and rank {ranks[rank]} of a sequence group called {type(model).__name__} with "
+                f"different {'weights' if kind == 'weight' else 'inputs'}: {name}{more}. {remedy}"
+            )
+
+
+def _values(name: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:
+    """Tensors and numbers among the arguments, by a name that says where they are."""
+    if isinstance(value, (Tensor, int, float)):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _values(f"{name}.{key}" if name else str(key), item)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _values(f"{name}[{index}]", item)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """No fake one, no share of one, none that a compiler traces."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def _summary(value: Tensor | float) -> Summary:
+    if not isinstance(value, Tensor):
+        return Summary((float(value),), _TOLERANCE_OF_FEW)
+    flat = (torch.view_as_real(value) if value.is_complex() else value).flatten()
+    if flat.numel() <= _FEW or not flat.is_floating_point():
+        few = torch.cat([flat[:_FEW].double(), flat.double().sum()[None]])
+        return Summary((flat.numel(), *few.tolist()), _TOLERANCE_OF_FEW)
+    wide = flat.float()
+    norm, index = wide.norm(), torch.arange(wide.numel(), device=wide.device, dtype=wide.dtype)
+    projections = [torch.dot((index * k).cos(), wide) / norm.clamp_min(1e-30) for k in _FREQUENCIES]
+    return Summary((flat.numel(), *torch.stack([norm.log(), *projections]).tolist()), _TOLERANCE)
+
+
+def _sums(weight: Tensor) -> Summary:
+    flat = (torch.view_as_real(weight) if weight.is_complex() else weight).flatten()
+    sums = [flat.sum(dtype=torch.float64), flat.abs().sum(dtype=torch.float64)]
+    return Summary(tuple(torch.stack(sums).tolist()), _TOLERANCE_OF_FEW)

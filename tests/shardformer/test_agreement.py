@@ -1,0 +1,106 @@
+"""Ranks of a sequence group that do not have the same sample, noise, timestep or weights are told so at once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.verify.communication import Recorder
+from shardformer.engine.agreement import NUM_COMPARED_FORWARDS, _summary
+from tests.models import wan, wan_inputs
+
+
+def sharded():
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    return shardformer.shard(wan(torch.float32), plan), wan_inputs(torch.float32)
+
+
+def told(call):
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+def with_different(what):
+    model, inputs = sharded()
+    if dist.get_rank() == 1:
+        if what == "weights":
+            torch.nn.init.ones_(model.blocks[1].ffn.net[2].bias)
+        elif what == "timestep":
+            inputs["timestep"] = inputs["timestep"] + 1
+        elif what == "noise":
+            inputs["hidden_states"] = inputs["hidden_states"] + 0.5 * torch.randn_like(
+                inputs["hidden_states"]
+            )
+        elif what == "length":
+            inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :5]
+        elif what == "absent":
+            del inputs["encoder_hidden_states"]
+            inputs["encoder_hidden_states"] = None
+    return told(lambda: model(**inputs))
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("noise", "inputs: hidden_states"),
+        ("timestep", "inputs: timestep"),
+        ("length", "inputs: encoder_hidden_states"),
+        ("absent", "inputs: encoder_hidden_states"),
+        ("weights", "weights: blocks.1.ffn.net.2.bias"),
+    ],
+)
+def test_every_rank_hears_what_differs(ranks, what, name):
+    for message in ranks(2, with_different, what):
+        assert (
+            "rank 0 and rank 1 of a sequence group called WanTransformer3DModel with different " + name
+            in message
+        )
+        assert ("get_data_parallel_group().rank()" in message) != (what == "weights")
+
+
+def after_the_first_steps(debug):
+    model, inputs = sharded()
+    with torch.no_grad():
+        for _ in range(NUM_COMPARED_FORWARDS):
+            model(**inputs)
+        if dist.get_rank() == 1:
+            inputs["timestep"] = inputs["timestep"] + 1
+        if not debug:
+            model(**inputs)  # not looked at any more
+            return ""
+        return told(lambda: model(**inputs))
+
+
+def test_every_step_is_compared_in_debug_mode_and_the_first_ones_always(ranks):
+    assert ranks(2, after_the_first_steps, False) == ["", ""]
+    for message in ranks(2, after_the_first_steps, True, env={"OPENSORA_ACCEL_DEBUG": "1"}):
+        assert "different inputs: timestep" in message
+
+
+def recorded():
+    model, inputs = sharded()
+    seen = []
+    for _ in range(NUM_COMPARED_FORWARDS + 1):
+        with Recorder() as recorder, torch.no_grad():
+            model(**inputs)
+        seen.append([call.kind for call in recorder.calls])
+    return seen
+
+
+def test_the_comparison_is_no_part_of_what_a_step_communicates(ranks):
+    for seen in ranks(2, recorded):
+        assert len(seen[0]) > 2 and all(each == seen[0] for each in seen)
+
+
+def test_rounding_is_no_difference_and_other_noise_is():
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((65,), (2, 16, 5, 6, 10), (300, 1000)):
+        x, other = (torch.randn(shape, generator=generator) for _ in range(2))
+        assert _summary(x).agrees(_summary(x.bfloat16()))
+        assert not _summary(x).agrees(_summary(other))
+        assert not _summary(x).agrees(_summary(x.flip(0)))
+    assert not _summary(torch.tensor([500.0])).agrees(_summary(torch.tensor([501.0])))
+    assert _summary(torch.full((100,), torch.nan)).agrees(_summary(torch.full((100,), torch.nan)))
