@@ -15,7 +15,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.fp64 import LiftOperations
 from shardformer.tensor_parallel import full_tensor
-from tests.tolerances import relative_error
+from tests.tolerances import relative_errors
 from tests.video_models import CASES
 from tests.video_models.case import Case, Inputs
 
@@ -43,17 +43,7 @@ def compare(found: Found, expected: Found) -> dict[str, float]:
     for name in sorted(name for name in found if not name.startswith("output ")):
         dist.all_reduce(found[name], group=group)
         found[name] /= group.size()
-    largest = max(grad.abs().max().item() for grad in expected.values())
-    return {name: relative_to_largest(found[name], value, largest) for name, value in expected.items()}
-
-
-def relative_to_largest(found: Tensor, expected: Tensor, largest: float) -> float:
-    """The relative error; where what is expected is zero but for rounding, as a share of the model's largest."""
-    if expected.abs().max() > 1e-9 * largest:
-        return relative_error(found, expected)
-    if found.shape != expected.shape or not found.isfinite().all():
-        return float("inf")
-    return (found - expected).abs().max().item() / largest
+    return relative_errors(found, expected)
 
 
 def fp64_model(case: Case) -> nn.Module:

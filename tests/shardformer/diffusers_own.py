@@ -8,7 +8,8 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.verify.fp64 import LiftOperations
 from opensora_accel.verify.on_cpu import accelerator_stand_ins
-from tests.shardformer.conformance import fp64_model, in_double, relative_to_largest, step
+from tests.shardformer.conformance import fp64_model, in_double, step
+from tests.tolerances import relative_error
 from tests.video_models.even import EVEN
 
 
@@ -41,12 +42,12 @@ def theirs(name: str, plan: Plan) -> dict[str, float]:
     errors = {}
     for key, value in expected.items():
         if key.startswith("output "):
-            errors[key] = relative_to_largest(found[key], value, largest)
+            errors[key] = relative_error(found[key], value, largest)
             continue
         total = found[key].clone()
         dist.all_reduce(total)
         ways = (total, total / plan.sequence)
-        errors[key] = min(relative_to_largest(way, value, largest) for way in ways)
+        errors[key] = min(relative_error(way, value, largest) for way in ways)
     return errors
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import opensora_accel
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.verify.fp64 import LiftOperations
@@ -22,7 +24,7 @@ from shardformer.policy.base import NormSwap, Policy
 from shardformer.policy.t5_encoder import T5EncoderPolicy
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.shardformer.test_t5 import encoder
-from tests.tolerances import RELATIVE
+from tests.tolerances import RELATIVE, relative_errors
 from tests.video_models import CASES
 
 needs_colossalai = pytest.mark.skipif(
@@ -205,12 +207,7 @@ def updates(name, plan, boosted):
 def booster_errors(name, plan):
     with LiftOperations():
         expected, found = updates(name, plan, boosted=False), updates(name, plan, boosted=True)
-    largest = max(update.abs().max() for update in expected.values())
-    errors = {
-        # A bias that softmax cancels moves by rounding alone.
-        key: ((found[key] - value).abs().max() / max(value.abs().max(), 1e-6 * largest)).item()
-        for key, value in expected.items()
-    }
+    errors = relative_errors(found, expected)
     groups = [
         parallel_states.get_parallel_group(name).size() for name in ("data", "sequence", "mixed", "tensor")
     ]
@@ -292,6 +289,7 @@ def test_what_cannot_be_done_is_refused_before_the_model_changes(ranks):
 LAUNCHED = """
 import colossalai, os, sys, torch
 colossalai.launch_from_torch()
+import opensora_accel
 import shardformer
 from opensora_accel import Plan, init_parallel
 from tests.video_models import CASES
@@ -341,3 +339,29 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def zero_with_sequence_ranks():
+    """Open-Sora's plugin, made as its training script does, and its groups in our registry."""
+    opensora_accel.install_as("opensora.acceleration")
+    from opensora.acceleration.plugin import ZeroSeqParallelPlugin
+
+    plugin = ZeroSeqParallelPlugin(sp_size=2, stage=2, precision="fp32", max_norm=1.0)
+    register_groups(plugin)
+    loader = plugin.prepare_dataloader(list(range(8)), batch_size=2, shuffle=True)
+    same = [torch.stack(list(loader)).tolist()]
+    dist.all_gather_object(everyone := [None] * 4, same)
+    with pytest.raises(ValueError, match="sp_size must divide the 4 ranks; got 3"):
+        ZeroSeqParallelPlugin(sp_size=3)
+    groups = (parallel_states.get_sequence_parallel_group(), parallel_states.get_data_parallel_group())
+    mixed = parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)
+    return [dist.get_process_group_ranks(group) for group in (*groups, mixed)], everyone
+
+
+@needs_colossalai
+def test_open_soras_plugin_has_groups_and_batches_of_sequence_ranks(ranks):
+    """ZeRO itself does not run on a CPU."""
+    for rank, ((sequence, data, mixed), batches) in enumerate(ranks(4, zero_with_sequence_ranks)):
+        assert sequence == [rank // 2 * 2, rank // 2 * 2 + 1] and data == [rank % 2, rank % 2 + 2]
+        assert mixed == [0, 1, 2, 3]
+        assert batches[0] == batches[1] and batches[2] == batches[3] and batches[0] != batches[2]

@@ -16,9 +16,9 @@ from shardformer.policy import UNSUPPORTED, find_policy, model_names
 from tests.models import wan, wan_inputs
 from tests.opensora_models import stdit3
 from tests.opensora_models.stdit3 import v13
-from tests.shardformer.conformance import errors, fp64_model, in_double, relative_to_largest, step
+from tests.shardformer.conformance import errors, fp64_model, in_double, step
 from tests.shardformer.test_engine import traces
-from tests.tolerances import RELATIVE, relative_error
+from tests.tolerances import RELATIVE, relative_error, relative_errors
 from tests.video_models import CASES
 
 # tools/check_policies.py tries more of them. Here each is one of a kind: the model's own checkpointing, more ranks than
@@ -68,8 +68,7 @@ def test_the_mlps_of_every_policy_run_in_chunks(parallel_registry):
         with LiftOperations():
             expected = step(fp64_model(case), case, inputs)
             found = step(shardformer.shard(fp64_model(case), plan), case, inputs)
-        largest = max(value.abs().max().item() for value in expected.values())
-        worst = max(relative_to_largest(found[key], value, largest) for key, value in expected.items())
+        worst = max(relative_errors(found, expected).values())
         assert worst < RELATIVE[torch.float64], name
     assert len(seen) > 20
 

@@ -37,7 +37,7 @@ from shardformer.tensor_parallel.plan import plan_region
 from tests.attention.counting import counted
 from tests.opensora_models import mmdit, mmdit_inputs
 from tests.shardformer.test_t5 import encoder
-from tests.tolerances import RELATIVE, relative_error
+from tests.tolerances import RELATIVE, relative_error, relative_errors
 
 EXACT = RELATIVE[torch.float64]
 
@@ -74,7 +74,9 @@ def step(model, inputs):
 def worst(actual, expected):
     """The largest relative error, with its name."""
     assert actual.keys() == expected.keys()
-    return max(((relative_error(actual[n], expected[n]), n) for n in expected), key=lambda pair: pair[0])
+    return max(
+        ((error, n) for n, error in relative_errors(actual, expected).items()), key=lambda pair: pair[0]
+    )
 
 
 def whole(model, found):

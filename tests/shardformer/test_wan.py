@@ -10,7 +10,7 @@ from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.verify import lift_casts
 from tests.attention.counting import counted
 from tests.models import wan, wan_inputs
-from tests.tolerances import RELATIVE, relative_error
+from tests.tolerances import RELATIVE, relative_error, relative_errors
 
 
 def step(model, inputs):
@@ -79,8 +79,7 @@ def compared(plan, options, use_diffusers_checkpointing=False):
         "output": relative_error(prediction, expected[0]),
         "input": relative_error(input_grad, expected[1]),
     }
-    for name, grad in grads.items():
-        errors[name] = relative_error(grad, expected[2][name])
+    errors |= relative_errors(grads, expected[2])
     return max(errors.items(), key=lambda item: item[1])
 
 
@@ -175,7 +174,7 @@ def two_sizes_in_flight(own_checkpointing):
         sum(outs).backward()
         grads.append({n: p.grad for n, p in model.named_parameters()})
     average(grads[1].values(), dist.group.WORLD)
-    return max(relative_error(grads[1][n], g) for n, g in grads[0].items())
+    return max(relative_errors(grads[1], grads[0]).values())
 
 
 @pytest.mark.parametrize("own_checkpointing", [False, True])
@@ -201,7 +200,7 @@ def sharded_parameters(plan):
     prediction = model(**mine, return_dict=False)[0]
     (prediction - target[2 * data_rank : 2 * data_rank + 2]).square().mean().backward()
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return max(relative_error(grads[n], g) for n, g in expected.items())
+    return max(relative_errors(grads, expected).values())
 
 
 @pytest.mark.parametrize(
