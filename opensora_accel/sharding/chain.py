@@ -15,15 +15,14 @@ from opensora_accel.sharding.cost import (
     Balance,
     Collective,
     Link,
-    bytes_left,
     einsum_flops,
+    local_sizes,
     num_elements,
-    num_shares,
     redistribution,
 )
 from opensora_accel.sharding.einsum import derive
-from opensora_accel.sharding.equation import Equation, Labels
-from opensora_accel.sharding.placement import Invariant, Partial, Placement, Shard, dual
+from opensora_accel.sharding.equation import Equation, Labels, refuse_repeats
+from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard, dual
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,14 @@ class Move:
     backward: Collective | None
 
 
+@dataclass(frozen=True)
+class Left:
+    """What no step does, and has to be done: terms at the end, and gradients in terms of what every rank holds."""
+
+    what: str
+    collective: Collective
+
+
 class Chain:
     """`degrees`: ranks by mesh axis. `sizes`: of the labels, for bytes and FLOPs, which are 0 without them."""
 
@@ -69,6 +76,7 @@ class Chain:
 
     def tensor(self, name: str, labels: str, **placements: Placement) -> str:
         """An input or a parameter; Invariant on the axes that are not named."""
+        refuse_repeats(tuple(labels), f"{name}[{labels}]")
         for axis, placement in placements.items():
             if axis not in self.degrees:
                 raise ValueError(f"{name}: there is no axis {axis!r}; the axes are {', '.join(self.degrees)}")
@@ -89,6 +97,11 @@ class Chain:
     def map(self, name: str, operand: str, along: str = "") -> str:
         """A function that is not linear: of every number alone, or (`along`) of whole rows, as softmax and norms."""
         node = self._get(operand, name)
+        for label in along:
+            if label not in node.labels:
+                raise ValueError(
+                    f"{name}: {operand}[{''.join(node.labels)}] has no label {label!r} to run along"
+                )
         for axis, placement in node.placements.items():
             if isinstance(placement, Partial):
                 raise ValueError(
@@ -117,6 +130,13 @@ class Chain:
         node = self._get(operand, name)
         if len(labels) != len(node.labels):
             raise ValueError(f"{name}: {operand} has {len(node.labels)} labels; got {labels!r}")
+        refuse_repeats(tuple(labels), f"{name}[{labels}]")
+        for old, label in zip(node.labels, labels, strict=True):
+            if self._sizes is not None and self._size(old) != self._size(label):
+                raise ValueError(
+                    f"{name}: {old!r} of {operand} is {self._size(old)} and {label!r} is {self._size(label)}; a rename "
+                    "changes letters and no sizes"
+                )
         new = dict(zip(node.labels, labels, strict=True))
         placed = {
             axis: Shard(new[p.label]) if isinstance(p, Shard) else p for axis, p in node.placements.items()
@@ -133,10 +153,8 @@ class Chain:
             if isinstance(after, Shard) and after.label not in node.labels:
                 raise ValueError(f"{name}: {operand}[{''.join(node.labels)}] has no label {after.label!r}")
             before = placed.pop(axis)
-            size_bytes = self._bytes_left(node.labels, placed)
-            degree = self.degrees[axis]
-            forward = redistribution(before, after, axis, degree, size_bytes)
-            backward = redistribution(dual(after), dual(before), axis, degree, size_bytes)
+            forward = self._redistribution(before, after, axis, node.labels, placed)
+            backward = self._redistribution(dual(after), dual(before), axis, node.labels, placed)
             self.moves.append(Move(operand, axis, before, after, forward, backward))
             placed[axis] = after
         ordered = {axis: placed[axis] for axis in self.degrees}
@@ -151,9 +169,29 @@ class Chain:
         return self._sizes is not None
 
     @property
+    def left(self) -> list[Left]:
+        """To be done besides the moves that the chain names."""
+        used = {operand for node in self.nodes.values() for operand in node.operands}
+        found = []
+        for node in self.nodes.values():
+            for axis, placement in node.placements.items():
+                others = {other: placed for other, placed in node.placements.items() if other != axis}
+                if node.name not in used and isinstance(placement, Partial):
+                    what = f"{node.name} is left in terms over {axis}: forward"
+                elif node.operation == "tensor" and node.name in used and isinstance(placement, Replicate):
+                    what = f"{node.name} is R over {axis}, and its gradient comes in terms: backward"
+                else:
+                    continue
+                reduced = self._redistribution(Partial(), Replicate(), axis, node.labels, others)
+                assert reduced is not None
+                found.append(Left(what, reduced))
+        return found
+
+    @property
     def collectives(self) -> list[Collective]:
         """Of forward and backward."""
-        return [each for move in self.moves for each in (move.forward, move.backward) if each is not None]
+        moved = [each for move in self.moves for each in (move.forward, move.backward) if each is not None]
+        return [*moved, *(left.collective for left in self.left)]
 
     @property
     def sent_bytes(self) -> float:
@@ -177,15 +215,26 @@ class Chain:
         self.nodes[node.name] = node
         return node.name
 
-    def _bytes_left(self, labels: Labels, placements: Mapping[str, Placement]) -> int:
+    def _size(self, label: str) -> int:
+        assert self._sizes is not None
+        return self._sizes[label]
+
+    def _redistribution(
+        self, before: Placement, after: Placement, axis: str, labels: Labels, others: Mapping[str, Placement]
+    ) -> Collective | None:
+        """Of a tensor that lies so on the other axes."""
+        degree = self.degrees[axis]
         if self._sizes is None:
-            return 0
-        size_bytes = num_elements(labels, self._sizes) * self.element_bytes
-        return bytes_left(size_bytes, placements, self.degrees)
+            return redistribution(before, after, axis, degree, 0)
+        sizes = {label: self._size(label) for label in labels}
+        left = local_sizes(sizes, [others], {other: self.degrees[other] for other in others})
+        return redistribution(
+            before, after, axis, degree, num_elements(labels, left) * self.element_bytes, left
+        )
 
     def _count(self, equation: Equation, nodes: Sequence[Node]) -> None:
         """FLOPs of one rank, forward and backward: two einsums more, where both operands want a gradient."""
         if self._sizes is None:
             return
-        shares = num_shares([node.placements for node in nodes], self.degrees)
-        self.flops += 3 * einsum_flops(equation, self._sizes) / shares
+        left = local_sizes(self._sizes, [node.placements for node in nodes], self.degrees)
+        self.flops += 3 * einsum_flops(equation, left)

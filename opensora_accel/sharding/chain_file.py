@@ -14,6 +14,7 @@ out = add x y
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def _numbers(text: str) -> dict[str, int]:
         name, _, value = item.partition("=")
         if not name or not value.isdigit() or int(value) < 1:
             raise ValueError(f"{item!r} is no NAME=NUMBER")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
         found[name] = int(value)
     return found
 
@@ -74,7 +77,8 @@ def _add_step(chain: Chain, text: str) -> None:
         )
     name, labels, operation = match["name"], match["labels"], match["operation"]
     if operation is None:
-        chain.tensor(name, _needed(labels, name), **_placements(match["placed"].split()))
+        needed = _needed(labels, name)
+        chain.tensor(name, needed, **_placements(match["placed"].split(), needed))
         return
     words = match["rest"].split()
     if operation == "einsum":
@@ -84,7 +88,9 @@ def _add_step(chain: Chain, text: str) -> None:
     elif operation == "add":
         chain.add(name, *words)
     elif operation == "move":
-        chain.move(name, words[0], **_placements(words[1:]))
+        operand = _one(words[:1], operation)
+        known = chain.nodes[operand].labels if operand in chain.nodes else ()
+        chain.move(name, operand, **_placements(words[1:], known))
     elif operation == "map":
         operand, _, along = match["rest"].partition(" along ")
         chain.map(name, _one(operand.split(), operation), along.strip())
@@ -104,13 +110,15 @@ def _one(words: list[str], operation: str) -> str:
     return words[0]
 
 
-def _placements(words: list[str]) -> dict[str, Placement]:
-    found = {}
+def _placements(words: list[str], labels: Sequence[str]) -> dict[str, Placement]:
+    found: dict[str, Placement] = {}
     for word in words:
         axis, colon, placement = word.partition(":")
         if not colon:
             raise ValueError(f"{word!r} is no AXIS:PLACEMENT")
-        found[axis] = parse_placement(placement)
+        if axis in found:
+            raise ValueError(f"{axis} is given twice: {axis}:{found[axis]} and {word}")
+        found[axis] = parse_placement(placement, labels)
     return found
 
 
@@ -127,7 +135,8 @@ def chain_text(chain: Chain, link: Link | None, flops_per_s: float | None) -> st
     for move in chain.moves:
         way = f"{move.tensor} {move.before} → {move.after} over {move.axis}"
         lines.append(f"  {way}: {_said(move.forward, link)}; backward {_said(move.backward, link)}")
-    if not chain.moves:
+    lines += [f"  {left.what} {_said(left.collective, link)}" for left in chain.left]
+    if not chain.moves and not chain.left:
         lines.append("  nothing")
     if chain.sent_bytes:
         lines += ["", f"sent by a rank, forward and backward: {chain.sent_bytes / 2**20:.3g} MiB"]
@@ -176,6 +185,7 @@ def chain_dict(chain: Chain, link: Link | None, flops_per_s: float | None) -> di
             }
             for move in chain.moves
         ],
+        "left": [{"what": left.what, **(of(left.collective) or {})} for left in chain.left],
         "sent_bytes": chain.sent_bytes,
         "flops": chain.flops,
         "compute_over_communication": ratio,

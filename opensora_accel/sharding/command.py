@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +16,9 @@ from opensora_accel.sharding.cost import (
     Balance,
     Collective,
     Link,
-    bytes_left,
     einsum_flops,
+    local_sizes,
     num_elements,
-    num_shares,
     redistribution,
 )
 from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
@@ -42,7 +42,7 @@ a whole block (docs/sharding.md tells the steps):
   opensora-accel shard --chain block.txt --bandwidth 200e9 --flops 400e12
 
 placements: a label (the tensor is cut along it), R (whole on every rank; what is not named), P (a sum of terms),
-P(avg), P(max), P(min); I (whole on every rank, with a whole gradient)"""
+P(avg), P(max), P(min): forward alone, they have no rule in backward; I (whole on every rank, with a whole gradient)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +99,9 @@ def _run_chain(parsed: argparse.Namespace) -> int:
 
 
 def _link(parsed: argparse.Namespace, has_sizes: bool) -> Link | None:
-    """Raises ValueError for an option that would say nothing."""
+    """Raises ValueError for an option that would say nothing, and for one that is no number of its kind."""
+    if parsed.flops is not None and not 0 < parsed.flops < math.inf:
+        raise ValueError(f"--flops is a rank's FLOP/s, a finite number above 0; got {parsed.flops:g}")
     if parsed.bandwidth is None:
         if parsed.flops is not None or parsed.latency is not None:
             raise ValueError("--flops and --latency need --bandwidth: they are set beside what a link takes")
@@ -120,7 +122,7 @@ def make_report(parsed: argparse.Namespace) -> Report:
     names = parsed.names.replace(" ", "").split(",") if parsed.names else default
     if len(names) != count or len(set(names)) != count:
         raise ValueError(f"{parsed.equation!r} has {count} operands; --names gives {', '.join(names)}")
-    placements = _placements(parsed.axis, names)
+    placements = _placements(parsed.axis, names, equation)
     axes = list(dict.fromkeys(axis for each in placements for axis in each))
     degrees = {axis: 2 for axis in axes} | _numbers(parsed.degrees, "--degrees", axes)
     sizes = _numbers(parsed.sizes, "--sizes", equation.labels) if parsed.sizes else None
@@ -131,7 +133,7 @@ def make_report(parsed: argparse.Namespace) -> Report:
     return Report(equation, names, placements, degrees, sizes, DTYPE_BYTES[parsed.dtype], link, parsed.flops)
 
 
-def _placements(axes: Sequence[str], names: Sequence[str]) -> list[dict[str, Placement]]:
+def _placements(axes: Sequence[str], names: Sequence[str], equation: Equation) -> list[dict[str, Placement]]:
     placements: list[dict[str, Placement]] = [{} for _ in names]
     if not axes:
         raise ValueError('name an axis and what lies how: --axis "tp: weight=o"')
@@ -149,7 +151,10 @@ def _placements(axes: Sequence[str], names: Sequence[str]) -> list[dict[str, Pla
                 raise ValueError(
                     f"--axis {axis}: {item!r} is no OPERAND=PLACEMENT; operands: {', '.join(names)}"
                 )
-            placements[names.index(name)][axis] = parse_placement(placement)
+            of_operand = placements[names.index(name)]
+            if axis in of_operand:
+                raise ValueError(f"--axis {axis}: {name} is given twice, {of_operand[axis]} and {placement}")
+            of_operand[axis] = parse_placement(placement, equation.operands[names.index(name)])
     return placements
 
 
@@ -161,6 +166,8 @@ def _numbers(text: str | None, option: str, known: Sequence[str]) -> dict[str, i
         name, _, value = item.partition("=")
         if name not in known or not value.isdigit() or int(value) < 1:
             raise ValueError(f"{option}: {item!r} is no NAME=NUMBER; the names are {', '.join(known)}")
+        if name in found:
+            raise ValueError(f"{option}: {name} is given twice, {found[name]} and {value}")
         found[name] = int(value)
     return found
 
@@ -194,7 +201,15 @@ class Report:
 
     @cached_property
     def gradients(self) -> list[dict[str, Derivation]]:
-        return derive_gradients(self.equation, self.placements, names=self.names)
+        """But for axes that have no backward."""
+        kept = [{a: p for a, p in each.items() if a not in self.forward_only} for each in self.placements]
+        return derive_gradients(self.equation, kept, names=self.names)
+
+    @property
+    def forward_only(self) -> dict[str, Placement]:
+        """Axes with terms that are not summed, which no rule differentiates."""
+        placed = [(axis, p) for each in self.placements for axis, p in each.items()]
+        return {axis: p for axis, p in placed if isinstance(p, Partial) and p.reduction != "sum"}
 
     def needs(self) -> list[Need]:
         """To hold the result whole, and to bring the gradient of what every rank holds to what one device has."""
@@ -221,16 +236,16 @@ class Report:
         collective = None
         if self.sizes is not None:
             others = {other: found.placement for other, found in all_axes.items() if other != axis}
-            size_bytes = num_elements(labels, self.sizes) * self.element_bytes
-            left = bytes_left(size_bytes, others, self.degrees)
-            collective = redistribution(placement, Replicate(), axis, self.degrees[axis], left)
+            left = local_sizes(self.sizes, [others], {other: self.degrees[other] for other in others})
+            size_bytes = num_elements(labels, left) * self.element_bytes
+            collective = redistribution(placement, Replicate(), axis, self.degrees[axis], size_bytes)
         return Need(what, "all-reduce", axis, collective)
 
     def balance(self) -> Balance | None:
         """Forward and backward of one rank, where sizes, link and FLOP/s are known."""
         if self.sizes is None or self.link is None or self.flops_per_s is None:
             return None
-        flops = 3 * einsum_flops(self.equation, self.sizes) / num_shares(self.placements, self.degrees)
+        flops = 3 * einsum_flops(self.equation, local_sizes(self.sizes, self.placements, self.degrees))
         seconds = sum(need.collective.time_s(self.link) for need in self.needs() if need.collective)
         return Balance(flops / self.flops_per_s, seconds)
 
@@ -250,6 +265,10 @@ class Report:
             placed = {axis: derivation.placement for axis, derivation in derivations.items()}
             lines.append(f"  {name:<{width}}[{''.join(labels)}]  {_shown(placed, self.degrees)}")
             lines += [f"    {derivation.words}" for derivation in derivations.values()]
+        for axis, placement in self.forward_only.items():
+            lines.append(
+                f"  over {axis}: no rule for {placement}, which is no sum of terms; reduce it in forward"
+            )
         lines += ["", "to communicate"]
         lines += [f"  {self._said(need)}" for need in self.needs()] or ["  nothing"]
         return "\n".join([*lines, *self._balance_lines()])
@@ -285,6 +304,7 @@ class Report:
             },
             "result": of(self.output),
             "gradients": {name: of(found) for name, found in zip(self.names, self.gradients, strict=True)},
+            "forward_only": {axis: str(placement) for axis, placement in self.forward_only.items()},
             "collectives": [
                 {
                     "kind": need.kind,

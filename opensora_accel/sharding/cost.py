@@ -31,18 +31,26 @@ class Link:
     latency_s: float = 5e-6
 
     def __post_init__(self) -> None:
-        if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
-            raise ValueError(f"a link needs a bandwidth above 0 and a latency of at least 0; got {self}")
+        if not (0 < self.bandwidth_bytes_per_s < math.inf and 0 <= self.latency_s < math.inf):
+            raise ValueError(
+                f"a link needs a finite bandwidth above 0 and a latency of at least 0; got {self}"
+            )
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective on a tensor that is `size_bytes` as a whole (of what the other axes leave of it)."""
+    """One collective on a tensor that is `size_bytes` as a whole (of what the other axes leave of it).
+
+    `cut`: the sizes of the labels that it gathers and scatters, in this order. Where the ranks do not divide them,
+    bytes are those of the rank with most to send: of 5 rows on 2 ranks an all-gather passes on 3, as shares travel
+    padded to the largest; an all-to-all pads nothing. Without it every share is even.
+    """
 
     kind: Kind
     axis: str
     degree: int
     size_bytes: int
+    cut: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -53,15 +61,31 @@ class Collective:
     @property
     def sent_bytes(self) -> float:
         """By one rank."""
-        away = (self.degree - 1) / self.degree
-        return {
-            "all-reduce": 2 * away * self.size_bytes,
-            "all-gather": away * self.size_bytes,
-            "reduce-scatter": away * self.size_bytes,
-            "all-to-all": away * self.size_bytes / self.degree,
-            **dict.fromkeys(FREE, 0.0),
-            "send": self.size_bytes if self.degree > 1 else 0.0,
-        }[self.kind]
+        if self.degree == 1 or self.kind in FREE:
+            return 0.0
+        if self.kind == "send":
+            return self.size_bytes
+        if self.kind == "all-reduce":
+            return 2 * (self.degree - 1) / self.degree * self.size_bytes
+        if self.kind == "all-to-all":
+            return self._exchanged_bytes
+        return (self.degree - 1) * self._share_bytes
+
+    @property
+    def _share_bytes(self) -> float:
+        """The largest share of what is gathered or scattered."""
+        if not self.cut:
+            return self.size_bytes / self.degree
+        return self.size_bytes / self.cut[0] * shares(self.cut[0], self.degree)[0]
+
+    @property
+    def _exchanged_bytes(self) -> float:
+        """Of an all-to-all by its busiest rank: its share of one label, but for its share of the other."""
+        if not self.cut:
+            return (self.degree - 1) / self.degree * self.size_bytes / self.degree
+        gathered, scattered = self.cut
+        pairs = zip(shares(gathered, self.degree), shares(scattered, self.degree), strict=True)
+        return self.size_bytes / (gathered * scattered) * max(own * (scattered - kept) for own, kept in pairs)
 
     @property
     def num_steps(self) -> int:
@@ -88,9 +112,16 @@ _KINDS: dict[tuple[type, type], Kind] = {
 
 
 def redistribution(
-    before: Placement, after: Placement, axis: str, degree: int, size_bytes: int
+    before: Placement,
+    after: Placement,
+    axis: str,
+    degree: int,
+    size_bytes: int,
+    sizes: Mapping[str, int] | None = None,
 ) -> Collective | None:
     """What brings a tensor from one placement to another; None where nothing is to be done.
+
+    `sizes`: of the tensor's labels, of what the other axes leave of them, for shares that are not even.
 
     In backward its gradient goes from the dual of `after` to the dual of `before`, by this function too. Raises
     ValueError for what no single collective does.
@@ -105,24 +136,34 @@ def redistribution(
             else "terms are what an einsum leaves, not what one communicates"
         )
         raise ValueError(f"{before} → {after} over {axis}: {reason}")
-    return Collective(kind, axis, degree, size_bytes)
+    labels = [placement.label for placement in (before, after) if isinstance(placement, Shard)]
+    cut = tuple(sizes[label] for label in labels) if sizes is not None else ()
+    return Collective(kind, axis, degree, size_bytes, cut)
+
+
+def shares(size: int, degree: int) -> tuple[int, ...]:
+    """Every rank's, by the rule of `torch.tensor_split`, the largest first."""
+    base, extra = divmod(size, degree)
+    return tuple(base + (rank < extra) for rank in range(degree))
 
 
 def num_elements(labels: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[label] for label in labels)
 
 
-def bytes_left(size_bytes: int, placements: Mapping[str, Placement], degrees: Mapping[str, int]) -> int:
-    """Of a tensor of `size_bytes`, what a rank holds where these axes cut it, rounded up."""
-    for axis, placement in placements.items():
-        size_bytes = -(-size_bytes // degrees[axis]) if isinstance(placement, Shard) else size_bytes
-    return size_bytes
+def local_sizes(
+    sizes: Mapping[str, int], placements: Sequence[Mapping[str, Placement]], degrees: Mapping[str, int]
+) -> dict[str, int]:
+    """The labels' sizes on the rank with most, where tensors that are placed so lie on the axes.
 
-
-def num_shares(operands: Sequence[Mapping[str, Placement]], degrees: Mapping[str, int]) -> int:
-    """Into how many parts an einsum's work is cut: by every axis over which an operand is sharded."""
-    cut = [axis for axis in degrees if any(isinstance(each.get(axis), Shard) for each in operands)]
-    return math.prod(degrees[axis] for axis in cut)
+    A label is cut by every axis over which one of the tensors is sharded along it: 5 rows on 2 ranks are 3.
+    """
+    left = dict(sizes)
+    for axis, degree in degrees.items():
+        on_axis = [each.get(axis) for each in placements]
+        for label in {placement.label for placement in on_axis if isinstance(placement, Shard)}:
+            left[label] = shares(left[label], degree)[0]
+    return left
 
 
 def einsum_flops(equation: Equation, sizes: Mapping[str, int]) -> int:

@@ -128,6 +128,11 @@ def _check(equation: Equation, placements: Sequence[Placement], names: Sequence[
                 f"{names[number]} is sharded along {placement.label!r} over {axis}, but its labels are "
                 f"{''.join(labels)}"
             )
+        if labels.count(placement.label) > 1:
+            raise ValueError(
+                f"{names[number]} repeats the label {placement.label!r}: a diagonal is no product of shards, since the "
+                f"ranks of {axis} hold no square blocks of it; take the diagonal first and give it one label"
+            )
         if placement.label in equation.broadcast[number]:
             raise ValueError(
                 f"{names[number]} has size 1 along {placement.label!r} and is repeated there: replicate it over {axis}"

@@ -13,7 +13,10 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Equation:
-    """`operands` → `output`, each a tuple of labels. Labels from an ellipsis are called ...1 (the last dim), ...2."""
+    """`operands` → `output`, each a tuple of labels; an operand that repeats one is its diagonal.
+
+    Labels from an ellipsis are called ...1 (the last dim), ...2.
+    """
 
     operands: tuple[Labels, ...]
     output: Labels
@@ -23,9 +26,7 @@ class Equation:
     def __post_init__(self) -> None:
         if not self.broadcast:
             object.__setattr__(self, "broadcast", (frozenset(),) * len(self.operands))
-        for number, labels in enumerate((*self.operands, self.output)):
-            name = f"operand {number}" if number < len(self.operands) else "the output"
-            _refuse_repeats(labels, name)
+        refuse_repeats(self.output, "the output")
         known = set().union(*self.operands)
         for label in self.output:
             if label not in known:
@@ -88,7 +89,8 @@ class Equation:
         """
         others = [i for i in range(len(self.operands)) if i != operand]
         sources = [self.output, *(self.operands[i] for i in others)]
-        wanted = tuple(label for label in self.operands[operand] if self.has(operand, label))
+        # Of a diagonal, "ii", the gradient is zero elsewhere: what is derived is the diagonal's.
+        wanted = tuple(dict.fromkeys(label for label in self.operands[operand] if self.has(operand, label)))
         known = set(self.output).union(*(set(self.operands[i]) - self.broadcast[i] for i in others))
         alone = tuple(label for label in wanted if label not in known)
         broadcast = [frozenset[str](), *(self.broadcast[i] for i in others)]
@@ -98,13 +100,11 @@ class Equation:
         return Equation(tuple(sources), wanted, tuple(broadcast)), alone
 
 
-def _refuse_repeats(labels: Labels, name: str) -> None:
+def refuse_repeats(labels: Labels, name: str) -> None:
+    """ValueError for a tensor that is made with two dims of one label."""
     for label, count in Counter(labels).items():
         if count > 1:
-            raise ValueError(
-                f"{name} repeats the label {label!r}: a diagonal is no product of shards, since the ranks of a mesh "
-                "axis hold no square blocks of it; take the diagonal first and give it one label"
-            )
+            raise ValueError(f"{name} repeats the label {label!r}; give each of its dims a label of its own")
 
 
 def _ellipsis_dims(term: str, shape: Sequence[int] | None, text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -76,8 +77,13 @@ def dual(placement: Placement) -> Placement:
     )
 
 
-def parse_placement(text: str) -> Placement:
-    """From what is typed: a label, S(label), R, I, P, P(avg), P(max) or P(min)."""
+def parse_placement(text: str, labels: Sequence[str]) -> Placement:
+    """From what is typed of a tensor with these labels: a label, S(label), R, I, P, P(avg), P(max) or P(min)."""
+    if text in ("R", "I", "P") and text in labels:
+        raise ValueError(
+            f"{text!r} is a placement, and a label of {''.join(labels)} too; write S({text}) to cut the tensor along "
+            "it, or give the label another letter"
+        )
     if text == "R":
         return Replicate()
     if text == "I":

@@ -202,9 +202,46 @@ def row_parallel(chain):
         (lambda c: c.einsum("y", "s", "nothing"), "there is no tensor 'nothing' yet"),
         (lambda c: c.rename("y", c.tensor("x", "sb"), "s"), "x has 2 labels; got 's'"),
         (lambda c: [c.tensor("x", "sb"), c.tensor("x", "sb")], "has a tensor 'x' already"),
+        (lambda c: c.tensor("x", "ss"), "x[ss] repeats the label 's'"),
+        (lambda c: c.rename("y", c.tensor("x", "sb"), "tt"), "y[tt] repeats the label 't'"),
+        (lambda c: c.map("m", c.tensor("s", "st"), along="T"), "s[st] has no label 'T' to run along"),
     ],
 )  # fmt: skip
 def test_a_step_that_cannot_be_is_refused_with_the_remedy(build, message):
     with pytest.raises(ValueError) as caught:
         build(Chain({AXIS: 2}))
     assert message in str(caught.value)
+
+
+def test_a_rename_that_would_change_a_size_is_refused():
+    chain = Chain({AXIS: 2}, {"s": 4, "t": 4, "u": 5})
+    x = chain.tensor("x", "s")
+    assert chain.rename("keys", x, "t") == "keys"
+    with pytest.raises(ValueError, match="'s' of x is 4 and 'u' is 5; a rename changes letters and no sizes"):
+        chain.rename("wrong", x, "u")
+
+
+def test_what_no_step_communicates_is_told():
+    """A weight that every rank holds beside a share of the batch, and a result that stays in terms."""
+    chain = Chain({AXIS: 2}, {"s": 5, "b": 2, "i": 3, "o": 7}, element_bytes=4)
+    x = chain.tensor("x", "sbi", tp=Shard("s"))
+    chain.einsum("y", "sbo", x, chain.tensor("w", "io", tp=Replicate()))
+    (of_weight,) = chain.left
+    assert of_weight.what == "w is R over tp, and its gradient comes in terms: backward"
+    assert of_weight.collective.kind == "all-reduce" and chain.sent_bytes == 3 * 7 * 4
+    rows = Chain({AXIS: 2}, {"s": 5, "i": 4, "o": 7}, element_bytes=4)
+    x, w = rows.tensor("x", "si", tp=Shard("i")), rows.tensor("w", "io", tp=Shard("i"))
+    rows.einsum("y", "so", x, w)
+    (of_result,) = rows.left
+    assert of_result.what == "y is left in terms over tp: forward" and rows.sent_bytes == 5 * 7 * 4
+    rows.move("out", "y", tp=Invariant())
+    assert rows.left == []
+
+
+def test_uneven_shares_of_a_move_round_labels():
+    chain = Chain({"dp": 2, "sp": 3}, {"b": 3, "s": 7, "h": 5}, element_bytes=2)
+    x = chain.tensor("x", "bsh", dp=Shard("b"), sp=Shard("s"))
+    chain.move("y", x, sp=Shard("h"))
+    forward = chain.moves[0].forward
+    # 2 of 3 clips; rank 0 of sp has 3 of 7 tokens and sends 3 of 5 heads; rank 2 has 2 tokens and sends 4 heads.
+    assert forward.sent_bytes == 2 * 2 * max(3 * 3, 2 * 4)

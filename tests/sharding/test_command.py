@@ -109,6 +109,9 @@ def test_bytes_seconds_and_the_ratio(capsys):
     assert "140 MiB sent by a rank" in text and "warning: under 3:1" in text
 
 
+UNITS = ["--sizes", "s=2,b=2,i=2,o=2", "--bandwidth", "1e9"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -129,6 +132,28 @@ def test_bytes_seconds_and_the_ratio(capsys):
         (["sbi,io->sbo", "--axis", "tp: weight=o", "--bandwidth", "1e9"], "need the labels' sizes"),
         (["sbi,io->sbo", "--axis", "tp: input=i"], "split weight along 'i'"),
         (["ii->i", "--axis", "tp: input=i"], "repeats the label 'i'"),
+        (["sbi,io->sbo", "--axis", "tp: weight=o weight=i"], "--axis tp: weight is given twice, S(o) and i"),
+        (
+            ["sbi,io->sbo", "--axis", "tp: weight=o", "--degrees", "tp=2,tp=4"],
+            "--degrees: tp is given twice, 2 and 4",
+        ),
+        (["BI,IO->BO", "--axis", "tp: weight=I"], "'I' is a placement, and a label of IO too; write S(I)"),
+        (["RP,P->R", "--axis", "tp: input=P"], "'P' is a placement, and a label of RP too"),
+        (
+            ["sbi,io->sbo", "--axis", "tp: weight=o", *UNITS, "--flops", "0"],
+            "--flops is a rank's FLOP/s, a finite number",
+        ),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", *UNITS, "--flops", "-1"], "above 0; got -1"),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", *UNITS, "--flops", "nan"], "above 0; got nan"),
+        (
+            ["sbi,io->sbo", "--axis", "tp: weight=o", *UNITS, "--bandwidth", "nan"],
+            "a finite bandwidth above 0",
+        ),
+        (
+            ["sbi,io->sbo", "--axis", "tp: weight=o", *UNITS, "--bandwidth", "inf"],
+            "a finite bandwidth above 0",
+        ),
+        (["sbi,io->sbo", "--axis", "tp: weight=o", *UNITS, "--latency", "nan"], "a latency of at least 0"),
     ],
 )
 def test_errors_name_the_remedy(capsys, arguments, message):
@@ -147,6 +172,45 @@ def test_it_answers_in_two_seconds_without_torch():
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 2.0
     assert "all-reduce over tp; backward: the gradient of input" in done.stdout
+
+
+def test_labels_that_are_named_like_placements(capsys):
+    report = shard(capsys, "BI,IO->BO", "--axis", "tp: input=S(I) weight=S(I)")
+    assert report["result"]["tp"]["placement"] == "P"
+
+
+@pytest.mark.parametrize("reduction", ["avg", "max", "min"])
+def test_terms_that_are_not_summed_have_no_backward(capsys, reduction):
+    """The help names these placements: they are derived in forward, and backward says that there is no rule."""
+    report = shard(capsys, "sb->bs", "--axis", f"tp: input=P({reduction})", "--axis", "dp: input=b")
+    assert report["result"]["tp"]["placement"] == f"P({reduction})"
+    assert report["forward_only"] == {"tp": f"P({reduction})"}
+    assert report["gradients"]["input"] == {"dp": report["gradients"]["input"]["dp"]}
+    assert cli(["shard", "sb->bs", "--axis", f"tp: input=P({reduction})"]) == 0
+    assert f"over tp: no rule for P({reduction}), which is no sum of terms" in capsys.readouterr().out
+
+
+def test_uneven_shares_round_labels_and_not_bytes(capsys):
+    """5 rows of 3 numbers on 2 ranks are 3 rows on the first, 9 numbers and not 8; FLOPs likewise."""
+    sizes = [
+        "--sizes",
+        "s=5,b=1,i=3,o=7",
+        "--bandwidth",
+        "1e9",
+        "--flops",
+        "1e9",
+        "--dtype",
+        "fp32",
+        "--latency",
+        "0",
+    ]
+    report = shard(capsys, "sbi,io->sbo", "--axis", "sp: input=s", "--axis", "tp: weight=o", *sizes)
+    of_input, of_weight = report["collectives"]
+    assert of_input["axis"] == "tp" and of_input["sent_bytes"] == 3 * 3 * 4
+    assert of_weight["axis"] == "sp" and of_weight["sent_bytes"] == 3 * 4 * 4  # 4 of 7 columns
+    flops = 3 * 2 * 3 * 1 * 3 * 4
+    seconds = (of_input["sent_bytes"] + of_weight["sent_bytes"]) / 1e9
+    assert report["compute_over_communication"] == pytest.approx(flops / 1e9 / seconds)
 
 
 def block_of_the_guide():
@@ -187,6 +251,12 @@ def test_the_block_of_the_guide(capsys, tmp_path):
         ("axes tp=2\nx[sb]\ny[s] = einsum z", "there is no tensor 'z' yet"),
         ("axes tp=2\nsizes s=4\nx[sb]\ny = move x tp:R", "the size of 'b' is missing"),
         ("axes tp=2\n???", "a step is NAME[labels] placements"),
+        ("axes tp=2\nx[sb] tp:S(s) tp:R", "tp is given twice: tp:S(s) and tp:R"),
+        ("axes tp=2 tp=4\nx[sb]", "tp is given twice"),
+        ("axes tp=2\nx[sI] tp:I", "'I' is a placement, and a label of sI too"),
+        ("axes tp=2\nx[ss]", "x[ss] repeats the label 's'"),
+        ("axes tp=2\nsizes s=4 t=5\nx[s]\ny[t] = rename x", "a rename changes letters and no sizes"),
+        ("axes tp=2\nx[st]\ny = map x along T", "x[st] has no label 'T' to run along"),
     ],
 )
 def test_a_wrong_line_is_named(capsys, tmp_path, text, message):

@@ -17,17 +17,17 @@ from opensora_accel.sharding import Equation, Partial, Replicate, Shard
 from opensora_accel.sharding.cost import Balance, Collective, Link, einsum_flops, redistribution
 
 
-def really_sent():
-    """Bytes of each kind on this rank, for a whole tensor of 48 × 4 fp32 numbers."""
-    whole, found = torch.zeros(48, 4), {}
-    share = whole.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous()
+def really_sent(shape):
+    """Bytes of each kind on this rank, for a whole tensor of fp32 numbers."""
+    whole, found = torch.zeros(shape), {}
+    shares = whole.tensor_split(dist.get_world_size())
+    share = shares[dist.get_rank()].contiguous()
+    splits = [len(each) for each in shares]
     for kind, run in {
         "all-reduce": lambda: dist.all_reduce(whole.clone()),
-        "all-gather": lambda: gather_forward_split_backward(share, dist.group.WORLD, 0),
+        "all-gather": lambda: gather_forward_split_backward(share, dist.group.WORLD, 0, splits=splits),
         "reduce-scatter": lambda: reduce_scatter_forward_gather_backward(whole, dist.group.WORLD, 0),
-        "all-to-all": lambda: all_to_all_packed(
-            [share], dist.group.WORLD, 1, 0, splits=[(len(share),) * dist.get_world_size()]
-        ),
+        "all-to-all": lambda: all_to_all_packed([share], dist.group.WORLD, 1, 0, splits=[splits]),
     }.items():
         with SentBytes() as counter:
             run()
@@ -37,9 +37,20 @@ def really_sent():
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bytes_are_those_that_leave_a_rank(ranks, num_ranks):
-    for found in ranks(num_ranks, really_sent):
+    for found in ranks(num_ranks, really_sent, (48, 4)):
         for kind, size_bytes in found.items():
             assert Collective(kind, "tp", num_ranks, 48 * 4 * 4).sent_bytes == size_bytes, kind
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(5, 7), (9, 2), (6, 5)])
+def test_bytes_of_uneven_shares_are_those_of_the_busiest_rank(ranks, num_ranks, shape):
+    found = ranks(num_ranks, really_sent, shape)
+    cuts = {"all-gather": shape[:1], "reduce-scatter": shape[:1], "all-to-all": shape}
+    for kind, cut in cuts.items():
+        busiest = max(each[kind] for each in found)
+        modelled = Collective(kind, "tp", num_ranks, math.prod(shape) * 4, cut).sent_bytes
+        assert modelled == pytest.approx(busiest), kind
 
 
 @pytest.mark.parametrize(

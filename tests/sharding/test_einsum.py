@@ -319,7 +319,7 @@ def test_a_refusal_names_the_operand_and_the_collective(text, placements, operan
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
-        ("ii->i", None, "repeats the label 'i': a diagonal is no product of shards"),
+        ("i->ii", None, "the output repeats the label 'i'"),
         ("ij->k", None, "the output has the label 'k', which no operand has"),
         ("i1->i", None, "labels are letters; got 'i1'"),
         ("...i->i", None, "give the operands' shapes"),
@@ -343,3 +343,12 @@ def test_placements_that_cannot_be():
         derive(Equation.parse("sbi,io->sbo"), [{}])
     with pytest.raises(ValueError, match="has no dual"):
         dual(Partial("max"))
+
+
+def test_a_diagonal_is_read_where_it_is_not_cut():
+    """ "iib->b" takes a diagonal of whole squares, of which every rank has some."""
+    equation = Equation.parse("iib->b")
+    assert derive(equation, [{"tp": Shard("b")}])["tp"].placement == Shard("b")
+    assert derive_gradients(equation, [{"tp": Shard("b")}])[0]["tp"].placement == Shard("b")
+    with pytest.raises(ValueError, match="repeats the label 'i': a diagonal is no product of shards"):
+        derive(equation, [{"tp": Shard("i")}])
