@@ -32,6 +32,14 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Calla
     return undo
 
 
+def refuse_pickle(_protocol: int) -> None:
+    """As `refuse_copy`, for `torch.save(model)`: what would be read back is not this model."""
+    raise ValueError(
+        "a sharded model cannot be pickled whole, as by torch.save(model); save its weights, "
+        "torch.save(model.state_dict(), path) or model.save_pretrained(folder), and shard the model that loads them"
+    )
+
+
 def refuse_copy(_memo: dict[int, Any]) -> None:
     """Wrapped forwards are functions, which `deepcopy` does not copy: they would run the original's weights."""
     raise ValueError(

@@ -24,12 +24,12 @@ from opensora_accel.parallel_states import (
     has_parallel_group,
 )
 from opensora_accel.plan import Plan
-from opensora_accel.wrapping import refuse_copy
+from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.spread import spread_tokens
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import NORMS, SwapReport, swap_norms
 from shardformer.paths import children, find
-from shardformer.policy import find_policy
+from shardformer.policy import find_policy, has_policy
 from shardformer.policy.base import NormSwap, Policy
 from shardformer.tensor_parallel import shard_tensors
 
@@ -67,6 +67,7 @@ def shard(
     Raises:
         ValueError: no policy, groups that do not match the plan, or a model that is sharded already.
     """
+    _check_kinds(model, plan)
     if hasattr(model, _ATTRIBUTE):
         raise ValueError(
             f"this {type(model).__name__} is sharded already; call shardformer.unshard(model) first"
@@ -90,10 +91,24 @@ def shard(
             _checkpoint(model, plan, policy, undo)
         if plan.sharding != "none":
             shard_parameters(model, plan, blocks_of(model, policy))
-        model.__deepcopy__ = refuse_copy  # type: ignore[assignment]
-        undo.callback(delattr, model, "__deepcopy__")
+        for name, refuse in (("__deepcopy__", refuse_copy), ("__reduce_ex__", refuse_pickle)):
+            setattr(model, name, refuse)
+            undo.callback(delattr, model, name)
         setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report))
     return model
+
+
+def _check_kinds(model: object, plan: object) -> None:
+    if not isinstance(plan, Plan):
+        written = "Plan.from_dict({...})" if isinstance(plan, dict) else "Plan(ulysses=2)"
+        raise ValueError(f"shard takes a Plan, as {written}; got a {type(plan).__name__}")
+    if isinstance(model, nn.Module):
+        return
+    components = getattr(model, "components", None)  # of a pipeline of diffusers
+    parts = components if isinstance(components, dict) else {}
+    known = [name for name, part in parts.items() if isinstance(part, nn.Module) and has_policy(part)]
+    remedy = "; ".join(f"shardformer.shard(pipe.{name}, plan)" for name in known) or "shard its transformer"
+    raise ValueError(f"shard takes a model, a torch.nn.Module; got a {type(model).__name__}: {remedy}")
 
 
 def unshard(model: ModelT) -> ModelT:

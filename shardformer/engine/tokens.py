@@ -110,9 +110,10 @@ class Tokens:
         """ValueError in a recomputation that did not bring the state along."""
         if not self.state.is_known:
             raise ValueError(
-                f"{what} is recomputed by a checkpoint that shardformer does not know of, so that it is not known how "
-                'the tokens are spread; use Plan(checkpoint="full"), model.enable_gradient_checkpointing() or '
-                "opensora_accel.checkpoint"
+                f"{what} is recomputed by a checkpoint that shardformer does not know of (torch.utils.checkpoint, "
+                "called by the model's own code), so that it is not known how the tokens are spread. Turn it off and "
+                'use Plan(checkpoint="full"), or let that code call opensora_accel.checkpoint.checkpoint in place of '
+                "torch's"
             )
 
     def check_all_have_some(self, total: int, name: str, what: str) -> None:

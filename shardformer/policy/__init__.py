@@ -30,7 +30,7 @@ from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
 from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_AUTHORS, WAN_VACE
 
-__all__ = ["UNSUPPORTED", "Policy", "find_policy", "model_names"]
+__all__ = ["UNSUPPORTED", "Policy", "find_policy", "has_policy", "model_names"]
 
 _POLICIES = (
     WAN,
@@ -104,6 +104,11 @@ def find_policy(model: nn.Module) -> Policy:
         "your own model pass policy=shardformer.Policy(...), a table of what is split and gathered where: "
         "docs/policies.md writes one from nothing"
     )
+
+
+def has_policy(model: nn.Module) -> bool:
+    """Whether a policy is meant for the model's class, by its name."""
+    return bool(_policies_of(model))
 
 
 def _policies_of(model: nn.Module) -> list[Policy]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 
 import pytest
 import torch
@@ -43,9 +44,15 @@ def undone(plan):
         shardformer.shard(model, plan)
     with pytest.raises(ValueError, match="cannot be deep-copied; copy it before"):
         copy.deepcopy(model)
+    with pytest.raises(
+        ValueError, match=r"cannot be pickled whole.*torch.save\(model.state_dict\(\), path\)"
+    ):
+        torch.save(model, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
     model.load_state_dict(wan().state_dict())
     shardformer.unshard(model)
     assert copy.deepcopy(model) is not model
+    torch.save(model, io.BytesIO())
     assert traces(model) == clean
     assert torch.equal(model(**inputs, return_dict=False)[0], expected)
     for name, parameter in model.named_parameters():
@@ -56,6 +63,27 @@ def undone(plan):
 
 def test_unshard_gives_the_model_back(ranks):
     ranks(2, undone, Plan(ulysses=2, checkpoint="full", offload=1.0))
+
+
+class Pipeline:
+    """As a pipeline of diffusers: no module, but it has some."""
+
+    def __init__(self):
+        self.components = {"transformer": wan(), "vae": nn.Linear(2, 2), "scheduler": object()}
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "message"),
+    [
+        (Pipeline, Plan(), r"got a Pipeline: shardformer.shard\(pipe.transformer, plan\)$"),
+        (dict, Plan(), "takes a model, a torch.nn.Module; got a dict: shard its transformer"),
+        (wan, {"ulysses": 2}, r"takes a Plan, as Plan.from_dict\(\{...\}\); got a dict"),
+        (wan, 2, r"takes a Plan, as Plan\(ulysses=2\); got a int"),
+    ],
+)
+def test_what_is_no_model_or_no_plan(make, plan, message):
+    with pytest.raises(ValueError, match=message):
+        shardformer.shard(make(), plan)
 
 
 class Unknown(nn.Linear):
