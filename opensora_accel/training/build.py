@@ -21,6 +21,7 @@ from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.codec import Codec, check_multiple, latent_shape
 from opensora_accel.training.config import ModelConfig, TrainConfig
+from opensora_accel.training.together import from_all_ranks
 from opensora_accel.verify import lift_casts
 from shardformer.policy import model_names
 
@@ -102,9 +103,7 @@ def _check_memory(outline: nn.Module, dtype: torch.dtype) -> None:
     needed = dtype.itemsize * num_parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = psutil.virtual_memory().available
     # One verdict, before any rank has taken memory: a rank that refused alone would leave the others waiting.
-    verdicts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, needed > available)
-    if any(verdicts):
+    if any(from_all_ranks(needed > available)):
         raise ValueError(
             f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
             f"{needed / 2**30:.0f} GiB for the ranks of this machine, where {available / 2**30:.0f} GiB are "

@@ -33,6 +33,7 @@ from opensora_accel.training.index import (
     nothing_usable,
     read_metadata,
 )
+from opensora_accel.training.together import from_all_ranks, from_first_rank
 from opensora_accel.training.video import UnreadableVideo, read_clip
 
 logger = logging.getLogger(__name__)
@@ -156,12 +157,11 @@ class VideoFolder(Dataset[Sample]):
 
 @dataclass
 class _Listing:
-    """What rank 0 read from the folder; `error` instead, where that failed."""
+    """What rank 0 read from the folder."""
 
     entries: list[Entry] = field(default_factory=list)
     usable: list[Video] = field(default_factory=list)
     quarantined: dict[str, str] = field(default_factory=dict)
-    error: tuple[str, str] | None = None
 
 
 class ClipLoader:
@@ -318,7 +318,7 @@ class ClipLoader:
             failures = {sample.file: sample.error for sample in samples if sample.error is not None}
             if not self._any_rank_failed(len(failures)):
                 return samples
-            self._quarantine(self._gather(failures))
+            self._quarantine([failures] if self._group is None else from_all_ranks(failures, self._group))
 
     def _quarantine(self, failures: list[dict[str, str]]) -> None:
         for file, reason in (item for rank_failures in failures for item in rank_failures.items()):
@@ -341,33 +341,9 @@ class ClipLoader:
         dist.all_reduce(total, group=self._group)
         return total.item() > 0
 
-    def _gather(self, failures: dict[str, str]) -> list[dict[str, str]]:
-        if self._group is None:
-            return [failures]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, failures, group=self._group)
-        return gathered
-
     def _read_listing(self) -> _Listing:
-        """What rank 0 finds in the folder, on all ranks; its error, too, is raised on all of them."""
-        if self._group is None:
-            return self._index()
-        box: list[Any] = [None]
-        first = dist.get_global_rank(self._group, 0)
-        if self._is_first:
-            try:
-                box[0] = self._index()
-            except Exception as error:
-                box[0] = _Listing(error=(type(error).__name__, str(error)))
-                dist.broadcast_object_list(box, src=first, group=self._group)
-                raise
-        dist.broadcast_object_list(box, src=first, group=self._group)
-        if box[0].error is not None:
-            kind, text = box[0].error
-            raise {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}.get(kind, RuntimeError)(
-                text
-            )
-        return box[0]
+        """What rank 0 finds in the folder, on all ranks."""
+        return self._index() if self._group is None else from_first_rank(self._index, self._group)
 
     def _index(self) -> _Listing:
         entries = read_metadata(self.config.folder)
