@@ -132,14 +132,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         return COMMANDS[name](rest)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         # For those whose message does not tell enough: OPENSORA_ACCEL_DEBUG=1 shows where it was raised.
         if os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
             raise
-        return _fail(str(error))
+        return _fail(_in_words(error))
     except KeyboardInterrupt:
         saved = "; what was saved before is whole (--resume goes on from there)" if name == "train" else ""
         return _fail(f"interrupted{saved}", status=130)
+
+
+def _in_words(error: ValueError | OSError) -> str:
+    """The system's own errors by file and reason, without their number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 def _fail(message: str, status: int = 2) -> int:

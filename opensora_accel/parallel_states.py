@@ -90,6 +90,12 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
     return mesh
 
 
+def start_distributed(timeout_s: float | None = None) -> None:
+    """Starts torch.distributed as `init_parallel` does, for who has to talk to other ranks before there is a Plan."""
+    if not dist.is_initialized():
+        _start_distributed(_device_type(), timeout_s)
+
+
 def _device_type() -> str:
     num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if not num_gpus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -35,3 +36,43 @@ def parallel_registry():
     parallel_states.reset(destroy_process_group=True)
     yield parallel_states
     parallel_states.reset(destroy_process_group=True)
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory):
+    """A folder of small videos with captions."""
+    from opensora_accel.training.proof import write_clips
+
+    return write_clips(tmp_path_factory.mktemp("clips"))
+
+
+@pytest.fixture
+def config_file(clips, tmp_path):
+    """Of a tiny run of four steps on one rank, which writes to `tmp_path / "run"`."""
+    from opensora_accel.training.config import to_dict
+    from tests.training.runs import tiny_config
+
+    path = tmp_path / "run.json"
+    config = to_dict(tiny_config(clips, tmp_path / "run", steps=4, save_every=2))
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(parallel_registry, monkeypatch, capsys):
+    """`run(*arguments)`: the exit status and what was printed, in this process as a single rank."""
+    from opensora_accel.cli import main
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments):
+        parallel_registry.reset(destroy_process_group=True)
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # tyro's own, for options it does not know and --help
+            status = end.code
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call

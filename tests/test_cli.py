@@ -7,43 +7,10 @@ import sys
 
 import pytest
 
-from opensora_accel.cli import COMMANDS, main
+from opensora_accel.cli import COMMANDS
 from opensora_accel.training.proof import write_clips
+from opensora_accel.training.state import MODEL_WEIGHTS
 from tests.test_layers import ROOT
-from tests.training.runs import tiny_config
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_clips(tmp_path_factory.mktemp("clips"))
-
-
-@pytest.fixture
-def config_file(folder, tmp_path):
-    from opensora_accel.training.config import to_dict
-
-    path = tmp_path / "run.json"
-    config = to_dict(tiny_config(folder, tmp_path / "run", steps=4, save_every=2))
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def run(parallel_registry, monkeypatch, capsys):
-    """`run(*arguments)`: the exit status and what was printed, in this process as a single rank."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-    def call(*arguments):
-        parallel_registry.reset(destroy_process_group=True)
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as end:  # tyro's own, for options it does not know and --help
-            status = end.code
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
-
-    return call
 
 
 def test_help_teaches(run):
@@ -127,23 +94,23 @@ def test_train_resume_and_what_differs(run, config_file, tmp_path):
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == before
 
     # A flipped byte is found before anything is loaded.
-    weights = tmp_path / "run" / "checkpoints" / "step_000006" / "model.safetensors"
+    weights = tmp_path / "run" / "checkpoints" / "step_000006" / MODEL_WEIGHTS
     data = bytearray(weights.read_bytes())
     data[-5] ^= 1
     weights.write_bytes(data)
     status, text = run("train", "--config", config_file, "--resume")
-    assert status == 2 and "model.safetensors was changed since it was written; resume from another" in text
+    assert status == 2 and f"{MODEL_WEIGHTS} was changed since it was written; resume from another" in text
 
     # Starting again in the same folder loses nothing.
     status, text = run("train", "--config", config_file)
     assert (
         status == 0
-        and f"it is {tmp_path}/run.1 now" in text
-        and (tmp_path / "run.1" / "metrics.jsonl").is_file()
+        and f"it is in {tmp_path}/run/earlier_1 now" in text
+        and (tmp_path / "run" / "earlier_1" / "metrics.jsonl").is_file()
     )
 
 
-def test_an_unreadable_video_is_named_and_left_out(run, config_file, folder, tmp_path):
+def test_an_unreadable_video_is_named_and_left_out(run, config_file, tmp_path):
     videos = tmp_path / "videos"
     write_clips(videos, num_videos=3)
     (videos / "1.mp4").write_bytes(b"this is no video")
@@ -212,8 +179,8 @@ def test_going_back_keeps_what_came_after(run, config_file, tmp_path):
     first = tmp_path / "run"
     assert saved_steps(first) == ["step_000004", "step_000006"]
     status, text = run(*options, "--resume", first / "checkpoints" / "step_000004", "--steps", "5")
-    assert status == 0 and "step_000006.before_resume_1" in text
-    assert saved_steps(first) == ["step_000004", "step_000005", "step_000006.before_resume_1"]
+    assert status == 0 and "step_000006.kept_1" in text
+    assert saved_steps(first) == ["step_000004", "step_000005", "step_000006.kept_1"]
     rows = [json.loads(line)["step"] for line in (first / "metrics.jsonl").read_text().splitlines()]
     assert rows == [1, 2, 3, 4, 5], "one row a step"
 
@@ -221,21 +188,24 @@ def test_going_back_keeps_what_came_after(run, config_file, tmp_path):
 def test_a_run_that_was_moved_goes_on_where_it_lies(run, config_file, tmp_path):
     assert run("train", "--config", config_file)[0] == 0
     assert run("train", "--config", config_file, "--steps", "2")[0] == 0
-    moved, second = tmp_path / "run.1", tmp_path / "run"
+    moved, second = tmp_path / "run" / "earlier_1", tmp_path / "run"
     assert saved_steps(second) == ["step_000002"]
     assert run("train", "--resume", moved / "checkpoints" / "step_000004", "--steps", "5")[0] == 0
     assert saved_steps(second) == ["step_000002"] and "step_000005" in saved_steps(moved)
 
 
-def test_folders_of_the_user_are_left_alone(run, config_file, folder, tmp_path):
+def test_folders_of_the_user_are_left_alone(run, config_file, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
     status, text = run("train", "--config", config_file, "--output", mine, "--steps", "1")
     assert status == 0 and "moved" not in text and (mine / "notes.txt").read_text() == "mine"
     write_clips(mine / "clips", num_videos=2)
-    status, text = run("train", "--config", config_file, "--output", mine, "--data.folder", mine / "clips")
-    assert status == 2 and "holds an earlier run and the videos" in text and (mine / "clips").is_dir()
+    options = ["train", "--config", config_file, "--output", mine, "--steps", "1"]
+    assert run(*options, "--data.folder", mine / "clips")[0] == 0 and (mine / "earlier_1").is_dir()
+    write_clips(mine / "samples" / "clips", num_videos=2)
+    status, text = run(*options, "--data.folder", mine / "samples" / "clips")
+    assert status == 2 and "would be moved with it" in text and not (mine / "earlier_2").exists()
 
 
 def test_resume_in_the_file_is_honoured(run, config_file, tmp_path):

@@ -136,7 +136,7 @@ class TrainConfig:
     """One training run. Every option may stand in the file, or on the command line after it."""
 
     output: str = "runs/default"
-    """Folder for checkpoints, metrics, samples. What is already there is moved aside, not overwritten."""
+    """Folder for checkpoints, metrics, samples. An earlier run in it is moved into earlier_N, not overwritten."""
     steps: int = 1000
     """Optimizer steps."""
     seed: int = 0
@@ -152,7 +152,7 @@ class TrainConfig:
     memory_target_gib: float = 0.0
     """Device memory that plan.offload="auto" may fill; 0 takes 90 % of the device's."""
     resume: str = ""
-    """Checkpoint folder to go on from; `--resume` alone takes the newest of the output."""
+    """Checkpoint folder to go on from; newest (`--resume` alone): the output's newest; auto: that, or a start."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)

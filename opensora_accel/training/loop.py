@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,16 +26,23 @@ from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, 
 from opensora_accel.training.index import Video
 from opensora_accel.training.offloading import OffloadReport
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
+from opensora_accel.training.output import CHECKPOINTS, CONFIG, OFFLOAD, SAMPLES
 from opensora_accel.training.samples import sample_clips, write_comparison
-from opensora_accel.training.state import TrainState, load_checkpoint, save_checkpoint, set_newer_aside
+from opensora_accel.training.state import (
+    TOKENIZER,
+    TrainState,
+    load_checkpoint,
+    save_checkpoint,
+    set_newer_aside,
+)
 from opensora_accel.training.stopping import StopRequest
 from opensora_accel.training.text import build_text_encoder, train_tokenizer
+from opensora_accel.training.together import from_first_rank
 from opensora_accel.training.trackers import Tracker
 from opensora_accel.training.video import UnreadableVideo, read_clip
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer.json"
 _MAX_SKIPPED_STEPS = 10
 
 
@@ -71,12 +79,14 @@ class Trainer:
         model, self.forward = build.parallelize(model, config.plan, self.device)
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
-        self._checkpoints = self.output / "checkpoints"
+        self._checkpoints = self.output / CHECKPOINTS
         if checkpoint is not None and record is not None:
             load_checkpoint(checkpoint, record, self.state)
             self.loader.load_state_dict(record["data"])
-        self.offload = OffloadReport(self.output / "offload.json", config.memory_target_gib)
+        self.offload = OffloadReport(self.output / OFFLOAD, config.memory_target_gib)
         self.skipped_in_a_row = 0
+        # Told apart from checkpoints of other runs that lie beside them; kept when a run goes on.
+        self._run_id = (record or {}).get("run") or uuid.uuid4().hex
 
     def train(self) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step."""
@@ -152,7 +162,7 @@ class Trainer:
 
     def save(self) -> Path:
         folder = self._checkpoints / f"step_{self.state.step:06d}"
-        extra = {"config": to_dict(self.config), "data": self.loader.state_dict()}
+        extra = {"run": self._run_id, "config": to_dict(self.config), "data": self.loader.state_dict()}
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         save_checkpoint(folder, self.state, extra, texts, self.config.keep_checkpoints)
         return folder
@@ -175,7 +185,7 @@ class Trainer:
                 self.config.seed,
             )
         model.train()
-        folder = self.output / "samples" / f"step_{self.state.step:06d}"
+        folder = self.output / SAMPLES / f"step_{self.state.step:06d}"
         if dist.get_rank() == 0:
             sources = [self._source(video) for video in videos]
             write_comparison(folder, sources, clips, captions, self._frame_rate(videos))
@@ -201,16 +211,13 @@ class Trainer:
         return max(1.0, videos[0].info.fps / self.config.data.frame_stride)
 
     def _tokenizer(self, checkpoint: Path | None) -> str:
-        """The tokenizer of the checkpoint, or one trained on all captions: on rank 0, then equal everywhere."""
+        """The tokenizer of the checkpoint, or one trained on all captions: rank 0's, on all ranks."""
         if self.config.text.path:
             return ""
-        box = [""]
-        if dist.get_rank() == 0:
-            saved = checkpoint / TOKENIZER if checkpoint is not None else None
-            captions = [entry.caption for entry in self.loader.entries]
-            box = [saved.read_text(encoding="utf-8") if saved is not None else train_tokenizer(captions)]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        captions = [entry.caption for entry in self.loader.entries]
+        if checkpoint is None:
+            return from_first_rank(lambda: train_tokenizer(captions))
+        return from_first_rank(lambda: (checkpoint / TOKENIZER).read_text(encoding="utf-8"))
 
     def _tracker(self) -> AbstractContextManager[Any]:
         if dist.get_rank() != 0:
@@ -219,7 +226,7 @@ class Trainer:
         for path in set_newer_aside(self._checkpoints, self.state.step):
             print(f"a later checkpoint of the run before is kept as {path}", flush=True)
         text = json.dumps(to_dict(self.config), indent=2) + "\n"
-        (self.output / "config.json").write_text(text, encoding="utf-8")
+        (self.output / CONFIG).write_text(text, encoding="utf-8")
         return Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
 
     def _synchronized(self, last: bool) -> AbstractContextManager[Any]:

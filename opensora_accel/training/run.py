@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opensora_accel.training.config import TrainConfig, config_from_dict, differences, load_config
+from opensora_accel.training.output import check_inputs, claim, move_aside
+from opensora_accel.training.resume import AUTO, NEWEST, find_checkpoint, run_of
+from opensora_accel.training.together import from_first_rank, is_first_rank
 
 _SHOWN_STEPS = 20
 
 
-def is_first_rank() -> bool:
-    """Before torch.distributed has started, too."""
-    return os.environ.get("RANK", "0") == "0"
+@dataclass(frozen=True)
+class _Given:
+    """What the command line and its file say."""
+
+    config: TrainConfig
+    file: TrainConfig | None
+    options: list[str]
+
+    @property
+    def names_output(self) -> bool:
+        return any(option.partition("=")[0] == "--output" for option in self.options)
+
+
+def _read(arguments: Sequence[str]) -> _Given:
+    file, resume, options = _extract(arguments)
+    base = load_config(file) if file else None
+    config = _with_options(base or TrainConfig(), options)
+    if resume is not None:
+        config = dataclasses.replace(config, resume=resume or NEWEST)
+    return _Given(config, base, options)
+
+
+def _with_options(config: TrainConfig, options: list[str]) -> TrainConfig:
+    import tyro
+
+    return tyro.cli(
+        TrainConfig,
+        default=config,
+        args=options,
+        prog="opensora-accel train",
+        description=__doc__,
+        config=(tyro.conf.FlagConversionOff,),
+    )
 
 
 def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
@@ -23,52 +58,39 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str,
 
     Options on the command line win over the saved configuration (when resuming) or the file. When resuming, the
     saved configuration wins over the file, and each difference is shown.
+
+    Communication: when resuming, that of `find_checkpoint`, where torch.distributed has been started.
     """
-    import tyro
+    return _resolve(_read(arguments))
 
-    from opensora_accel.training.state import read_record
 
-    file, resume, options = _extract(arguments)
-    base = load_config(file) if file else TrainConfig()
-    given = tyro.cli(
-        TrainConfig,
-        default=base,
-        args=options,
-        prog="opensora-accel train",
-        description=__doc__,
-        config=(tyro.conf.FlagConversionOff,),
-    )
-    resume = resume if resume is not None else given.resume or None
-    if resume is None:
-        _check_output(given)
-        return given, None, None
-    checkpoint = Path(resume) if resume else _newest(Path(given.output))
-    record = read_record(checkpoint)
-    # A run that was moved since it was saved goes on where its checkpoint lies.
-    values = {**record["config"], "resume": "", "output": str(checkpoint.parent.parent)}
-    saved = config_from_dict(values, str(checkpoint))
-    final = tyro.cli(
-        TrainConfig,
-        default=saved,
-        args=options,
-        prog="opensora-accel train",
-        config=(tyro.conf.FlagConversionOff,),
-    )
+def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
+    resume, output = given.config.resume, given.config.output
+    found = find_checkpoint(resume, Path(output)) if resume else None
+    if found is None:
+        return dataclasses.replace(given.config, resume=""), None, None
+    checkpoint, record = found
+    if resume not in (NEWEST, AUTO) and not given.names_output:
+        # A run that was moved since it was saved goes on where its checkpoint lies.
+        output = str(run_of(checkpoint))
+    saved = config_from_dict({**record["config"], "resume": "", "output": output}, str(checkpoint))
+    final = _with_options(saved, given.options)
     if is_first_rank():
-        _show_differences(base if file else None, saved, final, checkpoint)
+        _show_differences(given.file, saved, final, checkpoint)
     return final, checkpoint, record
 
 
 def run(arguments: Sequence[str]) -> int:
     """Trains; the exit status."""
+    given = _read(arguments)  # first: what is wrong in it is said before anything starts
     import torch.distributed as dist
 
-    from opensora_accel.parallel_states import reset
+    from opensora_accel.parallel_states import reset, start_distributed
 
-    config, checkpoint, record = parse(arguments)
     started_here = not dist.is_initialized()
     try:
-        return _train(config, checkpoint, record)
+        start_distributed()
+        return _train(*_resolve(given))
     finally:
         if started_here:
             reset(destroy_process_group=True)
@@ -77,18 +99,30 @@ def run(arguments: Sequence[str]) -> int:
 def _train(config: TrainConfig, checkpoint: Path | None, record: dict[str, Any] | None) -> int:
     from opensora_accel.training.loop import Trainer
 
-    trainer = Trainer(config, checkpoint, record)
-    if is_first_rank():
-        if checkpoint is None:
-            _move_aside(Path(config.output))
-        print(trainer.summary, flush=True)
-    losses = trainer.train()
+    with claim(config):
+        # A run that goes on in another folder than its checkpoint's finds there what any new run would.
+        is_new = from_first_rank(lambda: checkpoint is None or not _lies_in(checkpoint, Path(config.output)))
+        if is_new:
+            from_first_rank(lambda: check_inputs(config))
+        trainer = Trainer(config, checkpoint, record)
+        if is_new:
+            from_first_rank(lambda: move_aside(config))
+        if is_first_rank():
+            print(trainer.summary, flush=True)
+        losses = trainer.train()
     if is_first_rank() and len(losses) >= 2 * _SHOWN_STEPS:
         first, last = statistics.fmean(losses[:_SHOWN_STEPS]), statistics.fmean(losses[-_SHOWN_STEPS:])
         print(f"loss {first:.4f} → {last:.4f} (mean of the first and last {_SHOWN_STEPS} steps)", flush=True)
     if is_first_rank():
         print(f"metrics, checkpoints and samples are in {config.output}", flush=True)
     return 0
+
+
+def _lies_in(checkpoint: Path, output: Path) -> bool:
+    try:
+        return run_of(checkpoint).resolve() == output.resolve()
+    except ValueError:
+        return False
 
 
 def _extract(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
@@ -112,21 +146,10 @@ def _extract(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str
     return file, resume, rest
 
 
-def _newest(output: Path) -> Path:
-    from opensora_accel.training.state import list_checkpoints
-
-    found = list_checkpoints(output / "checkpoints")
-    if not found:
-        raise FileNotFoundError(
-            f"there is no checkpoint in {output}; start without --resume, or name a checkpoint or another --output"
-        )
-    return found[-1]
-
-
 def _show_differences(
     file: TrainConfig | None, saved: TrainConfig, final: TrainConfig, checkpoint: Path
 ) -> None:
-    print(f"resuming {checkpoint}", flush=True)
+    print(f"resuming {os.path.abspath(checkpoint)}", flush=True)
     for name, (before, after) in differences(saved, final).items():
         print(f"  {name}: {before} → {after} (from the command line)", flush=True)
     if file is not None:
@@ -139,33 +162,3 @@ def _show_differences(
                     f"  {name}: stays {before} as saved; the file has {after} ({option} changes it)",
                     flush=True,
                 )
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or (folder / "checkpoints").is_dir()
-
-
-def _check_output(config: TrainConfig) -> None:
-    """An earlier run is moved aside later; what would be moved with it must not be needed, or the user's own."""
-    output, data = Path(config.output).resolve(), Path(config.data.folder).resolve()
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {config.output} is a file; name a folder")
-    if _is_run(output) and config.data.folder and data.is_relative_to(output):
-        raise ValueError(
-            f"--output {config.output} holds an earlier run and the videos ({config.data.folder}); "
-            "a new run needs another --output (or --resume goes on with the earlier one)"
-        )
-
-
-def _move_aside(output: Path) -> None:
-    """An earlier run in the same folder keeps all it wrote, under the next free name."""
-    output = output if output.name else output.resolve()
-    if not _is_run(output):
-        return
-    number = 1
-    while (target := output.with_name(f"{output.name}.{number}")).exists():
-        number += 1
-    output.rename(target)
-    print(
-        f"{output} had an earlier run; it is {target} now (--resume would have gone on with it)", flush=True
-    )

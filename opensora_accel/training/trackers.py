@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from opensora_accel.training.output import METRICS, TENSORBOARD
+
 _SMOOTHING = 0.95
 """Of the loss shown to a person; the files hold every step's own."""
 
@@ -27,9 +29,9 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        _forget_after(folder / "metrics.jsonl", start)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+        _forget_after(folder / METRICS, start)
+        self._file = (folder / METRICS).open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=start + 1 if start else None)
         self._total, self._log_every = total, log_every
         self._start, self._start_time = start, time.monotonic()
         self._loss: float | None = None

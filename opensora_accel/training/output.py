@@ -1,0 +1,171 @@
+"""The output folder of a run: locked while a run writes to it, and never written to where it is somebody else's.
+
+A run writes the names of `WRITTEN` and no others. A folder that has some of them is a run if its config.json is
+that of a run; otherwise it is the user's, a model folder of diffusers for example, and is refused. A new run moves
+what an earlier one wrote into `earlier_N` inside the folder: the folder itself may be a mount point, and may hold
+files of the user, which stay where they are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.state import list_checkpoints
+from opensora_accel.training.together import from_first_rank
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+OFFLOAD = "offload.json"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"
+WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, CHECKPOINTS, SAMPLES)
+_LOCK = ".opensora-accel.lock"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether its config.json is one that a run wrote; without config.json, whether it has a checkpoint."""
+    if not os.path.lexists(folder / CONFIG):
+        return bool(list_checkpoints(folder / CHECKPOINTS))
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"output", "steps", "data", "optim", "plan"} <= set(values)
+
+
+@contextmanager
+def claim(config: TrainConfig) -> Iterator[None]:
+    """Within it no other run can write to `config.output`; every rank enters, rank 0 holds the lock.
+
+    The folder is made where there is none, and removed again where nothing was written to it.
+
+    Raises: ValueError or OSError, on all ranks, for a folder that another run uses, that cannot be written to, that
+    holds files of somebody else under the names that a run writes, or whose files are links.
+    """
+    held: list[IO[str]] = []
+    output = Path(config.output)
+    made = _missing_folders(output)
+    try:
+        from_first_rank(lambda: _enter(output, held))
+        yield
+    finally:
+        for lock in held:
+            (output / _LOCK).unlink(missing_ok=True)
+            lock.close()
+            for folder in made:
+                with suppress(OSError):  # not empty: the run's, or somebody else's by now
+                    folder.rmdir()
+
+
+def _enter(output: Path, held: list[IO[str]]) -> None:
+    if os.path.lexists(output) and not output.is_dir():
+        what = "a link to nothing" if output.is_symlink() else "a file"
+        raise ValueError(f"--output {output} is {what}; name a folder")
+    _refuse_foreign(output)
+    output.mkdir(parents=True, exist_ok=True)
+    held.append(_lock(output))
+
+
+def _missing_folders(path: Path) -> list[Path]:
+    """The folders that making `path` would make, the deepest first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _refuse_foreign(output: Path) -> None:
+    found = [name for name in WRITTEN if os.path.lexists(output / name)]
+    if found and not is_run(output):
+        raise ValueError(
+            f"--output {output} has {', '.join(found)}, which no run of opensora-accel wrote (it has no config.json of "
+            "a run); name another folder, or move them out of it"
+        )
+    # A run that was received from somebody else could lead our writing anywhere.
+    places = [output / name for name in found]
+    for name in (TENSORBOARD, SAMPLES):
+        if name in found:
+            places += (output / name).rglob("*")
+    for place in places:
+        if place.is_symlink():
+            raise ValueError(
+                f"{place} is a link (to {os.readlink(place)}), and a run writes through none; put the file or folder "
+                "itself there, or name another --output"
+            )
+
+
+def _lock(output: Path) -> IO[str]:
+    """The open file that holds the lock. The system frees it however this process ends."""
+    path = output / _LOCK
+    while True:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.fdopen(opened, "r+", encoding="utf-8")
+        try:
+            # A record lock, not flock(): decoding processes that outlive a killed rank would inherit the latter.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise ValueError(
+                f"--output {output} is in use by another run ({holder}); wait for its end or stop it, or name another "
+                "--output"
+            ) from error
+        except OSError as error:
+            logger.warning(
+                "%s has no locks (%s): nothing stops a second run from writing to it", output, error
+            )
+            return file
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            return file
+        file.close()  # the run before ended just now, and took the file with it
+
+
+def move_aside(config: TrainConfig) -> None:
+    """What an earlier run left in the folder keeps all of it, in `earlier_N`.
+
+    Raises ValueError where this run reads something that would be moved.
+    """
+    output = Path(config.output)
+    found = [name for name in WRITTEN if os.path.lexists(output / name)]
+    if not found:
+        return
+    number = 1
+    while os.path.lexists(target := output / f"earlier_{number}"):
+        number += 1
+    target.mkdir()
+    for name in found:
+        (output / name).rename(target / name)
+    print(
+        f"{output} had an earlier run; it is in {target} now (--resume would have gone on with it)",
+        flush=True,
+    )
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Raises ValueError where a new run would move what it reads: its videos, or a model that it starts from."""
+    output = Path(config.output).resolve()
+    written = [output / name for name in WRITTEN if (output / name).exists()]
+    inputs = {
+        "data.folder": config.data.folder,
+        "model.path": config.model.path,
+        "codec.path": config.codec.path,
+        "text.path": config.text.path,
+    }
+    for option, path in inputs.items():
+        if path and any(Path(path).resolve().is_relative_to(place.resolve()) for place in written):
+            raise ValueError(
+                f"--{option} {path} lies in what an earlier run wrote to --output {config.output}, and would be moved "
+                "with it; a new run needs another --output (or --resume goes on with the earlier one)"
+            )
