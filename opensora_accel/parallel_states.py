@@ -7,9 +7,12 @@ through the setters when another library (ColossalAI, Megatron) has made the gro
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import math
 import os
+import time
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,9 @@ if __name__ != "opensora_accel.parallel_states":
 
 _COMPOSED_AXES = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES}
 _GROUP_NAMES = (*_COMPOSED_AXES, "tensor", *MESH_AXES)
+
+_START_TIMEOUT_S = 600.0
+"""How long ranks wait for each other when they start: those of a large job may import from slow storage."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}
@@ -139,13 +145,59 @@ def _start_distributed(device_type: str, timeout: datetime.timedelta | None) -> 
     else:
         backend = "gloo"
     if _launched():
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_this_start(store, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def _store_of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """A part of torchrun's store that no earlier start of the ranks has written to.
+
+    torchrun keeps its store when it starts the ranks again, and gloo then connects to addresses of processes that
+    are gone. The count of restarts that torchrun tells cannot tell the starts apart: each node counts its own. So every
+    rank writes a name that was never used, and rank 0 writes the names it has read beside its own. A rank that finds
+    its name among them knows that rank 0's is of this start, too, and takes it as the prefix.
+
+    Raises ValueError where ranks do not come within `_START_TIMEOUT_S`, naming them.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"start/{rank}", mine)
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if rank == 0:
+            here = [other for other in range(world_size) if store.check([f"start/{other}"])]
+            names = {str(other): store.get(f"start/{other}").decode() for other in here}
+            store.set("starts", json.dumps({"prefix": mine, "names": names}))
+            missing = [other for other in range(1, world_size) if not store.check([f"{mine}/ready/{other}"])]
+            if not missing:
+                return dist.PrefixStore(mine, store)
+        elif store.check(["starts"]):
+            starts = json.loads(store.get("starts"))
+            if starts["names"].get(str(rank)) == mine:
+                store.set(f"{starts['prefix']}/ready/{rank}", "")
+                return dist.PrefixStore(starts["prefix"], store)
+        time.sleep(0.02)
+    lacking = f"rank {', '.join(map(str, missing))}" if rank == 0 else "rank 0"
+    raise ValueError(
+        f"rank {rank} waited {_START_TIMEOUT_S:.0f} s for {lacking} to start; see what these ranks printed, and "
+        "whether their machine reaches MASTER_ADDR"
+    )
+
+
 def _launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not rank.isdecimal() or not world_size.isdecimal() or int(rank) >= int(world_size):
+        # It would wait for ranks that cannot come.
+        raise ValueError(
+            f"the environment says RANK={rank} of WORLD_SIZE={world_size}, but ranks count from 0 to WORLD_SIZE - 1; "
+            "start them with a launcher, or unset both"
+        )
+    return True
 
 
 def get_mesh(name: str = "all") -> DeviceMesh:

@@ -128,8 +128,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-TWO_RANKS = ["--nproc-per-node", "2", "-m", "opensora_accel.cli", "train"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", *TWO_RANKS]
+TWO_RANKS = [
+    *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+]
+TORCHRUN = [*TWO_RANKS, "-m", "opensora_accel.cli", "train"]
 # `--multi_gpu` is accelerate's name for "start several ranks"; without GPUs they are CPU ranks.
 ACCELERATE = [
     *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
@@ -159,6 +161,34 @@ def test_every_launcher_starts_the_same_run(config_file, tmp_path):
         assert done.returncode == 0, done.stderr
         assert "on 2 rank(s)" in done.stdout
         assert found == pytest.approx(losses, rel=1e-4), name
+
+
+DIES_ONCE = """
+import os, signal, sys
+from opensora_accel.cli import main
+from opensora_accel.training.loop import Trainer
+
+step = Trainer.step
+
+def dying_step(trainer, *args):
+    if trainer.state.step == 3 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, *args)
+
+Trainer.step = dying_step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path):
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+    launcher = [*TWO_RANKS, "--max-restarts", "1", tmp_path / "dies_once.py", "train"]
+    output = tmp_path / "run"
+    done, _ = launched(launcher, config_file, output, "--plan.ulysses", "2", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming {output}/checkpoints/step_000002" in done.stdout
+    rows = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3, 4] and not (output / "earlier_1").exists()
 
 
 def test_doctor_runs(run):

@@ -1,6 +1,7 @@
 """Named groups: who is in them, what the setters of other libraries lead to, and what is refused."""
 
 import os
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -104,3 +105,43 @@ def test_a_plan_for_two_ranks_in_a_plain_process(parallel_registry, monkeypatch)
     with pytest.raises(ValueError, match="torchrun --nproc-per-node 2"):
         init_parallel(Plan(ulysses=2))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size"), [("5", "1"), ("1", "1"), ("-1", "2"), ("first", "2"), ("0", "0")]
+)
+def test_a_rank_that_cannot_be_is_refused_at_once(parallel_registry, monkeypatch, rank, world_size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match=f"RANK={rank} of WORLD_SIZE={world_size}, but ranks count from 0"):
+        init_parallel(Plan())
+
+
+def test_ranks_that_start_again_see_nothing_of_the_start_before():
+    """torchrun keeps its store over a restart, and counts restarts on each node by itself."""
+    kept, found = dist.HashStore(), {}
+
+    def start(rank):
+        store = parallel_states._store_of_this_start(kept, rank, 3)
+        found[rank] = store
+        store.set(f"address/{rank}", f"of start {number}")
+
+    for number in range(3):
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in (2, 0, 1)]
+        for thread in threads:
+            thread.start()
+            thread.join(timeout=0.2)  # the first ones to come find what the start before has left
+        for thread in threads:
+            thread.join(timeout=20)
+        assert sorted(found) == [0, 1, 2]
+        for store in found.values():
+            assert [store.get(f"address/{rank}").decode() for rank in range(3)] == [f"of start {number}"] * 3
+        found.clear()
+
+
+def test_a_rank_that_does_not_start_is_named(monkeypatch):
+    monkeypatch.setattr(parallel_states, "_START_TIMEOUT_S", 0.2)
+    with pytest.raises(ValueError, match=r"rank 0 waited 0 s for rank 1, 2 to start"):
+        parallel_states._store_of_this_start(dist.HashStore(), 0, 3)
+    with pytest.raises(ValueError, match=r"rank 1 waited 0 s for rank 0 to start"):
+        parallel_states._store_of_this_start(dist.HashStore(), 1, 3)
