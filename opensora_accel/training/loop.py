@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,11 @@ class Trainer:
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
         self._checkpoints = self.output / CHECKPOINTS
+        self._saved: tuple[int, Path] | None = None
         if checkpoint is not None and record is not None:
             load_checkpoint(checkpoint, record, self.state)
             self.loader.load_state_dict(record["data"])
+            self._saved = self.state.step, checkpoint
         self.offload = OffloadReport(self.output / OFFLOAD, config.memory_target_gib)
         self.skipped_in_a_row = 0
         # Told apart from checkpoints of other runs that lie beside them; kept when a run goes on.
@@ -95,38 +97,41 @@ class Trainer:
         with StopRequest() as stop, self._tracker() as tracker:
             while self.state.step < self.config.steps:
                 started = time.perf_counter()
-                metrics = self.step()
+                metrics = self.step(lambda: self._any_rank(stop.requested))
+                if metrics is None:
+                    self._save_and_say_how_to_go_on()
+                    return losses
                 losses.append(metrics["loss"])
                 metrics |= self._speed_and_memory(time.perf_counter() - started)
                 if isinstance(tracker, Tracker):
                     tracker.step(self.state.step, metrics)
                     self.offload.show_decisions()
-                stopping = self._any_rank(stop.requested)
-                last = self.state.step == self.config.steps
-                if last or stopping or self.state.step % self.config.save_every == 0:
-                    saved = self.save()
-                    if is_first:
-                        self.offload.write()
-                if stopping and not last:
-                    if is_first:
-                        print(
-                            f"stopped after step {self.state.step}; go on with --resume {saved}", flush=True
-                        )
-                    return losses
-        if self.config.num_samples:
+                if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
+                    self.save()
+            stopping = self._any_rank(stop.requested)
+        if self.config.num_samples and not stopping:
             strip = self.write_samples()
             if is_first:
                 print(f"sampled clips beside their sources: {strip}", flush=True)
         return losses
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks."""
+    def step(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks.
+
+        `interrupted` is asked before each batch, and must say the same on all ranks. Where it says yes the step is
+        given up, and the result is None: what is saved then is the state before the step, whose batches come again.
+        """
         config, state = self.config.optim, self.state
         rate = learning_rate(config, state.step, self.config.steps)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
+        position = self.loader.state_dict()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(config.accumulation):
+            if interrupted():
+                state.optimizer.zero_grad()
+                self.loader.load_state_dict(position)
+                return None
             with self._synchronized(micro == config.accumulation - 1):
                 loss = self.loss(next(self.loader)) / config.accumulation
                 loss.backward()
@@ -160,11 +165,28 @@ class Trainer:
             )
         return velocity
 
+    def _save_and_say_how_to_go_on(self) -> None:
+        step, is_first = self.state.step, dist.get_rank() == 0
+        if self._saved is None and step == 0:
+            if is_first:
+                print("stopped before the first step: there is nothing to save", flush=True)
+            return
+        if self._saved is None or self._saved[0] != step:
+            if is_first:
+                print(f"saving step {step}", flush=True)
+            self.save()
+        if is_first and self._saved is not None:
+            print(f"stopped after step {step}; go on with --resume {self._saved[1]}", flush=True)
+
     def save(self) -> Path:
+        """Writes a checkpoint of the present step; every rank has to call."""
         folder = self._checkpoints / f"step_{self.state.step:06d}"
         extra = {"run": self._run_id, "config": to_dict(self.config), "data": self.loader.state_dict()}
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         save_checkpoint(folder, self.state, extra, texts, self.config.keep_checkpoints)
+        self._saved = self.state.step, folder
+        if dist.get_rank() == 0:
+            self.offload.write()
         return folder
 
     def write_samples(self) -> Path:
@@ -256,7 +278,9 @@ class Trainer:
             )
 
     def _any_rank(self, flag: bool) -> bool:
-        total = torch.tensor(float(flag), device=self.device)
+        # On the host where gloo is there, too: on a GPU every microbatch would wait for the one before.
+        on_host = "gloo" in dist.get_backend_config()
+        total = torch.tensor(float(flag), device="cpu" if on_host else self.device)
         dist.all_reduce(total)
         return total.item() > 0
 

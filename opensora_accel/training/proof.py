@@ -92,6 +92,7 @@ class TrainerStep:
         trainer = Trainer(dataclasses.replace(self.config, plan=run.plan.replace(precision="fp64")))
         run.watch(trainer.state.model)
         metrics = trainer.step()
+        assert metrics is not None, "nobody interrupts it"
         return {name: metrics[name] for name in ("loss", "grad_norm")}
 
 

@@ -1,8 +1,10 @@
 """The trainer: one job, whatever the mesh; resumed as if it had never stopped; stopped without loss."""
 
+import itertools
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -204,28 +206,97 @@ def test_other_models_train_as_on_one_rank(ranks, folder, tmp_path, name):
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
-def stopped(config, at_step):
+def stopped(config, at_loss, signals, checkpoint=None):
+    """Signals come to rank 1 before the loss of number `at_loss`; the losses until the run ends."""
+    from opensora_accel.training import stopping
     from opensora_accel.training.loop import Trainer
+    from opensora_accel.training.state import read_record
 
-    trainer = Trainer(config)
-    original = trainer.step
+    trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
+    original, count, one_press_s = trainer.loss, itertools.count(1), stopping._ONE_PRESS_S
+    stopping._ONE_PRESS_S = 0.2
 
-    def step():
-        if trainer.state.step == at_step and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGINT)  # one rank is told, all of them stop
-        return original()
+    def loss(batch):
+        if next(count) == at_loss and dist.get_rank() == dist.get_world_size() - 1:
+            for number, pause_s in signals:  # one rank is told, all of them stop
+                os.kill(os.getpid(), number)
+                time.sleep(pause_s)
+        return original(batch)
 
-    trainer.step = step
-    before = signal.getsignal(signal.SIGINT)
-    losses = trainer.train()
-    assert signal.getsignal(signal.SIGINT) is before
-    return len(losses)
+    trainer.loss = loss
+    before = [signal.getsignal(number) for number, _ in signals]
+    try:
+        losses = trainer.train()
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        stopping._ONE_PRESS_S = one_press_s
+        assert [signal.getsignal(number) for number, _ in signals] == before
+    return losses
 
 
-def test_ctrl_c_saves_and_stops_all_ranks(ranks, folder, tmp_path):
+def saved_steps(output):
+    folder = output / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_saves_and_stops_all_ranks(ranks, folder, tmp_path, name):
     config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
-    assert ranks(2, stopped, config, 3) == [4, 4]
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+    found = ranks(2, stopped, config, 4, [(getattr(signal, name), 0)])
+    assert [len(losses) for losses in found] == [4, 4] and saved_steps(tmp_path) == ["step_000004"]
+
+
+def test_one_ctrl_c_that_comes_twice_is_one(ranks, folder, tmp_path):
+    """From the terminal and from the launcher; also with the SIGTERM that a launcher sends after it."""
+    config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
+    signals = [(signal.SIGINT, 0.05), (signal.SIGINT, 0.3), (signal.SIGTERM, 0)]
+    assert [len(losses) for losses in ranks(2, stopped, config, 4, signals)] == [4, 4]
+    assert saved_steps(tmp_path) == ["step_000004"]
+
+
+def test_a_second_ctrl_c_stops_at_once(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path, steps=9)
+    signals = [(signal.SIGINT, 0.3), (signal.SIGINT, 0)]
+    assert ranks(1, stopped, config, 4, signals) == ["interrupted"] and saved_steps(tmp_path) == []
+
+
+def under_nohup(config):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        return len(stopped(config, 1, [(signal.SIGHUP, 0)]))
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_a_run_under_nohup_outlives_the_terminal(ranks, folder, tmp_path):
+    assert ranks(1, under_nohup, tiny_config(folder, tmp_path, steps=2)) == [2]
+
+
+def test_a_step_is_given_up_between_its_batches_and_comes_again(ranks, folder, tmp_path):
+    plan = Plan(dp_replicate=2)
+    changes = {"steps": 4, "optim.accumulation": 3, "data.batch_size": 2}
+    expected = ranks(2, trained, tiny_config(folder, tmp_path / "whole", plan, **changes))[0]
+    config = tiny_config(folder, tmp_path / "stopped", plan, **changes)
+    losses = ranks(2, stopped, config, 3 + 3 + 2, [(signal.SIGINT, 0)])[
+        0
+    ]  # in the second batch of the third step
+    assert losses == expected[0][:2] and saved_steps(tmp_path / "stopped") == ["step_000002"]
+    checkpoint = tmp_path / "stopped" / "checkpoints" / "step_000002"
+    losses, weights, _ = ranks(2, trained, config, checkpoint)[0]
+    assert losses == expected[0][2:]
+    assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
+
+
+def test_what_is_saved_already_is_not_saved_again(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path, steps=6, save_every=3, **{"optim.accumulation": 2})
+    ranks(1, stopped, config, 7, [(signal.SIGINT, 0)])
+    assert saved_steps(tmp_path) == ["step_000003"]
+    checkpoint = tmp_path / "checkpoints" / "step_000003"
+    assert ranks(1, stopped, config, 1, [(signal.SIGINT, 0)], checkpoint) == [[]]
+    assert saved_steps(tmp_path) == ["step_000003"]
+    config = tiny_config(folder, tmp_path / "new", steps=6, **{"optim.accumulation": 2})
+    assert ranks(1, stopped, config, 1, [(signal.SIGINT, 0)]) == [[]] and saved_steps(tmp_path / "new") == []
 
 
 def not_finite(config):
