@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from torch import Tensor
 
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
+_CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpegpipe"
+"""FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
+patterns and devices are not among them: they open other files and addresses, wherever these lie."""
+_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file", "enable_drefs": "0"}
 _STRIP_MARGIN = 6
 _STRIP_FONT_SIZE = 15
 
@@ -164,7 +169,9 @@ def write_strip(
 def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream; every decoding error inside becomes UnreadableVideo."""
     try:
-        with av.open(os.fspath(path)) as container:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for without end
+            raise UnreadableVideo(f"{path}: is no regular file")
+        with _container(path) as container:
             if not container.streams.video:
                 raise UnreadableVideo(f"{path}: holds no video stream")
             stream = container.streams.video[0]
@@ -178,6 +185,16 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
         raise
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise UnreadableVideo(f"{path}: cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _container(path: str | os.PathLike[str]) -> Any:
+    try:
+        # Absolute: what stands before a colon would be taken for a protocol.
+        return av.open(os.path.abspath(path), options=_OPTIONS)
+    except av.error.ArgumentError as error:
+        raise UnreadableVideo(
+            f"{path}: is no video container that is read here ({_CONTAINERS}; mov is mp4 too)"
+        ) from error
 
 
 def _count_in_header(path: str | os.PathLike[str], stream: Any) -> int:

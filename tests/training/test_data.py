@@ -90,6 +90,10 @@ def test_a_missing_folder_says_how_to_make_one(folder, tmp_path, monkeypatch):
         (b'{"file": "../a.mp4", "caption": "a"}', "must lie inside the folder"),
         (b'{"file": "b/../../a.mp4", "caption": "a"}', "must lie inside the folder"),
         (b'{"file": "/a.mp4", "caption": "a"}', "must lie inside the folder"),
+        (
+            b'{"file": "a.mp4", "caption": "' + b"a" * 300_000 + b'"}',
+            "the caption has 300,000 characters, and 10,000 are the most",
+        ),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, rule):

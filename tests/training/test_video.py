@@ -1,5 +1,7 @@
 """Video files: exact frames wherever decoding starts, one exception for every bad file, whole files out."""
 
+import os
+
 import av
 import numpy
 import pytest
@@ -179,6 +181,43 @@ def test_bad_files_are_unreadable_and_named(tmp_path, how, movflags):
             probe(path)
 
 
+PLAYLISTS = {
+    "hls.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{target}\n#EXT-X-ENDLIST\n",
+    "concat.ffconcat": "ffconcat version 1.0\nfile {name}\n",
+    "concat.mp4": "ffconcat version 1.0\nfile {name}\n",
+    "dash.mpd": '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"><Period><AdaptationSet>'
+    '<Representation id="1"><BaseURL>{target}</BaseURL></Representation></AdaptationSet></Period></MPD>',
+    "session.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
+}
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_a_playlist_is_no_video(tmp_path, name):
+    """It would read other media of this machine: here one beside it, which is a good video by itself."""
+    target = make_video(tmp_path / "private.mp4", num_frames=3)
+    (tmp_path / name).write_text(PLAYLISTS[name].format(target=target, name=target.name))
+    for read in (probe, lambda path: read_clip(path, 0, 3, height=8, width=8)):
+        with pytest.raises(UnreadableVideo, match=rf"{name}: (is no video container|cannot be decoded)"):
+            read(tmp_path / name)
+
+
+def test_a_name_with_a_colon_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_video(tmp_path / "private.mp4", num_frames=3)
+    with pytest.raises(UnreadableVideo, match="No such file"):
+        probe("concat:private.mp4")
+    make_video(tmp_path / "concat:.mp4", num_frames=5)
+    assert probe("concat:.mp4").num_frames == 5
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for path in (tmp_path / "pipe.mp4", tmp_path, "/dev/zero"):
+        for read in (probe, lambda path: read_clip(path, 0, 3, height=8, width=8)):
+            with pytest.raises(UnreadableVideo, match="is no regular file"):
+                read(path)
+
+
 @pytest.mark.parametrize("name", ["b_frames.mp4", "no_b_frames.avi"])
 def test_frames_that_build_on_damage_are_refused(tmp_path, name):
     path = make_video(tmp_path / name, **VARIANTS[name])
@@ -211,7 +250,7 @@ def test_a_short_file_says_what_it_lacks(tmp_path, start):
 
 
 def test_a_file_without_pictures_is_unreadable(tmp_path):
-    path = tmp_path / "sound.wav"
+    path = tmp_path / "sound.mkv"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000)
         sound = av.AudioFrame.from_ndarray(numpy.zeros((1, 800), numpy.int16), format="s16", layout="mono")
