@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import json
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 import torch
@@ -20,7 +18,8 @@ import shardformer
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.codec import Codec, check_multiple, latent_shape
-from opensora_accel.training.config import ModelConfig, TrainConfig
+from opensora_accel.training.config import ModelConfig, TrainConfig, check_type
+from opensora_accel.training.pretrained import in_one_line, load_pretrained, read_description
 from opensora_accel.training.together import from_all_ranks
 from opensora_accel.verify import lift_casts
 from shardformer.policy import model_names
@@ -32,6 +31,10 @@ TRAINABLE = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEdi
 """Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs."""
 
 
+_MOST_LAYERS = 1000
+"""More take minutes to make, even without their weights."""
+
+
 def local_device() -> torch.device:
     """This rank's GPU, or the CPU, as `init_parallel` has chosen."""
     if get_mesh().device_type == "cuda":
@@ -40,38 +43,68 @@ def local_device() -> torch.device:
 
 
 def build_model(
-    config: ModelConfig, codec: Codec, text_width: int, seed: int, dtype: torch.dtype
-) -> nn.Module:
-    """The transformer in fp32, with the same weights on every rank; `dtype` is what it will run in.
+    config: TrainConfig, codec: Codec, text_width: int, dtype: torch.dtype
+) -> tuple[nn.Module, tuple[int, int, int, int]]:
+    """The transformer in fp32, with the same weights on every rank, and the latent shape [C, t, h, w] of a clip.
 
-    Raises ValueError for a class that has no policy, an argument that it does not take (with the nearest it does),
-    or channels that do not fit the codec and the text encoder.
+    `dtype` is what the model will run in.
+
+    Raises ValueError, before anything large is made, for a class that has no policy, an argument that it does not take
+    (with the nearest it does) or that does not work, channels that do not fit the codec and the text encoder, clips
+    that do not fit the model, and sizes that this machine has no memory for.
     """
-    cls = model_class(config)
+    cls = model_class(config.model)
     derived = derived_arguments(codec.channels, text_width)
-    arguments = model_arguments(config, codec.channels, text_width)
-    # Without memory first: a wrong width must not fill the machine before it is found.
-    with torch.device("meta"):
-        outline = cls.from_config(arguments)
+    arguments = model_arguments(config.model, codec.channels, text_width)
+    source = f"model.path {config.model.path}" if config.model.path else "this model.config"
+    try:
+        with torch.device("meta"):
+            outline = cls.from_config(arguments)
+    except Exception as error:  # whatever its constructor raises for values that do not work
+        raise ValueError(f"{cls.__name__} cannot be made with {source} ({in_one_line(error)})") from error
     for argument, needed in derived.items():
         if outline.config[argument] != needed:
             raise ValueError(
                 f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}; "
                 f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
             )
-    _check_memory(outline, dtype)
-    if config.path:
-        return cls.from_pretrained(config.path, local_files_only=True, torch_dtype=torch.float32)
+    shape = check_sizes(config, codec, outline)
+    _check_memory(config, outline, dtype)
+    _try_shapes(outline, shape, config.text.length, text_width, source)
+    if config.model.path:
+        return load_pretrained(cls, "model.path", config.model.path, torch_dtype=torch.float32), shape
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return cls(**arguments)
+        torch.manual_seed(config.seed)
+        return cls(**arguments), shape
+
+
+def _try_shapes(
+    outline: nn.Module, shape: tuple[int, int, int, int], text_length: int, text_width: int, source: str
+) -> None:
+    """One pass without memory and without data: what does not fit is found before the weights are made."""
+    try:
+        with torch.no_grad():
+            outline(
+                hidden_states=torch.empty(1, *shape, device="meta"),
+                timestep=torch.empty(1, device="meta"),
+                encoder_hidden_states=torch.empty(1, text_length, text_width, device="meta"),
+                return_dict=False,
+            )
+    except Exception as error:
+        sizes = " × ".join(map(str, shape[1:]))
+        raise ValueError(
+            f"{type(outline).__name__} with {source} cannot take clips of {sizes} latent positions "
+            f"({in_one_line(error)}); change model.config, or data.num_frames, height and width"
+        ) from error
 
 
 def model_class(config: ModelConfig) -> Any:
     """The class of diffusers; ValueError for one that this loop does not know how to call."""
     import diffusers
 
-    name = _class_in(config.path) if config.path else config.class_name
+    name = config.class_name
+    if config.path:
+        name = str(read_description("model.path", config.path, "a diffusers model").get("_class_name", ""))
     if name in TRAINABLE:
         return getattr(diffusers, name)
     choice = f"choose one of {', '.join(TRAINABLE)}"
@@ -87,7 +120,9 @@ def model_arguments(config: ModelConfig, num_channels: int, text_width: int) -> 
     """What the model is made with; ValueError for an argument that its class does not take."""
     cls = model_class(config)
     if config.path:
-        return dict(cls.load_config(config.path, local_files_only=True))
+        # Read again: load_config would leave out of sight what is wrong with the file.
+        description = read_description("model.path", config.path, "a diffusers model")
+        return {name: value for name, value in description.items() if not name.startswith("_")}
     _check_arguments(cls, config.config)
     return {**derived_arguments(num_channels, text_width), **_tuples(config.config)}
 
@@ -97,36 +132,51 @@ def derived_arguments(num_channels: int, text_width: int) -> dict[str, int]:
     return {"in_channels": num_channels, "out_channels": num_channels, "text_dim": text_width}
 
 
-def _check_memory(outline: nn.Module, dtype: torch.dtype) -> None:
-    """Every rank of this machine builds the whole model on the host before it is sharded."""
-    num_parameters = sum(parameter.numel() for parameter in outline.parameters())
-    needed = dtype.itemsize * num_parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _check_memory(config: TrainConfig, outline: nn.Module, dtype: torch.dtype) -> None:
+    """Every rank of this machine builds the whole model on the host before it is sharded, and decodes its clips there.
+
+    Communication: an object all-gather each. One verdict, before any rank has taken memory: a rank that refused alone
+    would leave the others waiting.
+    """
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = psutil.virtual_memory().available
-    # One verdict, before any rank has taken memory: a rank that refused alone would leave the others waiting.
+    num_parameters = sum(parameter.numel() for parameter in outline.parameters())
+    num_elements = num_parameters + sum(buffer.numel() for buffer in outline.buffers())
+    needed = dtype.itemsize * num_elements * num_ranks
     if any(from_all_ranks(needed > available)):
         raise ValueError(
             f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
             f"{needed / 2**30:.0f} GiB for the ranks of this machine, where {available / 2**30:.0f} GiB are "
             "free; set model.config.num_layers, num_attention_heads and ffn_dim lower"
         )
-
-
-def _class_in(path: str) -> str:
-    description = Path(path) / "config.json"
-    if not description.is_file():
-        raise FileNotFoundError(
-            f"model.path {path} has no config.json; give the local folder of a diffusers model"
+    data = config.data
+    clips = -(-data.batch_size // config.plan.data)
+    # As bytes, and as the numbers that the codec makes of them.
+    needed = (1 + dtype.itemsize) * 3 * data.num_frames * data.height * data.width * clips * num_ranks
+    if any(from_all_ranks(needed > available)):
+        raise ValueError(
+            f"{clips} clips of {data.num_frames} × {data.height} × {data.width} on each rank take "
+            f"{needed / 2**30:.0f} GiB on this machine, where {available / 2**30:.0f} GiB are free; set "
+            "data.batch_size (with optim.accumulation for the same step), num_frames, height or width lower"
         )
-    return json.loads(description.read_text(encoding="utf-8")).get("_class_name", "")
 
 
 def _check_arguments(cls: type, arguments: dict[str, Any]) -> None:
+    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]  # type: ignore[misc]
-    for name in arguments:
+    for name, value in arguments.items():
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ValueError(f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(known)}")
+        check_type(hints[name], value, f"model.config.{name}")
+        for size in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(size, int) and not isinstance(size, bool) and size < 1:
+                raise ValueError(f"model.config.{name} must be at least 1; got {value!r}")
+    if arguments.get("num_layers", 1) > _MOST_LAYERS:
+        raise ValueError(
+            f"model.config.num_layers is {arguments['num_layers']:,}, and {_MOST_LAYERS:,} are the most; set it lower"
+        )
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
@@ -134,9 +184,13 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def check_sizes(config: TrainConfig, codec: Codec, model: nn.Module) -> tuple[int, int, int, int]:
+def check_sizes(config: TrainConfig, codec: Codec, model: Any) -> tuple[int, int, int, int]:
     """The latent shape [C, t, h, w] of a clip; ValueError where it does not fit codec, patches or data ranks."""
     shape = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
+    if len(model.config.patch_size) != 3:
+        raise ValueError(
+            f"model.config.patch_size must be three sizes (time, height, width); got {list(model.config.patch_size)}"
+        )
     patch_time, patch_height, patch_width = _patch_size(model)
     for name, unit in (("height", patch_height), ("width", patch_width)):
         reason = f"codec ({codec.spatial}) × model patch ({unit})"

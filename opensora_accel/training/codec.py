@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.config import CodecConfig
+from opensora_accel.training.pretrained import load_pretrained, read_description
 
 
 class Codec(Protocol):
@@ -94,18 +93,12 @@ def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -
         return SpaceToDepth(config.patch, dtype)
     import diffusers
 
-    folder = Path(config.path)
-    description = folder / "config.json"
-    if not description.is_file():
-        raise FileNotFoundError(
-            f"codec.path {folder} has no config.json; give the local folder of a diffusers VAE"
-        )
-    name = json.loads(description.read_text(encoding="utf-8")).get("_class_name", "")
+    name = str(read_description("codec.path", config.path, "a diffusers VAE").get("_class_name", ""))
     if not name.startswith("AutoencoderKL") or not hasattr(diffusers, name):
         raise ValueError(
-            f"codec.path {folder} holds {name or 'no model of diffusers'}, not a VAE (AutoencoderKL…)"
+            f"codec.path {config.path} holds {name or 'no model of diffusers'}, not a VAE (AutoencoderKL…)"
         )
-    model = getattr(diffusers, name).from_pretrained(folder, local_files_only=True)
+    model = load_pretrained(getattr(diffusers, name), "codec.path", config.path)
     return VideoVAE(model.to(device, dtype))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,20 @@ JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, meta
 def _at_least(name: str, value: float, bound: float) -> None:
     if value < bound:
         raise ValueError(f"{name} must be at least {bound:g}; got {value:g}")
+
+
+def _at_most(name: str, value: float, bound: float) -> None:
+    if value > bound:
+        raise ValueError(f"{name} must be at most {bound:,}; got {value:,}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """Of every option, lists and the table of the model too: NaN passes each comparison that refuses numbers."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_finite(name, item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number; got {value}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,9 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         _at_least("text.length", self.length, 1)
+        _at_most("text.length", self.length, 4096)
         _at_least("text.width", self.width, 8)
+        _at_most("text.width", self.width, 8192)
         if self.path and self.width != 64:
             raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
 
@@ -97,6 +114,7 @@ class FlowConfig:
         if not 0 <= self.caption_drop < 1:
             raise ValueError(f"flow.caption_drop is a share from 0 to below 1; got {self.caption_drop}")
         _at_least("flow.sample_steps", self.sample_steps, 1)
+        _at_most("flow.sample_steps", self.sample_steps, 10_000)
 
 
 @dataclass(frozen=True)
@@ -125,8 +143,14 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _at_least("optim.lr", self.lr, 0)
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        _at_least("optim.weight_decay", self.weight_decay, 0)
         _at_least("optim.clip_norm", self.clip_norm, 0)
         _at_least("optim.accumulation", self.accumulation, 1)
+        _at_most("optim.accumulation", self.accumulation, 100_000)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas must be from 0 to below 1; got {list(self.betas)}")
+        if self.eps <= 0:
+            raise ValueError(f"optim.eps must be above 0; got {self.eps:g}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"optim.ema_decay must be from 0 to below 1; got {self.ema_decay}")
 
@@ -162,6 +186,10 @@ class TrainConfig:
     plan: Plan = field(default_factory=Plan)
 
     def __post_init__(self) -> None:
+        for name, value in _flat(to_dict(self)).items():
+            _check_finite(name, value)
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to below 2**63; got {self.seed}")
         _at_least("steps", self.steps, 1)
         _at_least("log_every", self.log_every, 1)
         _at_least("save_every", self.save_every, 1)
@@ -214,7 +242,7 @@ def _build(cls: Any, values: Any, source: str, prefix: str) -> Any:
         if dataclasses.is_dataclass(hints[key]):
             arguments[key] = _build(hints[key], value, source, f"{prefix}{key}.")
         else:
-            arguments[key] = _check_type(hints[key], value, f"{source}: {prefix}{key}")
+            arguments[key] = check_type(hints[key], value, f"{source}: {prefix}{key}")
     try:
         return cls(**arguments)
     except ValueError as error:
@@ -239,20 +267,23 @@ def _all_options(cls: Any = TrainConfig, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _check_type(hint: Any, value: Any, where: str) -> Any:
+def check_type(hint: Any, value: Any, where: str) -> Any:
     """The value as its field's type: whole numbers serve as fractions, lists as tuples; nothing else is bent."""
     origin, choices = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value in choices:
             return value
-    elif origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(choices):
-        return tuple(_check_type(inner, item, where) for inner, item in zip(choices, value, strict=True))
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        if len(choices) == 1 or choices[1] is Ellipsis:  # of any length; diffusers writes both
+            return tuple(check_type(choices[0], item, where) for item in value)
+        if len(value) == len(choices):
+            return tuple(check_type(inner, item, where) for inner, item in zip(choices, value, strict=True))
     elif origin is dict and isinstance(value, Mapping):
         return dict(value)
     elif origin in (Union, UnionType):
         for choice in choices:
             try:
-                return _check_type(choice, value, where)
+                return check_type(choice, value, where)
             except ValueError:
                 continue
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -269,9 +300,12 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        fixed = Ellipsis not in get_args(hint) and len(get_args(hint)) > 1
+        return f"a list of {len(get_args(hint))} numbers" if fixed else "a list of numbers"
     if get_origin(hint) is dict:
         return "a table"
+    if hint is type(None):
+        return "left out"
     return " or ".join(_describe(choice) for choice in get_args(hint))
 
 

@@ -89,7 +89,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         if batch_size < 1 or batch_size % data_size:
             below = batch_size // data_size * data_size
             sizes = f"{below} or {below + data_size}" if below > 0 else f"{data_size}"
-            degrees = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+            degrees = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
             raise ValueError(
                 f"the global batch_size ({batch_size}) must be divisible by the number of data ranks "
                 f"({data_size}); use --data.batch_size {sizes}, or a data degree of {degrees or 1}"

@@ -15,6 +15,7 @@ from opensora_accel.training.video import UnreadableVideo, VideoInfo, probe
 
 METADATA_EXAMPLE = '{"file": "clip.mp4", "caption": "a rabbit stretches in a meadow"}'
 
+_MOST_WORKERS = 256
 _LONGEST_CAPTION = 10_000
 """Characters; training a tokenizer takes a minute for one word of 300,000 (2 cores, 2026-11)."""
 _PROGRESS_FROM_FILES = 200
@@ -44,9 +45,9 @@ class DataConfig:
         for name in ("num_frames", "frame_stride", "height", "width", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}; set --data.{name}")
-        if self.num_workers < 0:
+        if not 0 <= self.num_workers <= _MOST_WORKERS:
             raise ValueError(
-                f"num_workers must be 0 (decode in the training process) or more, got {self.num_workers}; "
+                f"num_workers must be 0 (decode in the training process) to {_MOST_WORKERS}, got {self.num_workers}; "
                 "set --data.num_workers"
             )
 

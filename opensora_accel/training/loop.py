@@ -68,10 +68,10 @@ class Trainer:
         )
         self.tokenizer_json = self._tokenizer(checkpoint)
         self.text = build_text_encoder(config.text, self.tokenizer_json, config.seed)
+        self.text.check(entry.caption for entry in self.loader.entries)
         self.text.model.to(self.device, self.dtype)
         self.codec = build_codec(config.codec, self.device, self.dtype)
-        model = build.build_model(config.model, self.codec, self.text.width, config.seed, self.dtype)
-        self.latent_shape = build.check_sizes(config, self.codec, model)
+        model, self.latent_shape = build.build_model(config, self.codec, self.text.width, self.dtype)
         self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
         num_frames = self.latent_shape[1]
         self.alpha = time_shift(config.flow, self.num_tokens // num_frames, num_frames)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from opensora_accel.training.config import TextConfig
+from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
 
 _VOCABULARY = 2048
+_VOCABULARIES = ("tokenizer.json", "spiece.model")
+_TOLD_APART = 1000
+"""Captions, and words, that are looked at."""
 
 
 class TextEncoder:
@@ -35,6 +39,38 @@ class TextEncoder:
         ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
         states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
         return states.to(dtype) * mask.unsqueeze(-1).to(dtype)
+
+    def check(self, captions: Iterable[str]) -> None:
+        """Raises ValueError for captions of which the model would be told nothing.
+
+        That is where different words, or different captions, all become the same tokens, or tokens that the encoder
+        does not have.
+        """
+        different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
+        words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
+        if not words:
+            return
+        of_words = self.tokenizer(words)["input_ids"]
+        largest, size = max(max(ids, default=0) for ids in of_words), self.model.config.vocab_size
+        if largest >= size:
+            raise ValueError(
+                f"the tokenizer is of another encoder: it gives token {largest} where the encoder has {size}; "
+                "give a --text.path whose tokenizer and encoder belong together"
+            )
+        # One token is left of any word where there is a mark for its beginning; the rest is <unk>, and special.
+        known = {token for ids in of_words for token in ids} - set(self.tokenizer.all_special_ids)
+        if len(words) > 1 and len(known) <= 1:
+            raise ValueError(
+                f"the tokenizer knows none of the {len(words)} words in the captions: {words[-1]!r} becomes "
+                f"{self.tokenizer.convert_ids_to_tokens(of_words[-1])}, and the others the like; give a --text.path "
+                "with the whole tokenizer"
+            )
+        of_captions = self.tokenizer(different, truncation=True, max_length=self.length)["input_ids"]
+        if len(different) > 1 and len(set(map(tuple, of_captions))) == 1:
+            raise ValueError(
+                f"all captions are the same in their first {self.length} tokens, and longer ones are cut there; raise "
+                "--text.length, or let the captions begin with what tells them apart"
+            )
 
 
 def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> TextEncoder:
@@ -93,26 +129,41 @@ def _tokenizer_from_json(text: str) -> Any:
 
 def text_width(config: TextConfig) -> int:
     """Embedding width of the encoder that `build_text_encoder` gives, without loading it."""
-    return config.width if not config.path else int(_description(Path(config.path))["d_model"])
+    return config.width if not config.path else int(_description(config)["d_model"])
 
 
-def _description(folder: Path) -> dict[str, Any]:
-    description = folder / "config.json"
-    if not description.is_file():
-        raise FileNotFoundError(
-            f"text.path {folder} has no config.json; give the local folder of a T5 or UMT5 encoder with its tokenizer"
+def _description(config: TextConfig) -> dict[str, Any]:
+    description = read_description("text.path", config.path, "a T5 or UMT5 encoder")
+    kind = description.get("model_type")
+    if kind not in ("t5", "umt5") or not isinstance(description.get("d_model"), int):
+        raise ValueError(
+            f"text.path {config.path} holds a {kind!r} model; the encoders used here are t5 and umt5"
         )
-    return dict(json.loads(description.read_text(encoding="utf-8")))
+    return description
 
 
 def _load(config: TextConfig) -> TextEncoder:
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
-    folder = Path(config.path)
-    kind = _description(folder).get("model_type")
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
-    if kind not in classes:
-        raise ValueError(f"text.path {folder} holds a {kind!r} model; the encoders used here are t5 and umt5")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = classes[kind].from_pretrained(folder, local_files_only=True)
-    return TextEncoder(tokenizer, model, config.length)
+    cls = classes[_description(config)["model_type"]]
+    folder = _tokenizer_folder(Path(config.path))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable(AutoTokenizer, "text.path", folder, error) from error
+    return TextEncoder(tokenizer, load_pretrained(cls, "text.path", config.path), config.length)
+
+
+def _tokenizer_folder(encoder: Path) -> Path:
+    """The encoder's own folder, or the one beside it: diffusers has text_encoder and tokenizer, text_encoder_2 and …"""
+    absolute = Path(os.path.abspath(encoder))
+    beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
+    for folder in (encoder, beside):
+        # Without these transformers makes a tokenizer all the same, of nothing but <unk>.
+        if any((folder / name).is_file() for name in _VOCABULARIES):
+            return folder
+    raise FileNotFoundError(
+        f"text.path {encoder} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"
+        f"{f' or in {beside}' if beside != absolute else ''}; put the files of its tokenizer there"
+    )

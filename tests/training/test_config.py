@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -49,6 +51,19 @@ def test_toml_and_defaults(tmp_path):
         ("[flow]\nshift = -1", "flow.shift must be above 0, or auto"),
         ("steps = ", "cannot be read as toml"),
         ("[data]\nnum_frames = 0", "num_frames must be 1 or more"),
+        ("[data]\nnum_workers = 1000000", "num_workers must be 0 (decode in the training process) to 256"),
+        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas must be from 0 to below 1; got [0.9, 1.0]"),
+        ("[optim]\neps = 0", "optim.eps must be above 0; got 0"),
+        ("[optim]\nweight_decay = -1", "optim.weight_decay must be at least 0; got -1"),
+        (
+            "[optim]\naccumulation = 1000000000",
+            "optim.accumulation must be at most 100,000; got 1,000,000,000",
+        ),
+        ("[text]\nlength = 1000000000", "text.length must be at most 4,096; got 1,000,000,000"),
+        ("[text]\nwidth = 1000000000", "text.width must be at most 8,192"),
+        ("[flow]\nsample_steps = 1000000000", "flow.sample_steps must be at most 10,000"),
+        ("seed = -1", "seed must be from 0 to below 2**63; got -1"),
+        ("seed = 9223372036854775808", "seed must be from 0 to below 2**63"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_remedy(tmp_path, text, message):
@@ -56,6 +71,40 @@ def test_a_wrong_file_is_refused_with_the_remedy(tmp_path, text, message):
     with pytest.raises(ValueError) as caught:
         load_config(path)
     assert message in str(caught.value) and str(path) in str(caught.value)
+
+
+def float_options(cls=TrainConfig, prefix=""):
+    """The full name of every option that takes a fraction, with a value around one that is not finite."""
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from float_options(hint, f"{prefix}{name}.")
+        elif hint is float or float in get_args(hint):
+            yield prefix + name, (lambda bad: [0.9, bad]) if get_origin(hint) is tuple else (lambda bad: bad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("name", "around"), list(float_options()), ids=lambda value: str(value))
+def test_no_option_takes_a_number_that_is_not_finite(tmp_path, name, around, bad):
+    tables = name.split(".")
+    values = around(bad)
+    for key in reversed(tables):
+        values = {key: values}
+    with pytest.raises(ValueError, match=tables[-1]):
+        load_config(written(tmp_path, json.dumps(values), "run.json"))
+
+
+def test_every_float_option_is_tried():
+    names = {name for name, _ in float_options()}
+    assert {"optim.lr", "optim.betas", "flow.shift", "plan.offload", "memory_target_gib"} <= names and len(
+        names
+    ) > 10
+
+
+def test_the_table_of_the_model_takes_finite_numbers_only(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.config\.eps must be a finite number; got nan"):
+        load_config(written(tmp_path, "[model.config]\neps = nan"))
+    with pytest.raises(ValueError, match=r"model\.config\.patch_size must be a finite number; got inf"):
+        load_config(written(tmp_path, "[model.config]\npatch_size = [1, inf, 2]"))
 
 
 def test_a_file_is_data_and_never_executed(tmp_path):

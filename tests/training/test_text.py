@@ -1,10 +1,13 @@
 """Captions become the same embeddings in every run; a real encoder is read from a folder."""
 
+import contextlib
+import json
+
 import pytest
 import torch
 
 from opensora_accel.training.config import TextConfig
-from opensora_accel.training.text import build_text_encoder, train_tokenizer
+from opensora_accel.training.text import build_text_encoder, text_width, train_tokenizer
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
@@ -36,20 +39,131 @@ def test_words_never_seen_are_no_error():
     assert torch.isfinite(encode(["日本語 ☃ zebra"])).all()
 
 
-@pytest.mark.parametrize("kind", ["t5", "umt5"])
-def test_a_local_encoder(tmp_path, kind):
+def saved_encoder(kind, folder, tokenizer_folder, captions=CAPTIONS):
     from tests.shardformer.test_t5 import encoder
 
     model = encoder(kind).eval()
-    model.save_pretrained(tmp_path)
-    build_text_encoder(TextConfig(width=32), train_tokenizer(CAPTIONS), 0).tokenizer.save_pretrained(tmp_path)
-    config = TextConfig(path=str(tmp_path), length=12)
+    model.save_pretrained(folder)
+    if tokenizer_folder is not None:
+        tokenizer = build_text_encoder(TextConfig(width=32), train_tokenizer(captions), 0).tokenizer
+        tokenizer.save_pretrained(tokenizer_folder)
+    return model
+
+
+LAYOUTS = {
+    "together": ("encoder", "encoder", "encoder"),
+    "as diffusers has it": ("text_encoder", "tokenizer", "text_encoder"),
+    "the second of two": ("text_encoder_2", "tokenizer_2", "text_encoder_2/"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_a_local_encoder(tmp_path, kind, layout):
+    encoder, tokenizer, given = LAYOUTS[layout]
+    model = saved_encoder(kind, tmp_path / encoder, tmp_path / tokenizer)
+    config = TextConfig(path=f"{tmp_path}/{given}", length=12)
     loaded = build_text_encoder(config, "", 0)
-    assert loaded.width == 32 and type(loaded.model) is type(model)
+    assert loaded.width == text_width(config) == 32 and type(loaded.model) is type(model)
     ids = loaded.tokenizer(CAPTIONS[:1], return_tensors="pt")["input_ids"]
     expected = model(input_ids=ids).last_hidden_state
     found = loaded.encode(CAPTIONS[:1], CPU, torch.float32)
     assert torch.allclose(found[:, : ids.size(1)], expected, atol=1e-6)
+    loaded.check(CAPTIONS)
+
+
+@pytest.mark.parametrize("folder", ["encoder", "text_encoder"])
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_an_encoder_without_tokenizer_files_is_refused(tmp_path, kind, folder):
+    """transformers would make a T5 tokenizer of nothing but <unk>, and train on."""
+    saved_encoder(kind, tmp_path / folder, None)
+    (tmp_path / folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    with pytest.raises(
+        FileNotFoundError, match=r"has no tokenizer: there is no tokenizer\.json or spiece\.model"
+    ):
+        build_text_encoder(TextConfig(path=str(tmp_path / folder)), "", 0)
+
+
+def test_a_tokenizer_that_knows_no_word_is_refused():
+    """Like the one that transformers makes without files: words are unknown, whatever their number."""
+    unknowing = build_text_encoder(TextConfig(width=32), train_tokenizer(["☃", "☀"]), 0)
+    with pytest.raises(
+        ValueError, match=r"knows none of the 12 words in the captions: 'yawns' becomes .*<unk>"
+    ):
+        unknowing.check(CAPTIONS)
+    unknowing.check(["rabbit", "", "rabbit"])  # one word: there is nothing to tell apart
+
+
+def test_the_tokenizer_that_transformers_makes_of_nothing_is_refused():
+    from transformers import T5Tokenizer
+
+    encoder = build_text_encoder(TextConfig(width=32), train_tokenizer(CAPTIONS), 0)
+    encoder.tokenizer = T5Tokenizer()
+    encoder.model.config.vocab_size = 128
+    with pytest.raises(ValueError, match="knows none of the 12 words"):
+        encoder.check(CAPTIONS)
+
+
+def test_captions_that_differ_behind_the_cut_are_refused():
+    captions = [f"in the meadow behind the old house there is a {animal}" for animal in ("rabbit", "fox")]
+    encoder = build_text_encoder(TextConfig(width=32, length=4), train_tokenizer(captions), 0)
+    with pytest.raises(ValueError, match=r"the same in their first 4 tokens.* raise --text\.length"):
+        encoder.check(captions)
+    build_text_encoder(TextConfig(width=32, length=40), train_tokenizer(captions), 0).check(captions)
+
+
+def test_a_tokenizer_of_another_encoder_is_refused(tmp_path):
+    saved_encoder("t5", tmp_path, tmp_path, [chr(0x4E00 + n) for n in range(300)])
+    with pytest.raises(ValueError, match=r"of another encoder: it gives token \d+ where the encoder has 128"):
+        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0).check([chr(0x4E00 + n) for n in range(300)])
+
+
+DAMAGES = {
+    "config.json": lambda path: path.write_text("{"),
+    "a list": lambda path: path.with_name("config.json").write_text("[]"),
+    "model.safetensors": lambda path: path.write_bytes(b"\x00" * 100),
+    "missing weights": lambda path: path.with_name("model.safetensors").unlink(),
+    "tokenizer.json": lambda path: path.write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_named_in_one_line(tmp_path, name):
+    saved_encoder("umt5", tmp_path, tmp_path)
+    DAMAGES[name](tmp_path / name)
+    with pytest.raises(ValueError, match=rf"text\.path {tmp_path}") as caught:
+        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    saved_encoder("t5", tmp_path, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = weights.pop(next(name for name in weights if name.endswith("SelfAttention.q.weight")))
+    assert lost is not None
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"not hold all weights of a T5EncoderModel: 1 are .*SelfAttention\.q\.weight"
+    ):
+        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+
+
+def test_no_code_of_a_folder_is_run(tmp_path):
+    saved_encoder("t5", tmp_path, tmp_path)
+    marker = tmp_path / "executed"
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nclass Evil: pass\n"
+    )
+    for name, key in (("config.json", "AutoModel"), ("tokenizer_config.json", "AutoTokenizer")):
+        values = json.loads((tmp_path / name).read_text())
+        values["auto_map"] = {key: ["evil.Evil", "evil.Evil"] if key == "AutoTokenizer" else "evil.Evil"}
+        values.pop("tokenizer_class", None)
+        (tmp_path / name).write_text(json.dumps(values))
+    with contextlib.suppress(ValueError):
+        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+    assert not marker.exists()
 
 
 def test_a_folder_without_an_encoder(tmp_path):
