@@ -3,10 +3,16 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from opensora_accel import Plan
 from opensora_accel.training.state import MODEL_WEIGHTS, list_checkpoints, read_record
+from tests.training.runs import tiny_config
 
 
 def names(folder):
@@ -84,6 +90,107 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     monkeypatch.setattr(os, "unlink", busy)
     go_on(run, "--config", config_file, "--resume", "--steps", "6", "--keep-checkpoints", "1")
     assert names(checkpoints) == ["step_000002", "step_000006"]
+
+
+# Every checkpoint is a model of diffusers
+
+LOADS_IT = """
+import sys
+import torch
+from diffusers import AutoModel, WanTransformer3DModel
+
+folder, inputs, outputs = sys.argv[1:]
+model, info = WanTransformer3DModel.from_pretrained(folder, output_loading_info=True)
+assert not any(info.values()), info
+assert isinstance(AutoModel.from_pretrained(folder), WanTransformer3DModel)
+with torch.no_grad():
+    torch.save(model.eval()(**torch.load(inputs), return_dict=False)[0], outputs)
+assert not [name for name in sys.modules if name.startswith(("opensora_accel", "shardformer"))]
+"""
+
+
+def trained(config, inputs):
+    """Of the trained model and of its average: the output for `inputs`, from the weights in memory."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    trainer.train()
+    model, outputs = trainer.state.model.eval(), {}
+    with torch.no_grad():
+        outputs["transformer"] = model(**inputs, return_dict=False)[0]
+        with trainer.state.ema.applied():
+            outputs["transformer_ema"] = model(**inputs, return_dict=False)[0]
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(dp_shard=2, sharding="zero3", checkpoint="full")], ids=["one rank", "sharded"]
+)
+def test_a_checkpoint_is_a_model_of_diffusers(ranks, clips, tmp_path, plan):
+    config = tiny_config(clips, tmp_path / "run", plan, steps=3)
+    torch.manual_seed(0)
+    inputs = {
+        "hidden_states": torch.randn(1, 48, 5, 6, 10),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 8, 32),
+    }
+    torch.save(inputs, tmp_path / "inputs")
+    expected = ranks(plan.world_size, trained, config, inputs)[0]
+    assert not torch.equal(expected["transformer"], expected["transformer_ema"])
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000003"
+    for name, output in expected.items():
+        description = json.loads((checkpoint / name / "config.json").read_text())
+        assert description["_class_name"] == "WanTransformer3DModel" and str(tmp_path) not in str(description)
+        places = [checkpoint / name, tmp_path / "inputs", tmp_path / "outputs"]
+        subprocess.run([sys.executable, "-c", LOADS_IT, *map(str, places)], check=True, cwd=tmp_path)
+        assert torch.equal(torch.load(tmp_path / "outputs"), output), name
+
+
+def test_training_starts_from_the_model_of_a_checkpoint(run, config_file, checkpoints, tmp_path):
+    """--model.path takes it, live and averaged."""
+    output = tmp_path / "second"
+    for name in ("transformer", "transformer_ema"):
+        model = tmp_path / name
+        shutil.copytree(checkpoints / "step_000004" / name, model)
+        options = ["--model.path", model, "--output", output / name, "--optim.lr", "0", "--steps", "1"]
+        text = go_on(run, "--config", config_file, "--model.config", "{}", *options)
+        assert "WanTransformer3DModel, 0.05 M parameters" in text
+        found = load_file(output / name / "checkpoints" / "step_000001" / MODEL_WEIGHTS)
+        expected = load_file(model / "diffusion_pytorch_model.safetensors")
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_model_folder_that_lacks_weights_is_refused(run, config_file, checkpoints, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints / "step_000004" / "transformer", model)
+    weights = load_file(model / "diffusion_pytorch_model.safetensors")
+    weights.pop("blocks.0.attn1.to_k.weight")
+    save_file(weights, model / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    options = [
+        "--config",
+        config_file,
+        "--output",
+        tmp_path / "new",
+        "--model.config",
+        "{}",
+        "--model.path",
+        model,
+    ]
+    status, text = run("train", *options)
+    assert status == 2 and "1 are missing or of another shape, blocks.0.attn1.to_k.weight among them" in text
+    (model / "diffusion_pytorch_model.safetensors").write_bytes(b"\x00" * 99)
+    status, text = run("train", *options)
+    assert status == 2 and f"model.path {model} cannot be loaded as WanTransformer3DModel" in text
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"_class_name": 3}', '{"_class_name": "T5"}'])
+def test_a_model_folder_with_another_description_is_refused(run, config_file, tmp_path, config):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    status, text = run(
+        "train", "--config", config_file, "--model.config", "{}", "--model.path", tmp_path / "model"
+    )
+    assert status == 2 and "model" in text and len(text.splitlines()) == 1, text
 
 
 def change_manifest(folder, change):
