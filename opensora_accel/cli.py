@@ -7,13 +7,15 @@ commands:
   doctor    check this machine: torch, GPUs, backends, threads, packages
   bench     measure on this machine: offload, attention
 
-`opensora-accel COMMAND --help` tells each command's options. On several ranks, start the same program with a
-launcher: torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
+`opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
+ranks, start the same program with a launcher:
+  torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import sys
@@ -118,11 +120,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int | None:
     """Runs one command; its exit status. What a user can mend is said in one line, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
+        return 0
+    if arguments[0] == "--version":
+        print(_version())
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
@@ -131,22 +136,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"there is no command {name!r}; {hint}The commands are {', '.join(COMMANDS)}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        return COMMANDS[name](rest)
-    except (ValueError, OSError) as error:
+        return _recorded(COMMANDS[name])(rest)
+    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        message = _in_words(name, error)
         # For those whose message does not tell enough: OPENSORA_ACCEL_DEBUG=1 shows where it was raised.
-        if os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
+        if message is None or os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
             raise
-        return _fail(_in_words(error))
+        return _fail(message)
     except KeyboardInterrupt:
-        saved = "; what was saved before is whole (--resume goes on from there)" if name == "train" else ""
+        saved = (
+            "; what was saved before is whole (--resume auto goes on from there)" if name == "train" else ""
+        )
         return _fail(f"interrupted{saved}", status=130)
 
 
-def _in_words(error: ValueError | OSError) -> str:
-    """The system's own errors by file and reason, without their number."""
+def _in_words(name: str, error: Exception) -> str | None:
+    """One line for what a user can mend; None for what is a mistake of ours."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = str(error.name).partition(".")[0]
+        if missing in ("opensora_accel", "shardformer"):
+            return None
+        extra = "plot" if missing == "matplotlib" else "train"
+        return f"{name} needs the package {missing}; install it with pip install 'opensora-accel[{extra}]'"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    if "gloo/transport" in str(error) or type(error).__name__.startswith("Dist"):
+        first_line = str(error).strip().partition("\n")[0]
+        return (
+            f"another rank is gone or hangs, and what it printed tells why ({first_line[:160]}); go on from the newest "
+            "checkpoint with --resume auto"
+        )
+    return None
+
+
+def _recorded(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int | None]:
+    """The command; under torchrun, its error is in torchrun's summary, in one line.
+
+    The summary would say how to enable tracebacks otherwise, and record() by itself would print them again there.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return command
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class OneLine(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            line = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+            details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": line, "extraInfo": details}}, file)
+
+    return record(command, OneLine())
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"opensora-accel {version('opensora-accel')} (torch {version('torch')})"
+    except PackageNotFoundError as error:
+        return f"opensora-accel from a source folder ({error.name} is not installed)"
 
 
 def _fail(message: str, status: int = 2) -> int:

@@ -1,11 +1,15 @@
 """The command line as a user meets it: help, errors in one line, resuming, launchers."""
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from opensora_accel.cli import COMMANDS
 from opensora_accel.training.proof import write_clips
@@ -141,6 +145,75 @@ def test_an_unreadable_video_is_named_and_left_out(run, config_file, tmp_path):
     assert status == 2 and "none of the 3 videos" in text and "0.mp4" in text
 
 
+def test_the_version(run):
+    status, text = run("--version")
+    assert (
+        status == 0
+        and text.startswith("opensora-accel 0.")
+        and f"(torch {torch.__version__.split('+')[0]}" in text
+    )
+
+
+@pytest.mark.parametrize("missing", ["tyro", "diffusers", "av", "torchdata"])
+def test_training_without_its_extra_says_what_to_install(config_file, missing):
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from opensora_accel.cli import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "train", "--config", str(config_file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    expected = (
+        f"error: train needs the package {missing}; install it with pip install 'opensora-accel[train]'\n"
+    )
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b""])
+def test_a_file_that_cannot_be_read_is_named(run, tmp_path, content):
+    for name in ("run.toml", "run.json"):
+        (tmp_path / name).write_bytes(content)
+        status, text = run("train", "--config", tmp_path / name)
+        if content or name == "run.json":
+            assert (
+                status == 2 and f"{tmp_path / name} cannot be read as" in text and len(text.splitlines()) == 1
+            )
+    (tmp_path / "metadata.jsonl").write_bytes(content or b"null")
+    status, text = run("train", "--data.folder", tmp_path)
+    assert status == 2 and "metadata.jsonl:1: is " in text and len(text.splitlines()) == 1
+
+
+IO_ERRORS = [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT]
+
+
+@pytest.mark.parametrize("number", IO_ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "optimizer.safetensors", "state.json"])
+def test_an_error_of_the_file_system_is_one_line(run, config_file, tmp_path, monkeypatch, name, number):
+    from opensora_accel.training import state, trackers
+
+    def fail(*args, **options):
+        raise OSError(number, os.strerror(number), str(args[-1] if name == "optimizer.safetensors" else name))
+
+    def save_file(entries, path, **options):
+        return fail(path) if path.name == name else original(entries, path, **options)
+
+    original, write_text = state.save_file, Path.write_text
+    if name == "optimizer.safetensors":
+        monkeypatch.setattr(state, "save_file", save_file)
+    elif name == "metrics.jsonl":
+        monkeypatch.setattr(trackers.json, "dumps", fail)
+    else:
+        monkeypatch.setattr(
+            Path,
+            "write_text",
+            lambda path, *a, **o: fail() if path.name == name else write_text(path, *a, **o),
+        )
+    status, text = run("train", "--config", config_file)
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert status == 2 and os.strerror(number) in line and "Traceback" not in text
+    if name != "metrics.jsonl":
+        assert "could not be saved" in line and "--resume" in line
+        assert list((tmp_path / "run" / "checkpoints").iterdir()) == [], "half a checkpoint was left"
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -197,6 +270,35 @@ def dying_step(trainer, *args):
 Trainer.step = dying_step
 sys.exit(main(sys.argv[1:]))
 """
+
+
+FAILS = """
+import os, sys
+from opensora_accel.cli import main
+from opensora_accel.training.loop import Trainer
+
+def step(trainer, *args):
+    if os.environ["RANK"] == "1":
+        raise ValueError("the rule that was broken")
+    return original(trainer, *args)
+
+original, Trainer.step = Trainer.step, step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_error_under_torchrun_is_one_line_a_rank(config_file, tmp_path):
+    """The failing rank says the cause, the others that a rank is gone; torchrun's summary repeats the cause."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    command = [sys.executable, *TWO_RANKS, tmp_path / "fails.py", "train", "--config", config_file]
+    command += ["--plan.ulysses", "2"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=180, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
+    assert "error (rank 1): the rule that was broken\n" in done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert len(ours) <= 2 and all("another rank is gone" in line for line in ours if "rank 1" not in line)
+    summary = done.stderr[done.stderr.index("FAILED\n") :]
+    assert "ValueError: the rule that was broken" in summary and "To enable traceback" not in summary, summary
 
 
 def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path):

@@ -215,10 +215,10 @@ def load_config(path: str | Path) -> TrainConfig:
         nearby = sorted(p.name for p in path.parent.glob("*.[tj][os][mo][ln]"))
         there = f"; {path.parent}/ has {', '.join(nearby)}" if nearby else ""
         raise FileNotFoundError(f"there is no config file {path}{there}")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as {path.suffix.lstrip('.') or 'TOML'}: {error}") from error
     return config_from_dict(values, str(path))
 

@@ -97,7 +97,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> list[Entry]:
 def _parse_line(line: bytes, place: str) -> Entry:
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise ValueError(f"{place}: is not a line of JSON ({error}); write {METADATA_EXAMPLE}") from error
     if not isinstance(record, dict):
         raise ValueError(
