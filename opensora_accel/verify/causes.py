@@ -16,6 +16,13 @@ from opensora_accel.verify.view import View, shape_names
 _HANGS = "hangs"
 _SIZES = re.compile(r"[\d, ()\[\]]+")
 _TIMEOUT_WORDS = ("hangs", "Timed out", "timed out", "timeout")
+_MISMATCH = "ranks meet in collectives that are not the same"
+_MISMATCH_WORDS = ("op.preamble", "EnforceNotMet")
+"""In which gloo tells that one rank sends another number of bytes than the other expects."""
+_SAME_CALLS = (
+    "every rank of a group must make the same calls in the same order: look for a collective that only "
+    "some ranks reach, a send without its receive, or a group of the wrong ranks"
+)
 _FOLLOWING_WORDS = ("Connection closed by peer", "Connection reset", "Socket closed", "Broken pipe")
 
 
@@ -49,31 +56,78 @@ def _are_equal(first: Mapping[str, Tensor | None], other: Mapping[str, Tensor | 
     )
 
 
-def failures(view: View) -> list[Finding]:
-    """Steps that raise or never end, by their cause."""
+def not_compared(view: View) -> list[Finding]:
+    """Parameters that the loss reaches outside of the model, which nothing is known of."""
+    shapes = view.results[0].expected.outside
+    if not shapes:
+        return []
+    count = "a parameter" if len(shapes) == 1 else f"{len(shapes)} parameters"
+    return [
+        Finding(
+            "outside",
+            f"the loss reaches {count} outside of the model, of shape {list_names(shapes)}: not compared",
+            "build what is trained as one module in model_fn, or freeze what is not (requires_grad_(False))",
+            meshes=shape_names(each.shape for each in view.results),
+        )
+    ]
+
+
+def stale_parameters(view: View) -> list[Finding]:
+    """An optimizer that steps parameters which the model has replaced."""
+    where: dict[str, list[MeshShape]] = {}
+    for result in view.ran:
+        for name in dict.fromkeys(name for each in result.observations for name in each.stale):
+            where.setdefault(name, []).append(result.shape)
+    if not where:
+        return []
+    return [
+        view.finding(
+            "optimizer",
+            f"the optimizer trains tensors that are the model's no longer {{where}}, in place of "
+            f"{count_names(list(where), len(view.weight_names))}: they would stay as they are",
+            "fully_shard and others give the model new parameters: build the optimizer after that",
+            where,
+        )
+    ]
+
+
+def failures(view: View) -> tuple[list[Finding], list[Finding]]:
+    """Steps that raise or never end, by their cause; and those that every rank refuses in the same words.
+
+    A mesh that is refused (heads that do not divide) says nothing of what is wrong on others.
+    """
     by_cause: dict[str, list[MeshResult]] = {}
     for result in view.results:
         if result.errors:
             # Sizes differ from mesh to mesh.
             by_cause.setdefault(_SIZES.sub(" ", _cause(result.errors)[1]), []).append(result)
-    found = []
-    for failed in by_cause.values():
-        rank, text = _cause(failed[0].errors)
-        others = [each for each in view.results if each in failed or not each.errors]
-        where = view.blame([each.shape for each in failed], others)
+    failed: list[Finding] = []
+    refused: list[Finding] = []
+    for results in by_cause.values():
+        rank, text = _cause(results[0].errors)
+        others = [each for each in view.results if each in results or not each.errors]
+        where = view.blame([each.shape for each in results], others)
         if text.startswith(_HANGS):
             what = f"the step never ends {where.words}: a rank waits for another that does not answer"
-            remedy = (
-                "every rank of a group must make the same calls in the same order: look for a collective that only "
-                "some ranks reach, a send without its receive, or a group of the wrong ranks"
-            )
+            remedy = _SAME_CALLS
+        elif text.startswith(_MISMATCH):
+            what = f"the step fails {where.words}: {text} (rank {rank})"
+            remedy = _SAME_CALLS
         else:
             what = f"the step fails {where.words}: {text} (rank {rank})"
             remedy = "the whole traceback is in the report's errors"
-        found.append(
-            Finding("failure", what, remedy, where.axes, meshes=shape_names(each.shape for each in failed))
+        finding = Finding(
+            "failure", what, remedy, where.axes, meshes=shape_names(each.shape for each in results)
         )
-    return found
+        (refused if all(map(_is_refused, results)) else failed).append(finding)
+    return failed, refused
+
+
+def _is_refused(result: MeshResult) -> bool:
+    words = {_SIZES.sub(" ", _message(text)) for text in result.errors.values()}
+    return (
+        len(result.errors) == result.shape.world_size and len(words) == 1 and not words & {_HANGS, _MISMATCH}
+    )
 
 
 def other_weights(view: View) -> list[Finding]:
@@ -165,11 +219,15 @@ def other_inputs(view: View) -> list[Finding]:
 
 def _cause(errors: Mapping[int, str]) -> tuple[int, str]:
     """The rank that failed first, as far as can be told, and why in one line."""
-    lines = {rank: _message(text) for rank, text in errors.items()}
+    lines = {rank: _message(text) for rank, text in sorted(errors.items())}
     follows = (*_TIMEOUT_WORDS, *_FOLLOWING_WORDS)
-    for rank, line in sorted(lines.items()):
-        if not any(word in line for word in follows):
+    first = {rank: line for rank, line in lines.items() if not any(word in line for word in follows)}
+    for rank, line in first.items():
+        if not line.startswith(_MISMATCH):
             return rank, line
+    for rank in first:
+        place = _user_line(errors[rank])
+        return rank, f"{_MISMATCH}, as one of them skips or adds a call{place}"
     return min(lines), _HANGS
 
 
@@ -178,4 +236,16 @@ def _message(text: str) -> str:
     lines = text.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
-    return next((line for line in after if line and not line.startswith(" ")), lines[-1])
+    line = next((line for line in after if line and not line.startswith(" ")), lines[-1])
+    return _MISMATCH if any(word in line for word in _MISMATCH_WORDS) else line
+
+
+def _user_line(text: str) -> str:
+    """The innermost line of a traceback that is none of torch's, as words to append."""
+    places = re.findall(r'^  File "(.+)", line (\d+)', text, re.M)
+    own = [
+        (file, line)
+        for file, line in places
+        if "site-packages" not in file and "opensora_accel/verify" not in file
+    ]
+    return f": noticed at {own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""

@@ -12,7 +12,18 @@ from opensora_accel.verify.fit import Factor
 from opensora_accel.verify.shapes import MeshShape
 
 Kind = Literal[
-    "failure", "weights", "inputs", "missing gradient", "scale", "missing sum", "shares", "values", "result"
+    "failure",
+    "weights",
+    "inputs",
+    "missing gradient",
+    "scale",
+    "missing sum",
+    "shares",
+    "values",
+    "clipping",
+    "optimizer",
+    "outside",
+    "result",
 ]
 
 _SHOWN_NAMES = 4

@@ -214,6 +214,10 @@ def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> 
     return [1 / c for c in solution.tolist()]
 
 
+def are_equal(factors: Sequence[float]) -> bool:
+    return all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors)
+
+
 def are_factors(parts: Sequence[Tensor], factors: Sequence[float], expected: Tensor) -> bool:
     """Whether Σ parts[k] / factors[k] = expected."""
     total = torch.stack([part / factor for part, factor in zip(parts, factors, strict=True)]).sum(0)
@@ -229,6 +233,6 @@ def fit_slices(samples: Samples, num_slices: int) -> list[float] | None:
         pairs = zip(found.tensor_split(num_slices, dim), expected.tensor_split(num_slices, dim), strict=True)
         factors = [Samples(samples.shape, (f,), e, samples.floor).factor() for f, e in pairs]
         known = [factor for factor in factors if factor is not None]
-        if len(known) == num_slices and not all(math.isclose(f, known[0], rel_tol=1e-6) for f in known):
+        if len(known) == num_slices and not are_equal(known):
             return known
     return None

@@ -16,8 +16,9 @@ from opensora_accel.verify.findings import (
     join,
     list_names,
 )
-from opensora_accel.verify.fit import Factor, Remedy, Samples
+from opensora_accel.verify.fit import Factor, Remedy, Samples, are_equal
 from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.trace import Origin
 from opensora_accel.verify.view import View, shape_names, wrong_shapes
 
 _OF_KEYS = re.compile(r"(^|_)(k|v|kv|key|value)(_|$|s)")
@@ -150,7 +151,9 @@ def _place(view: View, names: Sequence[str]) -> str:
     return f". Nearest to the loss: {nearest}{right}"
 
 
-def wrong_values(view: View, unexplained: Mapping[str, Sequence[Samples]]) -> Finding:
+def wrong_values(
+    view: View, unexplained: Mapping[str, Sequence[Samples]], origin: Origin | None = None
+) -> Finding:
     """Wrong gradients that nothing explains: over which axis, and where they come in."""
     names = list(unexplained)
     shapes = wrong_shapes(unexplained)
@@ -172,12 +175,24 @@ def wrong_values(view: View, unexplained: Mapping[str, Sequence[Samples]]) -> Fi
         f"up to {error:.1e} of the largest"
     )
     return Finding(
-        "values", what, _origin(view, names), where.axes, names=tuple(names), meshes=shape_names(shapes)
+        "values",
+        what,
+        _where_from(view, names, origin),
+        where.axes,
+        names=tuple(names),
+        meshes=shape_names(shapes),
     )
 
 
-def _origin(view: View, names: Sequence[str]) -> str:
-    """Where wrong values come in, the nearest place to the loss."""
+def _where_from(view: View, names: Sequence[str], origin: Origin | None) -> str:
+    """Where wrong values come in: in the forward, or in backward, the nearest place to the loss."""
+    if origin is not None and origin.name is not None:
+        place = origin.name or "the model itself, outside of its modules"
+        given = "its inputs are right" if origin.are_inputs_right else "what it is given is wrong already"
+        return (
+            f"the forward is wrong already, first in {place} ({given}): look at what is communicated there in "
+            "forward, at positions and masks that count tokens from 0 on every rank, and at heads that do not divide"
+        )
     siblings = first_wrong(view, names)
     if not siblings:
         return "look at what the forward communicates"
@@ -205,7 +220,7 @@ def first_wrong(view: View, names: Sequence[str]) -> list[str]:
 def scaled_by_shares(view: View, factors: Sequence[float], shape: MeshShape, names: Sequence[str]) -> Finding:
     """The finding that each rank's contribution is multiplied by a factor of its own."""
     shown = ", ".join(f"{factor:.4g}" for factor in factors)
-    axes = compose_axes([axis for axis in view.axes if axis not in view.data_axes], view.axes)
+    varied = tuple(axis for axis in view.axes if not _is_alike(factors, shape, axis))
     what = (
         f"each rank's part of the gradient is multiplied by a factor of its own on {shape} ({shown}), in "
         f"{count_names(names, len(view.names))}"
@@ -213,20 +228,35 @@ def scaled_by_shares(view: View, factors: Sequence[float], shape: MeshShape, nam
     shares = as_shares(factors)
     if shares is not None:
         what += f": its share of an uneven split, {shares}"
+    over_data = [axis for axis in varied if axis in view.data_axes]
+    remedy = (
+        f"ranks along {join(over_data)} hold different numbers of samples or tokens, and each divides by its own: "
+        "divide by the number over all ranks (all-reduce it), times the number of ranks that the gradients are then "
+        "averaged over"
+        if over_data
+        else "an uneven split is scaled by exactly the number of ranks (P up, 1/P down), never by a rank's share"
+    )
     return Finding(
         "shares",
         what,
-        "an uneven split is scaled by exactly the number of ranks (P up, 1/P down), never by a rank's share",
-        axes,
+        remedy,
+        compose_axes(varied, view.axes),
         "" if shares is None else "share",
         tuple(names),
         (str(shape),),
     )
 
 
+def _is_alike(factors: Sequence[float], shape: MeshShape, axis: str) -> bool:
+    """Whether ranks that differ along `axis` only have the same factor."""
+    return all(are_equal([factors[rank] for rank in ranks]) for ranks in shape.groups([axis]))
+
+
 def as_shares(factors: Sequence[float]) -> str | None:
     """`4:4:3`, where the factors are shares of a whole (or one over them), times the number of ranks or not."""
     num_ranks = len(factors)
+    if are_equal(factors):
+        return None
     for candidates in (factors, [1 / factor for factor in factors]):
         for scale in (num_ranks, 1):
             shares = [each / scale for each in candidates]

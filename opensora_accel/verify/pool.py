@@ -148,9 +148,13 @@ class RankPool:
             worker[1].close()
         self._workers[rank] = None
 
-    def close(self) -> None:
+    def renew(self) -> None:
+        """Every process starts anew before its next job."""
         for rank in range(len(self._workers)):
             self._stop(rank)
+
+    def close(self) -> None:
+        self.renew()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,15 @@ from opensora_accel.verify.findings import Finding, join, list_names
 from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.results import MeshResult
 
+_BESIDE = {
+    "inputs": "the samples that ranks were given do not prove the average between them",
+    "clipping": "not what is left of it after clipping",
+    "optimizer": "the optimizer does not train them all",
+    "outside": "not all that is trained was compared",
+    "result": "not what the step returns or hands upstream",
+}
+"""What may be wrong beside gradients, by the kind of finding, in words for the verdict."""
+
 
 @dataclass
 class Report:
@@ -82,18 +91,40 @@ class Report:
         if self.notes:
             lines.append("")
             lines += [f"note: {note}" for note in self.notes]
-        lines.append("")
-        lines.append(
-            "the gradients are those of a single device"
-            if self.ok
-            else "the gradients are NOT those of a single device"
+        return "\n".join([*lines, "", self.verdict()])
+
+    def verdict(self) -> str:
+        """In one sentence."""
+        if not self.findings:
+            return f"the gradients are those of a single device{self._assumption()}"
+        kinds = {finding.kind for finding in self.findings}
+        if any(result.errors or result.one_sided() for result in self.results) or not kinds <= set(_BESIDE):
+            return "the gradients are NOT those of a single device"
+        but = join([words for kind, words in _BESIDE.items() if kind in kinds])
+        return f"every gradient that was compared is that of a single device, but {but}"
+
+    def _assumption(self) -> str:
+        """What the proof took for granted: how generators are seeded that the step only draws from."""
+        draws = dict.fromkeys(
+            name
+            for result in self.results
+            if result.shape.world_size > result.shape.data_size
+            for each in result.observations
+            for name in each.draws
         )
-        return "\n".join(lines)
+        if not draws:
+            return ""
+        return (
+            f", if the loop seeds the default generator of {join(list(draws))} by the data rank: the step draws from "
+            "it, and was given such a seed; ranks that share a sample and are seeded by their own rank would draw "
+            "different noise"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: infinite errors are null."""
         return {
             "ok": self.ok,
+            "verdict": self.verdict(),
             "seconds": self.seconds,
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": self.notes,

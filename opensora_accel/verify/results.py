@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from opensora_accel.verify.clipping import clipped
 from opensora_accel.verify.fit import NEGLIGIBLE, Samples, magnitude
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.shapes import MeshShape
@@ -40,6 +41,15 @@ class Expected:
     @property
     def weights(self) -> dict[str, str]:
         return self.turns[0].weights
+
+    @property
+    def outside(self) -> list[str]:
+        return self.turns[0].outside
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """By which the single device clips, by "norm" and "value"."""
+        return {clip.how: clip.limit for clip in self.turns[0].clips}
 
     @property
     def backward_order(self) -> list[str]:
@@ -84,6 +94,23 @@ class MeshResult:
             if expected is not None and gradients is not None:
                 found[name] = Samples(self.shape, gradients, expected, floor)
         return found
+
+    def clipped(self) -> dict[str, Samples]:
+        """Gradients after the step has clipped them, beside those of one device, clipped as a whole."""
+        clips = next((each.clips for each in self.observations if each.clips), None)
+        if clips is None:
+            return {}
+        answers = clipped(clips, self.expected.gradients, self.expected.limits)
+        found: list[dict[str, Samples]] = []
+        for answer in answers:
+            gradients = {
+                n: self._tensors(each.clipped.get(n, each.gradients.get(n)) for each in self.observations)
+                for n in answer
+            }
+            found.append(
+                {n: Samples(self.shape, g, answer[n], self.expected.floor) for n, g in gradients.items() if g}
+            )
+        return min(found, key=lambda samples: sum(not each.is_right for each in samples.values()))
 
     def one_sided(self) -> dict[str, str]:
         """Parameters that have a gradient on one side only, with a word on where."""

@@ -1,12 +1,12 @@
-"""What the step returned, and the gradients of the model's inputs."""
+"""What the step returned, the gradients of the model's inputs, and gradients after they were clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from opensora_accel.verify.findings import Finding, compose_factor, list_names
+from opensora_accel.verify.findings import Finding, compose_factor, count_names, join, list_names
 from opensora_accel.verify.fit import Samples, find_scale
-from opensora_accel.verify.view import View, shape_names
+from opensora_accel.verify.view import View, shape_names, wrong_shapes
 
 
 def wrong_inputs(view: View) -> list[Finding]:
@@ -26,6 +26,65 @@ def wrong_scalars(view: View) -> list[Finding]:
         [each.scalars() for each in view.ran],
         "what the step returns as {names} is",
         "the mean over all ranks should be the single device's",
+    )
+
+
+def wrong_clips(view: View) -> list[Finding]:
+    """Of gradients that are right until they are clipped."""
+    found = [each.clipped() for each in view.ran]
+    names = dict.fromkeys(name for each in found for name in each)
+    samples = {name: [each[name] for each in found if name in each] for name in names}
+    wrong = {name: each for name, each in samples.items() if any(not s.is_right for s in each)}
+    if not wrong:
+        return []
+    where = view.blame(wrong_shapes(wrong))
+    scales = {str(scale.factor): scale for each in wrong.values() if (scale := find_scale(each, view.axes))}
+    is_one = len(scales) == 1 and all(find_scale(each, view.axes) for each in wrong.values())
+    factor = compose_factor(next(iter(scales.values())).factor, view.axes) if is_one else None
+    count = count_names(list(wrong), len(view.names))
+    if factor is None:
+        what = f"ranks clip by other norms than that of the whole gradient {where.words}: {count} are wrong after it"
+        remedy = (
+            "the norm is that of all parameters, whole, after gradients are averaged: torch.nn.utils.clip_grad_norm_ "
+            "on the DTensors of FSDP2, FSDP1's own clip_grad_norm_, or an all-reduce of the squares of shards' norms"
+        )
+    else:
+        what = f"clipping leaves {factor} times the single device's gradient of {count}"
+        remedy = "the limit, or the norm, is multiplied by it"
+    axes = where.axes if factor is None else factor.axes
+    return [
+        Finding(
+            "clipping",
+            what,
+            remedy,
+            axes,
+            "" if factor is None else str(factor),
+            tuple(wrong),
+            shape_names(wrong_shapes(wrong)),
+        )
+    ]
+
+
+def clipped_too_early(view: View, names: Sequence[str], missing: Sequence[str]) -> Finding | None:
+    """The finding that gradients are clipped as parts, and only then added up over `missing`."""
+    results = [each for each in view.ran if any(seen.clips for seen in each.observations)]
+    for result in results:
+        for name in names:
+            after = [each.clipped.get(name) for each in result.observations]
+            for ranks in result.shape.groups(missing):
+                first = after[ranks[0]]
+                if first is None or any((other := after[r]) is None or not other.equal(first) for r in ranks):
+                    return None
+    if not results:
+        return None
+    return Finding(
+        "clipping",
+        f"ranks clip their own parts of {count_names(names, len(view.names))}, before these are added up over "
+        f"{join(missing)}: each by another norm",
+        "average gradients first, then clip",
+        tuple(missing),
+        names=tuple(names),
+        meshes=shape_names(each.shape for each in results),
     )
 
 

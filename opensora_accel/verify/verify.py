@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from opensora_accel.plan import MESH_AXES, Plan
-from opensora_accel.verify.diagnose import Diagnosis
-from opensora_accel.verify.findings import Finding, list_names
-from opensora_accel.verify.fit import are_factors, fit_ranks
+from opensora_accel.verify.diagnose import Diagnosis, Shares
+from opensora_accel.verify.findings import list_names
+from opensora_accel.verify.fit import are_equal, are_factors, fit_ranks
 from opensora_accel.verify.gradients import first_wrong
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
@@ -21,6 +21,7 @@ from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Expected, MeshResult, Reference
 from opensora_accel.verify.run import ModelFn, Run, Step
 from opensora_accel.verify.shapes import MeshShape, meshes_of
+from opensora_accel.verify.trace import Origin, find_origin
 
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them failed."""
@@ -121,16 +122,21 @@ class _Verification:
 
     def run(self, pool: RankPool, shapes: Sequence[MeshShape]) -> Report:
         started = time.perf_counter()
+        # Before anything parallel: what a step patches in its process would reach the single device too.
+        references = [self._reference(pool, shape) for shape in shapes]
         results = []
-        for shape in shapes:
+        for shape, expected in zip(shapes, references, strict=True):
             self._say(str(shape))
-            results.append(self._mesh(pool, shape))
+            results.append(self._mesh(pool, shape, expected))
             self._done += 1
-        diagnosis = Diagnosis(results)
-        findings = diagnosis.findings()
+        diagnosis, shares, origin = Diagnosis(results), None, None
         if diagnosis.unexplained:
-            self._say("looking for factors of single ranks")
-            findings = self._probe(pool, diagnosis, findings)
+            self._say("looking for where it comes in")
+            origin = self._origin(pool, diagnosis)
+            if not diagnosis.causes(origin):
+                self._say("looking for factors of single ranks")
+                shares = diagnosis.slices() or self._shares(pool, diagnosis)
+        findings = diagnosis.findings(shares, origin)
         self._say("done")
         return Report(results, findings, time.perf_counter() - started)
 
@@ -138,29 +144,41 @@ class _Verification:
         if self._on_progress is not None:
             self._on_progress(what, self._done, self._total)
 
-    def _mesh(self, pool: RankPool, shape: MeshShape) -> MeshResult:
-        expected = self._reference(pool, shape)
+    def _mesh(self, pool: RankPool, shape: MeshShape, expected: Expected) -> MeshResult:
         started = time.perf_counter()
         result = MeshResult(shape, expected)
         try:
-            result.observations = pool(
-                shape.world_size, _on_rank, self.step, self.model_fn, shape, self.reference, self.seed, None
-            )
+            result.observations = self._observe(pool, shape)
         except RankError as error:
             result.errors = error.errors
         result.seconds = time.perf_counter() - started
         return result
 
+    def _observe(
+        self, pool: RankPool, shape: MeshShape, *, weighed: int | None = None, traced: bool = False
+    ) -> list[Observation]:
+        """Of every rank. What the step left patched in its processes ends with them."""
+        found = pool(
+            shape.world_size,
+            _on_rank,
+            self.step,
+            self.model_fn,
+            shape,
+            self.reference,
+            self.seed,
+            weighed,
+            traced,
+        )
+        if any(each.leaves_patches for each in found):
+            pool.renew()
+        return found
+
     def _reference(self, pool: RankPool, shape: MeshShape) -> Expected:
-        num_turns = shape.data_size if self.reference == "turns" else 1
-        key = num_turns, "" if shape.plan is None else shape.plan.precision
+        key = self._num_turns(shape), "" if shape.plan is None else shape.plan.precision
         if key not in self._expected:
             self._say("one device")
-            single = _single(shape)
             try:
-                (turns,) = pool(
-                    1, _on_one, self.step, self.model_fn, single, num_turns, self.reference, self.seed
-                )
+                turns = self._turns(pool, shape)
             except RankError as error:
                 text = error.errors[0].strip()
                 raise ValueError(
@@ -170,29 +188,58 @@ class _Verification:
             _check_reference(self._expected[key])
         return self._expected[key]
 
-    def _probe(self, pool: RankPool, diagnosis: Diagnosis, findings: list[Finding]) -> list[Finding]:
+    def _num_turns(self, shape: MeshShape) -> int:
+        return shape.data_size if self.reference == "turns" else 1
+
+    def _turns(self, pool: RankPool, shape: MeshShape, *, traced: bool = False) -> list[Observation]:
+        """Of the single device."""
+        turns: list[Observation]
+        (turns,) = pool(
+            1,
+            _on_one,
+            self.step,
+            self.model_fn,
+            _single(shape),
+            self._num_turns(shape),
+            self.reference,
+            self.seed,
+            traced,
+        )
+        if any(each.leaves_patches for each in turns):
+            pool.renew()
+        return turns
+
+    def _origin(self, pool: RankPool, diagnosis: Diagnosis) -> Origin | None:
+        """On the smallest mesh that is wrong: the first module whose forward is."""
+        result = diagnosis.smallest_unexplained()
+        try:
+            turns = self._turns(pool, result.shape, traced=True)
+            ranks = self._observe(pool, result.shape, traced=True)
+        except RankError:
+            return None
+        in_turns = len(turns) == result.shape.data_size
+        groups = [result.sharing(turn) if in_turns else range(len(ranks)) for turn in range(len(turns))]
+        return find_origin(
+            [turn.calls for turn in turns], [[ranks[r].calls for r in group] for group in groups]
+        )
+
+    def _shares(self, pool: RankPool, diagnosis: Diagnosis) -> Shares | None:
         """On the smallest mesh that is wrong: is every rank's contribution multiplied by a factor of its own?"""
-        names = list(diagnosis.unexplained)
-        bad = {s.shape for samples in diagnosis.unexplained.values() for s in samples if not s.is_right}
-        for result in sorted(diagnosis.view.ran, key=lambda each: each.shape.world_size):
-            if result.shape not in bad:
-                continue
-            wrong = [
-                n
-                for n in names
-                if n in (found := result.parameters()) and not found[n].is_right and found[n].is_provable
-            ]
-            parts = self._contributions(pool, result.shape, wrong)
-            expected = {n: gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None}
-            if parts is None:
-                return findings
-            for some in filter(None, (wrong, first_wrong(diagnosis.view, wrong))):
-                factors = fit_ranks([[part[n] for n in some] for part in parts], [expected[n] for n in some])
-                if factors is not None:
-                    told = [n for n in wrong if are_factors([p[n] for p in parts], factors, expected[n])]
-                    return diagnosis.by_shares(factors, result.shape, told, findings)
-            return findings
-        return findings
+        result = diagnosis.smallest_unexplained()
+        found = result.parameters()
+        wrong = [
+            n for n in diagnosis.unexplained if n in found and not found[n].is_right and found[n].is_provable
+        ]
+        parts = self._contributions(pool, result.shape, wrong)
+        if parts is None:
+            return None
+        expected = {n: gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None}
+        for some in filter(None, (wrong, first_wrong(diagnosis.view, wrong))):
+            factors = fit_ranks([[part[n] for n in some] for part in parts], [expected[n] for n in some])
+            if factors is not None and not are_equal(factors):
+                told = [n for n in wrong if are_factors([p[n] for p in parts], factors, expected[n])]
+                return Shares(factors, result.shape, told)
+        return None
 
     def _contributions(
         self, pool: RankPool, shape: MeshShape, names: Sequence[str]
@@ -201,16 +248,7 @@ class _Verification:
         parts = []
         for weighed in range(shape.world_size):
             try:
-                first, *_ = pool(
-                    shape.world_size,
-                    _on_rank,
-                    self.step,
-                    self.model_fn,
-                    shape,
-                    self.reference,
-                    self.seed,
-                    weighed,
-                )
+                first, *_ = self._observe(pool, shape, weighed=weighed)
             except RankError:
                 return None
             gradients = {name: g for name in names if (g := first.gradients.get(name)) is not None}
@@ -241,12 +279,18 @@ def _single(shape: MeshShape) -> MeshShape:
 
 
 def _on_one(
-    step: Step, model_fn: ModelFn | None, shape: MeshShape, num_turns: int, reference: Reference, seed: int
+    step: Step,
+    model_fn: ModelFn | None,
+    shape: MeshShape,
+    num_turns: int,
+    reference: Reference,
+    seed: int,
+    traced: bool,
 ) -> list[Observation]:
     runs = [Run(shape, 0, turn, num_turns, is_reference=True) for turn in range(num_turns)]
     found = []
     for run in runs:
-        found.append(observe(step, model_fn, run, seed, one_batch=reference == "whole"))
+        found.append(observe(step, model_fn, run, seed, one_batch=reference == "whole", traced=traced))
         _forget_groups()
     return found
 
@@ -258,12 +302,15 @@ def _on_rank(
     reference: Reference,
     seed: int,
     weighed: int | None,
+    traced: bool,
 ) -> Observation:
     """`weighed`: the one rank whose outputs' gradient counts; None for all."""
     rank = torch.distributed.get_rank()
     weight = None if weighed is None else float(rank == weighed)
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
-    return observe(step, model_fn, run, seed, one_batch=reference == "whole", output_weight=weight)
+    return observe(
+        step, model_fn, run, seed, one_batch=reference == "whole", output_weight=weight, traced=traced
+    )
 
 
 def _forget_groups() -> None:

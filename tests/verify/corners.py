@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
-from tests.verify.loops import Small, plain_ddp
+from tests.verify.loops import Small, plain_ddp, split_small
 
 
 def averaged(model, run):
@@ -118,3 +122,93 @@ def one_batch_split_by_the_step(model, run):
     loss = forward(batch).square().sum() / (5 * 11 * 4) * run.data_size
     loss.backward()
     return loss
+
+
+# Right loops of other people's making.
+
+
+def batch():
+    return torch.randn(2, 11, 4)
+
+
+def average(parameters, group=None):
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)
+
+
+class Spectral(nn.Module):
+    """Complex weights, as of a Fourier operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x):
+        waves = torch.fft.rfft(x, dim=1)
+        return self.out(torch.fft.irfft(waves * self.weight, n=x.size(1), dim=1))
+
+
+def complex_weights(model, run):
+    loss = finish(model(batch()))
+    if not run.is_reference:
+        for parameter in model.parameters():
+            gradient = torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad
+            dist.all_reduce(gradient)
+            gradient /= run.world_size
+    return loss
+
+
+def accelerates_documented_loop(model, run):
+    """With its clipping, on one device too; the limit changes every gradient."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    loss = model(batch()).square().mean()
+    accelerator.backward(loss)
+    if accelerator.sync_gradients:
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def clipped_on_ranks_only(model, run):
+    if run.is_reference:
+        return finish(model(batch()))
+    return accelerates_documented_loop(model, run)
+
+
+def sharded_and_clipped(model, run):
+    if not run.is_reference:
+        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
+    loss = finish(model(batch()).clone())
+    clip_grad_norm_(model.parameters(), 1e-3)
+    return loss
+
+
+def averaged_then_clipped_by_value(model, run):
+    loss = finish(model(batch()))
+    if not run.is_reference:
+        average(model.parameters())
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    return loss
+
+
+def optimizer_after_sharding(model, run):
+    if not run.is_reference:
+        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = finish(model(batch()).clone())
+    optimizer.step()
+    return loss
+
+
+def draws_from_a_generator_of_its_own(model, run):
+    generator = torch.Generator().manual_seed(run.data_rank)
+    forward = model
+    if not run.is_reference:
+        forward = DistributedDataParallel(split_small(model, run.mesh.get_group("sequence")))
+    return finish(forward(torch.randn(2, 11, 4, generator=generator)))

@@ -1,4 +1,4 @@
-"""Defects of our own collectives and divisors, one at a time, and what an engineer would call each of them.
+"""Defects of our own collectives and divisors and of users' loops, one at a time, and what an engineer would call each.
 
 Not mutated, and why:
 - The exchange of sizes (`communications.sizes.exchange_sizes`, `attention.checks._exchange`), `check_agreement`,
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from tests.verify.mutants_of_attention import ATTENTION_MUTANTS
 from tests.verify.mutants_of_communications import COMMUNICATION_MUTANTS
+from tests.verify.mutants_of_loops import LOOP_MUTANTS
 from tests.verify.mutants_of_training import TRAINING_MUTANTS
 
-MUTANTS = [*COMMUNICATION_MUTANTS, *ATTENTION_MUTANTS, *TRAINING_MUTANTS]
+MUTANTS = [*COMMUNICATION_MUTANTS, *ATTENTION_MUTANTS, *TRAINING_MUTANTS, *LOOP_MUTANTS]

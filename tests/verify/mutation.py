@@ -21,6 +21,7 @@ from unittest import mock
 from opensora_accel.verify.findings import Finding, Kind
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
+from opensora_accel.verify.results import Reference
 from opensora_accel.verify.run import Run
 from opensora_accel.verify.verify import verify
 from tests.verify.meshes import Meshes
@@ -112,6 +113,8 @@ class Mutant:
     axes: tuple[str, ...]
     factor: str = ""
     timeout_s: float = 30
+    reference: Reference | None = None
+    """By default one batch for a step that builds its model itself, and else a batch for each data rank."""
 
     def verify(self, pool: RankPool) -> Report:
         model_fn = getattr(self.step, "model", None)
@@ -119,7 +122,7 @@ class Mutant:
             Mutated(self.step, self.edits),
             model_fn,
             self.meshes,
-            reference="whole" if model_fn is None else "turns",
+            reference=self.reference or ("whole" if model_fn is None else "turns"),
             timeout_s=self.timeout_s,
             pool=pool,
         )

@@ -8,6 +8,8 @@ import pytest
 
 from opensora_accel.training.proof import write_clips
 from opensora_accel.verify.verify import verify
+from tests.verify import corners
+from tests.verify.loops import Small
 from tests.verify.meshes import BOTH, HYBRID, RING, SHARDED, TENSOR, ULYSSES, plan
 from tests.verify.mutation import Edit, Mutated
 from tests.verify.steps import (
@@ -96,6 +98,18 @@ MODELS = {
     "Wan from an image, zero3, full": (WanStep(("image",)), (ZERO3.replace(checkpoint="full"),)),
 }  # fmt: skip
 
+DATA = ({"data": 2}, {"data": 3})
+
+LOOPS: dict[str, tuple[Any, Any, Any]] = {
+    "complex weights": (corners.complex_weights, corners.Spectral, DATA),
+    "accelerate's documented loop": (corners.accelerates_documented_loop, Small, DATA),
+    "clipped on ranks only": (corners.clipped_on_ranks_only, Small, DATA),
+    "FSDP2, clipped": (corners.sharded_and_clipped, Small, DATA),
+    "averaged, then clipped by value": (corners.averaged_then_clipped_by_value, Small, DATA),
+    "FSDP2, then the optimizer": (corners.optimizer_after_sharding, Small, DATA),
+}
+"""Loops of users, unusual and right."""
+
 TRAINERS = {
     "accumulated": ({"optim.accumulation": 2}, (U2D2, plan(ulysses=3))),
     "zero3 on a ring, offload": (
@@ -114,6 +128,13 @@ def test_there_are_enough_cases():
 @pytest.mark.parametrize(("step", "meshes"), [*LAYERS.values(), *MODELS.values()], ids=[*LAYERS, *MODELS])
 def test_a_correct_step_raises_no_alarm(ranks, step: Any, meshes: Any):
     model_fn = TinyDiT if step is plain_step else getattr(step, "step", step).model
+    report = verify(step, model_fn, meshes, pool=ranks)
+    assert report.ok, report
+    assert_is_proof(report)
+
+
+@pytest.mark.parametrize(("step", "model_fn", "meshes"), LOOPS.values(), ids=list(LOOPS))
+def test_a_users_right_loop_raises_no_alarm(ranks, step: Any, model_fn: Any, meshes: Any):
     report = verify(step, model_fn, meshes, pool=ranks)
     assert report.ok, report
     assert_is_proof(report)

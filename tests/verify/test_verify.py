@@ -205,3 +205,13 @@ class TestDiffusers:
         assert finding.kind == "values" and "wherever sequence has 3 ranks or more" in finding.what
         assert "blocks.1.attn1.to_k.weight" in finding.remedy and "keys and values" in finding.remedy
         assert "blocks.1.attn1.to_q.weight" not in finding.names
+
+
+def test_a_verdict_says_what_it_takes_for_granted(ranks):
+    """A loop whose `main()` seeds by rank would draw other noise than a step that was seeded for it."""
+    assumed = "if the loop seeds the default generator of torch by the data rank"
+    report = verify(loops.sequence_parallel, loops.small, MESHES, pool=ranks)
+    assert report.ok and assumed in str(report)
+    for step, meshes in ((loops.plain_ddp, DATA), (corners.draws_from_a_generator_of_its_own, MESHES)):
+        report = verify(step, loops.small, meshes, pool=ranks)
+        assert report.ok and str(report).endswith("the gradients are those of a single device")
