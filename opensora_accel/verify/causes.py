@@ -237,7 +237,7 @@ def _message(text: str) -> str:
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     line = next((line for line in after if line and not line.startswith(" ")), lines[-1])
-    return _MISMATCH if any(word in line for word in _MISMATCH_WORDS) else line
+    return _MISMATCH if any(word in text for word in _MISMATCH_WORDS) else line
 
 
 def _user_line(text: str) -> str:
@@ -248,4 +248,5 @@ def _user_line(text: str) -> str:
         for file, line in places
         if "site-packages" not in file and "opensora_accel/verify" not in file
     ]
+    # A process that gloo ended had no time for a traceback.
     return f": noticed at {own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from opensora_accel.verify.gradients import (
     as_shares,
     consequence,
     explained,
+    irregular_scale,
     one_sided,
     scaled_by_shares,
     wrong_values,
@@ -48,6 +50,8 @@ class Diagnosis:
         self.wrong = self.view.wrong_parameters()
         self.unexplained: dict[str, list[Samples]] = {}
         """Where no remedy was found: on some meshes, or on all."""
+        self._irregular: dict[tuple[tuple[MeshShape, float], ...], dict[str, list[Samples]]] = {}
+        """Wrong parameters with one factor on every mesh, by these factors."""
         self._remedies: list[tuple[Remedy, dict[str, list[Samples]]]] = []
         self._find_remedies()
 
@@ -56,7 +60,9 @@ class Diagnosis:
         for name, samples in self.wrong.items():
             provable = [each for each in samples if each.is_provable]
             remedy = find_remedy(provable, self.view.axes) if provable else None
-            if remedy is None:
+            if remedy is None and (factors := _factors(provable)):
+                self._irregular.setdefault(factors, {})[name] = provable
+            elif remedy is None:
                 remedy, provable = self._on_some(provable)
                 told = {each.shape for each in provable} if remedy is not None else set()
                 self.unexplained[name] = [each for each in samples if each.shape not in told]
@@ -128,6 +134,7 @@ class Diagnosis:
             finding = early or explained(self.view, remedy, list(names), names)
             # Where the forward is wrong already, what a factor happens to explain is not the cause.
             (last if wrong_forward & set(wrong_shapes(names)) else first).append(finding)
+        first += [irregular_scale(self.view, each) for each in self._irregular.values()]
         rest = {name: each for name, each in self.unexplained.items() if name not in by_shares}
         values = (
             []
@@ -161,3 +168,11 @@ class Diagnosis:
                 if factors is not None and as_shares(factors) is not None:
                     return Shares(factors, result.shape, list(self.unexplained))
         return None
+
+
+def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
+    """Of each mesh, where all have one; nothing for single numbers, which always have."""
+    found = [(each.shape, factor) for each in samples if (factor := each.factor()) is not None]
+    if len(found) < len(samples) or not samples or samples[0].expected.numel() == 1:
+        return ()
+    return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in found)

@@ -30,9 +30,14 @@ _ROUNDING = 1e-5
 def one_sided(view: View) -> list[Finding]:
     """Gradients that one side has and the other has not."""
     where: dict[str, dict[str, list[MeshShape]]] = {}
+    held_back: dict[str, tuple[str, ...]] = {}
     for result in view.ran:
         for name, side in result.one_sided().items():
-            where.setdefault(side, {}).setdefault(name, []).append(result.shape)
+            axes = result.observations[0].held_back.get(name)
+            held_back |= {} if axes is None else {name: axes}
+            where.setdefault(side if axes is None else "held back", {}).setdefault(name, []).append(
+                result.shape
+            )
     words = {
         "none": (
             "get no gradient",
@@ -47,7 +52,21 @@ def one_sided(view: View) -> list[Finding]:
             "look for another branch",
         ),
     }
-    return [
+    found = []
+    if names := where.pop("held back", {}):
+        axes = tuple(dict.fromkeys(axis for name in names for axis in held_back[name])) or view.data_axes
+        found.append(
+            Finding(
+                "missing sum",
+                f"missing average over {join(axes)} for {count_names(list(names), len(view.weight_names))}: FSDP2 "
+                "holds back what it has added up within each replica, and gives no gradient",
+                "set_requires_all_reduce(False) is for all microbatches but the last: True before that one's backward",
+                axes,
+                names=tuple(names),
+                meshes=shape_names(dict.fromkeys(shape for each in names.values() for shape in each)),
+            )
+        )
+    return found + [
         view.finding(
             "missing gradient",
             f"{count_names(list(names), len(view.weight_names))} {words[side][0]} {{where}}",
@@ -107,6 +126,23 @@ def _missing_sum(view: View, remedy: Remedy, names: list[str], shapes: Sequence[
         f"what they are applied to enter through copy_forward_reduce_backward{_place(view, names)}"
     )
     return Finding("missing sum", what, remedy_text, missing, factor, tuple(names), shape_names(shapes))
+
+
+def irregular_scale(view: View, wrong: Mapping[str, Sequence[Samples]]) -> Finding:
+    """Gradients that have one factor on every rank of a mesh, which goes with no number of ranks."""
+    shapes = wrong_shapes(wrong)
+    where = view.blame(shapes)
+    first = next(iter(wrong.values()))
+    shown = ", ".join(f"{each.factor():.4g} on {each.shape}" for each in first if not each.is_right)
+    return Finding(
+        "scale",
+        f"a factor that goes with no number of ranks ({shown}) on {count_names(list(wrong), len(view.names))}",
+        "look for a divisor that is no number of ranks but depends on them, and for gradients that are normalised or "
+        "clipped by hand: leave that out of the step, or do it on the single device, too",
+        where.axes,
+        names=tuple(wrong),
+        meshes=shape_names(shapes),
+    )
 
 
 def _scale_advice(view: View, factor: Factor) -> str:
@@ -188,10 +224,10 @@ def _where_from(view: View, names: Sequence[str], origin: Origin | None) -> str:
     """Where wrong values come in: in the forward, or in backward, the nearest place to the loss."""
     if origin is not None and origin.name is not None:
         place = origin.name or "the model itself, outside of its modules"
-        given = "its inputs are right" if origin.are_inputs_right else "what it is given is wrong already"
+        given = {True: " (its inputs are right)", False: " (what it is given is wrong already)", None: ""}
         return (
-            f"the forward is wrong already, first in {place} ({given}): look at what is communicated there in "
-            "forward, at positions and masks that count tokens from 0 on every rank, and at heads that do not divide"
+            f"the forward is wrong already, first in {place}{given[origin.are_inputs_right]}: it takes its rank's "
+            "tokens for all, counts them (positions, masks) from 0, or parts heads that do not divide"
         )
     siblings = first_wrong(view, names)
     if not siblings:

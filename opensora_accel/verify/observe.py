@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opensora_accel.verify.clipping import Clip, before_clipping
 from opensora_accel.verify.containers import map_tensors
 from opensora_accel.verify.fp64 import LiftOperations
-from opensora_accel.verify.fsdp1 import Flat, noting_roots
-from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
+from opensora_accel.verify.held_by_fsdp import Flat, Seen
+from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment, without_loss_scaling
 from opensora_accel.verify.outside import Leaves
 from opensora_accel.verify.parameters import digest, named, plain_name, whole
 from opensora_accel.verify.patches import Patches
@@ -38,6 +38,8 @@ class Observation:
     """What the step returned: its loss, or all that it reports."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """As they are before anything clips them."""
+    held_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Axes over which FSDP2 was told not to add a gradient up."""
     clips: list[Clip] = field(default_factory=list)
     clipped: dict[str, Tensor] = field(default_factory=dict)
     """Gradients after the clips."""
@@ -77,7 +79,7 @@ class Observer:
         self._calls_at_capture = 0
         self._before_clip: dict[int, Tensor] = {}
         self._captured = False
-        self._flat: list[FullyShardedDataParallel] = []
+        self._fsdp = Seen()
         self._leaves = Leaves()
         self._undo: list[Callable[[], None]] = []
 
@@ -86,7 +88,7 @@ class Observer:
         self._undo.append(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         with ExitStack() as stack:
             stack.enter_context(before_clipping(self._before_clipping))
-            stack.enter_context(noting_roots(self._flat))
+            stack.enter_context(self._fsdp.watching())
             if self._run.is_reference:
                 stack.enter_context(self._leaves.watching())
             try:
@@ -217,7 +219,7 @@ class Observer:
         def before(parameter: nn.Parameter) -> Tensor | None:
             return self._before_clip.get(id(parameter), parameter.grad)
 
-        flat = Flat(model, self._flat, [name for name, _ in self._original.values()])
+        flat = Flat(model, self._fsdp.roots, [name for name, _ in self._original.values()])
         for name, parameter in named(model):
             if parameter.requires_grad and parameter not in flat:
                 gradient = before(parameter)
@@ -227,6 +229,7 @@ class Observer:
                     isinstance(parameter, DTensor) or gradient is not parameter.grad
                 ):
                     found.clipped[name] = whole(parameter.grad)
+        found.held_back = self._fsdp.held_back(model)
         weights = flat.whole(lambda parameter: parameter)
         found.weights |= {name: digest(weight) for name, weight in weights.items()}
         found.gradients |= dict.fromkeys(weights) | flat.whole(before)
@@ -313,7 +316,7 @@ def observe(
             seed_everything(seed + 1 + (0 if one_batch else run.data_rank))
             if model is not None:
                 observer.watch(model)
-            with launcher_environment(run), accelerator_stand_ins(), LiftOperations():
+            with launcher_environment(run), accelerator_stand_ins(), without_loss_scaling(), LiftOperations():
                 returned = step(*arguments)
             observer.observation.leaves_patches = patches.left()
             gradients = None

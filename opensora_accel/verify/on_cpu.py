@@ -36,6 +36,18 @@ def accelerator_stand_ins() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_loss_scaling() -> Iterator[None]:
+    """Within it every GradScaler is one that is not enabled: fp64 has nothing to scale, and torch no kernel for it."""
+
+    def ignore(scaler: torch.amp.GradScaler, enabled: bool) -> None:
+        vars(scaler)["_enabled"] = enabled  # as it was, afterwards
+
+    never = property(lambda scaler: False, ignore)
+    with mock.patch.object(torch.amp.GradScaler, "_enabled", never, create=True):
+        yield
+
+
+@contextlib.contextmanager
 def launcher_environment(run: Run) -> Iterator[None]:
     """Within it, the environment that torchrun gives a rank: accelerate and others look nowhere else.
 

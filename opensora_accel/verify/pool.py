@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -65,6 +66,7 @@ class RankPool:
             self._context.set_forkserver_preload([__name__, *preload])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[tuple[Any, Connection] | None] = [None] * size
+        self._logs = tempfile.TemporaryDirectory(prefix="opensora-accel-ranks-")
         self._job = 0
 
     def __enter__(self) -> RankPool:
@@ -89,7 +91,8 @@ class RankPool:
         worker = self._workers[rank]
         if worker is None or not worker[0].is_alive():
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, self._store.port), daemon=True)
+            arguments = (there, self._store.port, self._log(rank))
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             with _deferring_interrupts():
                 process.start()
             there.close()
@@ -127,7 +130,7 @@ class RankPool:
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    succeeded, value = False, _ENDED
+                    succeeded, value = False, f"{_ENDED}\n{self._backend_text(rank)}"
                 (results if succeeded else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + self.grace_s)
@@ -139,6 +142,15 @@ class RankPool:
         if errors:
             raise RankError(errors)
         return [results[rank] for rank in range(len(connections))]
+
+    def _log(self, rank: int) -> str:
+        return os.path.join(self._logs.name, f"{rank}.txt")
+
+    def _backend_text(self, rank: int) -> str:
+        """What C++ code wrote to stderr in the rank's process."""
+        with contextlib.suppress(FileNotFoundError), open(self._log(rank), errors="replace") as file:
+            return file.read().strip()
+        return ""
 
     def _stop(self, rank: int) -> None:
         worker = self._workers[rank]
@@ -155,6 +167,7 @@ class RankPool:
 
     def close(self) -> None:
         self.renew()
+        self._logs.cleanup()
 
 
 @contextlib.contextmanager
@@ -199,8 +212,19 @@ def _leave_the_terminal() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _serve(connection: Connection, port: int) -> None:
+def _keep_apart_what_the_backend_writes(path: str) -> None:
+    """What C++ code writes to stderr goes to `path`: gloo's last words, before it aborts. Python's still are seen."""
+    sys.stderr.flush()
+    seen = os.dup(2)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stderr = os.fdopen(seen, "w", buffering=1)
+
+
+def _serve(connection: Connection, port: int, log: str) -> None:
     _leave_the_terminal()
+    _keep_apart_what_the_backend_writes(log)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

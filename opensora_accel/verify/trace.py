@@ -67,29 +67,41 @@ class Origin:
 
     name: str | None
     """Of its module; None where every output is right, as far as can be told."""
-    are_inputs_right: bool = True
-    """Otherwise what it was given was wrong already, and no call before it was."""
+    are_inputs_right: bool | None = True
+    """False where what it was given was wrong already, and no call before it was; None where that cannot be told."""
 
 
-def find_origin(expected: Sequence[Sequence[Call]], groups: Sequence[Sequence[Sequence[Call]]]) -> Origin:
+Spread = Sequence[Sequence[Sequence[Call]]]
+"""The calls of ranks, by data rank, then by rank."""
+
+
+def find_origin(expected: Sequence[Sequence[Call]], ranks: Sequence[Spread]) -> Origin:
     """Where the forward of the ranks goes wrong.
 
     Args:
-        expected: the single device's calls, for each turn.
-        groups: for each turn, the calls of the ranks that share its samples.
+        expected: the single device's calls, for each of its turns.
+        ranks: for each turn, the calls of the ranks that have its samples.
     """
     wrong = None
     for call in expected[0]:
-        found = [_of(call, turn) for turn in expected]
-        ranks = [[_of(call, rank) for rank in group] for group in groups]
-        if any(each is None for each in found) or any(each is None for group in ranks for each in group):
+        turns = [_of(call, turn) for turn in expected]
+        found = [[[_of(call, rank) for rank in group] for group in spread] for spread in ranks]
+        pairs = [
+            (turn, [[one for one in group if one is not None] for group in spread])
+            for turn, spread in zip(turns, found, strict=True)
+            if turn is not None and all(one is not None for group in spread for one in group)
+        ]
+        if len(pairs) < len(expected):
             continue  # not every rank has it
-        pairs = list(zip(found, ranks, strict=True))
-        if all(_are_right([one.outputs for one in of], turn.outputs) is not False for turn, of in pairs):  # type: ignore[union-attr]
-            continue
-        if all(_are_right([one.inputs for one in of], turn.inputs) is not False for turn, of in pairs):  # type: ignore[union-attr]
-            return Origin(call.name, True)
-        wrong = wrong or Origin(call.name, False)
+        if False in [
+            _are_right([[c.outputs for c in g] for g in spread], turn.outputs) for turn, spread in pairs
+        ]:
+            given = [
+                _are_right([[c.inputs for c in g] for g in spread], turn.inputs) for turn, spread in pairs
+            ]
+            if all(given):
+                return Origin(call.name)
+            wrong = wrong or Origin(call.name, False if False in given else None)
     return wrong or Origin(None)
 
 
@@ -97,31 +109,43 @@ def _of(call: Call, calls: Sequence[Call]) -> Call | None:
     return next((each for each in calls if (each.name, each.number) == (call.name, call.number)), None)
 
 
-def _are_right(ranks: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> bool | None:
+Tuples = Sequence[Sequence[Sequence[Tensor]]]
+"""The tensors of ranks, by data rank, then by rank."""
+
+
+def _are_right(ranks: Tuples, expected: Sequence[Tensor]) -> bool | None:
     """None where nothing can be told: other tensors, or shapes that are no part of the single device's."""
-    if not expected or any(len(rank) != len(expected) for rank in ranks):
+    if any(len(rank) != len(expected) for group in ranks for rank in group):
         return None
-    answers = [_is_right([rank[i] for rank in ranks], tensor) for i, tensor in enumerate(expected)]
+    answers = [
+        _is_right([[rank[i] for rank in group] for group in ranks], tensor)
+        for i, tensor in enumerate(expected)
+    ]
     return False if False in answers else None if None in answers else True
 
 
-def _is_right(ranks: Sequence[Tensor], expected: Tensor) -> bool | None:
+def _is_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | None:
+    ranks = [each for group in groups for each in group]
     if all(_is_close(each, expected) for each in ranks):
         return True
-    if all(each.shape == expected.shape for each in ranks) and _is_close(
-        torch.stack(list(ranks)).sum(0), expected
-    ):
+    if all(each.shape == expected.shape for each in ranks) and _is_close(torch.stack(ranks).sum(0), expected):
         return True
     fits = False
     for dim in range(expected.dim()):
         if all(_is_part(each, expected, dim) for each in ranks):
             fits = True
-            rows = [_rows(each, expected, dim) for each in ranks]
-            if torch.stack(rows).any(0).all() and all(
-                r.sum() >= each.size(dim) for r, each in zip(rows, ranks, strict=True)
-            ):
+            if _are_rows([[_rows(each, expected, dim) for each in group] for group in groups]):
                 return True
     return False if fits else None
+
+
+def _are_rows(groups: Sequence[Sequence[Tensor | None]]) -> bool:
+    """Whether the ranks of every data rank have rows that no other data rank has, and all of them together all."""
+    known = [[rows for rows in group if rows is not None] for group in groups]
+    if any(len(some) < len(all_) for some, all_ in zip(known, groups, strict=True)):
+        return False
+    of_groups = torch.stack([torch.stack(group).any(0) for group in known]).sum(0)
+    return bool((of_groups == 1).all())
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
@@ -137,10 +161,11 @@ def _is_part(found: Tensor, expected: Tensor, dim: int) -> bool:
     )
 
 
-def _rows(found: Tensor, expected: Tensor, dim: int) -> Tensor:
-    """Which rows of `expected` are in `found`: bool, one each."""
-    mine, all_ = (each.movedim(dim, 0).flatten(1) for each in (found, expected))
-    if not mine.numel() or not all_.numel():
+def _rows(found: Tensor, expected: Tensor, dim: int) -> Tensor | None:
+    """Which rows of `expected` are in `found`: bool, one each. None where `found` has others."""
+    mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (found, expected))
+    if not mine.numel():
         return torch.zeros(all_.size(0), dtype=torch.bool)
     limit = TOLERANCE * magnitude(expected)
-    return torch.stack([((row - mine).abs().amax(1) <= limit).any() for row in all_])
+    is_same = torch.stack([(row - all_).abs().amax(1) <= limit for row in mine])  # [mine, all]
+    return is_same.any(0) if bool(is_same.any(1).all()) else None

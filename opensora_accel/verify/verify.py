@@ -217,10 +217,10 @@ class _Verification:
             ranks = self._observe(pool, result.shape, traced=True)
         except RankError:
             return None
-        in_turns = len(turns) == result.shape.data_size
-        groups = [result.sharing(turn) if in_turns else range(len(ranks)) for turn in range(len(turns))]
+        groups = [[ranks[r].calls for r in result.sharing(data)] for data in range(result.shape.data_size)]
+        in_turns = len(turns) == len(groups)
         return find_origin(
-            [turn.calls for turn in turns], [[ranks[r].calls for r in group] for group in groups]
+            [turn.calls for turn in turns], [[group] for group in groups] if in_turns else [groups]
         )
 
     def _shares(self, pool: RankPool, diagnosis: Diagnosis) -> Shares | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from opensora_accel.communications import copy_forward_reduce_backward, reduce_forward_copy_backward
+from opensora_accel.communications import gather_forward_split_backward as gather
+from opensora_accel.communications import split_forward_gather_backward as split
 from tests.verify.loops import Small, plain_ddp, split_small
 
 
@@ -212,3 +216,244 @@ def draws_from_a_generator_of_its_own(model, run):
     if not run.is_reference:
         forward = DistributedDataParallel(split_small(model, run.mesh.get_group("sequence")))
     return finish(forward(torch.randn(2, 11, 4, generator=generator)))
+
+
+class Patched(Small):
+    """Whose class a step patches, as whole libraries do."""
+
+
+def patches_the_class(model, run):
+    """It wraps what is there: the next mesh would meet this one's groups, which are gone by then."""
+    forward = averaged(model, run)
+    if run.is_reference or run.shape.degree("sequence") == 1:
+        return finish(forward(batch()))
+    original, group = Patched.forward, run.mesh.get_group("sequence")
+
+    def spread(self, x):
+        return gather(original(self, split(x, group, 1, "down")), group, 1, "up")
+
+    Patched.forward = spread
+    return finish(forward(batch()))
+
+
+def fsdp1(model, run, use_orig_params, clipped=False, nested=False):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if run.is_reference:
+        return finish(model(batch()))
+    options = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    if nested:
+        model.mlp = FullyShardedDataParallel(model.mlp, **options)
+    sharded = FullyShardedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    loss = finish(sharded(batch()))
+    if clipped:
+        sharded.clip_grad_norm_(1e-3)
+    optimizer.step()
+    return loss
+
+
+def fsdp1_flat(model, run):
+    return fsdp1(model, run, use_orig_params=False)
+
+
+def fsdp1_flat_clipped(model, run):
+    return fsdp1(model, run, use_orig_params=False, clipped=True, nested=True)
+
+
+def fsdp1_original(model, run):
+    return fsdp1(model, run, use_orig_params=True, nested=True)
+
+
+def fsdp1_original_clipped(model, run):
+    return fsdp1(model, run, use_orig_params=True, clipped=True)
+
+
+class Megatron(nn.Module):
+    """Whose ranks hold their slices of two layers and of a packed projection, in parameters of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.packed = nn.Linear(4, 6), nn.Linear(6, 24)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 4, bias=False)
+        self.enter = self.leave = lambda x: x
+
+    def forward(self, x):
+        x = self.embed(x)
+        q, k, gate = self.packed(self.enter(x)).split([self.packed.out_features // 3] * 3, -1)
+        x = x + self.leave((q * k.tanh() * gate.sigmoid()).unflatten(-1, (-1, 2)).sum(-2).repeat(1, 1, 3))
+        return self.leave(self.down(self.up(self.enter(x)).tanh()))
+
+
+def slice_rows(layer, rows, dim=0):
+    layer.weight = nn.Parameter(layer.weight.detach().index_select(dim, rows))
+    if dim == 0:
+        layer.bias = nn.Parameter(layer.bias.detach()[rows])
+    layer.out_features, layer.in_features = layer.weight.shape
+
+
+def megatron_slices(model, run):
+    if not run.is_reference:
+        group = run.mesh.get_group("tensor")
+        size, rank = group.size(), group.rank()
+        hidden = torch.arange(12).chunk(size)[rank]
+        slice_rows(model.up, hidden)
+        slice_rows(model.down, hidden, 1)
+        slice_rows(
+            model.packed, torch.cat([8 * part + torch.arange(8).chunk(size)[rank] for part in range(3)])
+        )
+        model.enter = lambda x: copy_forward_reduce_backward(x, group)
+        model.leave = lambda x: reduce_forward_copy_backward(x, group)
+    loss = finish(model(batch()))
+    if not run.is_reference:
+        average(model.parameters(), run.mesh.get_group("data"))
+    return loss
+
+
+class WithTable(Small):
+    """A table of whole numbers that is a parameter, as quantised checkpoints have; and a small scale under a root."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+        self.variance = nn.Parameter(torch.full((8,), 1e-3))
+
+    def forward(self, x):
+        return super().forward(x + self.table) * self.variance.sqrt().mean()
+
+
+def loss_scaled(model, run):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    forward = averaged(model, run)
+    loss = forward(batch()).square().mean()
+    if run.is_reference:
+        loss.backward()
+    else:
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+    return loss
+
+
+def numpys_noise(model, run):
+    forward = model
+    if not run.is_reference:
+        forward = DistributedDataParallel(split_small(model, run.mesh.get_group("sequence")))
+    return finish(forward(torch.from_numpy(numpy.random.randn(2, 11, 4))))
+
+
+def local_numbers(model, run):
+    """Sums and norms of what is this rank's, over the sequence or over shards; the loss is its mean."""
+    if not run.is_reference:
+        model = split_small(model, run.mesh.get_group("sequence"))
+        model.region = model.region[0], lambda x: x
+    out = model(batch())
+    total = out.square().sum()
+    (total / (2 * 11 * 4)).backward()
+    if not run.is_reference:
+        for parameter in model.parameters():
+            if parameter not in set(model.embed.parameters()):
+                dist.all_reduce(parameter.grad, group=run.mesh.get_group("sequence"))
+            else:
+                parameter.grad *= run.mesh.get_group("sequence").size()
+        average(model.parameters(), run.mesh.get_group("data"))
+    return {"sum": total, "norm": out.norm(), "largest": out.abs().max(), "tokens": out[..., 0].numel()}
+
+
+def norm_of_a_shard(model, run):
+    if not run.is_reference:
+        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
+    loss = finish(model(batch()).clone())
+    gradients = [p.grad if run.is_reference else p.grad.to_local() for p in model.parameters()]
+    # One device takes the turns of the data ranks: its norms are no mean's.
+    return {"loss": loss} | (
+        {} if run.data_size > 1 else {"norm": torch.stack([g.norm() for g in gradients]).norm()}
+    )
+
+
+def two_iterations(model, run):
+    forward, losses = averaged(model, run), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(finish(forward(batch())))
+        optimizer.step()
+    return {"first": losses[0], "last": losses[-1]}
+
+
+class Stages(nn.Module):
+    """Two halves of a pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def pipeline(model, run, is_cut):
+    """One stage on each rank; of the other it has no parameters, or parameters that it never uses."""
+    x = batch()
+    if run.is_reference:
+        return finish(model(x))
+    group, stage = run.mesh.get_group("pp"), run.mesh.get_local_rank("pp")
+    here, there = (dist.get_global_rank(group, rank) for rank in (stage, 1 - stage))
+    loss = None
+    if stage == 0:
+        if is_cut:
+            del model.last
+        hidden = model.first(x)
+        dist.send(hidden.detach(), there)
+        gradient = torch.empty_like(hidden)
+        dist.recv(gradient, there)
+        hidden.backward(gradient)
+    else:
+        if is_cut:
+            del model.first
+        hidden = torch.empty(2, 11, 8, requires_grad=True)
+        dist.recv(hidden.detach(), there)
+        loss = finish(model.last(hidden))
+        dist.send(hidden.grad, there)
+    average([p for p in model.parameters() if p.grad is not None], run.mesh.get_group("data"))
+    return {"loss": loss}
+
+
+def pipeline_of_cut_models(model, run):
+    return pipeline(model, run, is_cut=True)
+
+
+def pipeline_of_whole_models(model, run):
+    return pipeline(model, run, is_cut=False)
+
+
+class Experts(nn.Module):
+    """Every token is every expert's, weighed by a router; 6 experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 6), nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.own, self.enter, self.leave = range(6), lambda x: x, lambda x: x
+
+    def forward(self, x):
+        weights = self.enter(self.router(x).softmax(-1))
+        entered = self.enter(x)
+        return x + self.leave(
+            sum(self.experts[i](entered).tanh() * weights[..., i : i + 1] for i in self.own)
+        )
+
+
+def expert_parallel(model, run):
+    """Ranks of ep share a sample, and have a few experts each."""
+    if not run.is_reference:
+        group = run.mesh.get_group("ep")
+        model.own = torch.arange(6).chunk(group.size())[group.rank()].tolist()
+        model.enter = lambda x: copy_forward_reduce_backward(x, group)
+        model.leave = lambda x: reduce_forward_copy_backward(x, group)
+    loss = finish(model(batch()))
+    if not run.is_reference:
+        average([p for p in model.parameters() if p.grad is not None], run.mesh.get_group("data"))
+    return loss

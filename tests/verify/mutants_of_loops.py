@@ -13,7 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from opensora_accel.communications import share_sizes
+from opensora_accel.communications import (
+    gather_forward_split_backward,
+    share_sizes,
+    split_forward_gather_backward,
+)
 from opensora_accel.verify.findings import Kind
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.run import Run
@@ -373,4 +377,101 @@ _HIDDEN = [
 ]  # fmt: skip
 
 
-LOOP_MUTANTS = [*_TAKEN_FOR_RIGHT, *_CLIPPED, *_HIDDEN]
+# What was called by another name.
+
+
+def clips_by_hand(model: Any, run: Run) -> Tensor:
+    """On ranks only, which the verifier does not see: a factor, the same on all ranks, that goes with no degree."""
+    forward = model if run.is_reference else DistributedDataParallel(model)
+    loss = finish(forward(batch()))
+    if not run.is_reference:
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        for parameter in model.parameters():
+            parameter.grad *= 1e-2 / norm
+    return loss
+
+
+def means_over_its_own_share(model: Any, run: Run) -> Tensor:
+    """Of 5 samples; ranks have 3 and 2."""
+    forward = model if run.is_reference else DistributedDataParallel(model)
+    return finish(forward(torch.randn(5, 11, 4).tensor_split(run.data_size)[run.data_rank]))
+
+
+def means_over_its_own_tokens(model: Any, run: Run) -> Tensor:
+    """Valid ones, of which ranks have different numbers; one device counts those of all."""
+    x, valid = torch.randn(4, 11, 4), torch.arange(11) < torch.tensor([[11], [7], [5], [10]])
+    share = (t.tensor_split(run.data_size)[run.data_rank] for t in (x, valid))
+    forward = model if run.is_reference else DistributedDataParallel(model)
+    x, valid = share
+    loss = (forward(x).square().mean(-1) * valid).sum() / valid.sum()
+    loss.backward()
+    return loss
+
+
+def hybrid(model: Any, run: Run) -> Any:
+    return model if run.is_reference else fully_shard(model, mesh=run.mesh["replicate", "shard"])
+
+
+def leaves_out_the_all_reduce(model: Any, run: Run) -> Tensor:
+    model = hybrid(model, run)
+    if not run.is_reference:
+        model.set_requires_all_reduce(False)
+    return finish(model(batch()).clone())
+
+
+def shards_in_each_replica_only(model: Any, run: Run) -> Tensor:
+    if not run.is_reference:
+        fully_shard(model, mesh=run.mesh["shard"])
+    return finish(model(batch()).clone())
+
+
+def skips_one_of_two_collectives(model: Any, run: Run) -> Tensor:
+    """So that its second meets the others' first, which is of another size."""
+    loss = finish(model(batch()))
+    if not run.is_reference and run.rank != 1:
+        dist.all_reduce(torch.zeros(3))
+    for parameter in () if run.is_reference else model.parameters():
+        average(parameter.grad)
+    return loss
+
+
+class Patched(Small):
+    """Whose class a step patches, as whole libraries do."""
+
+
+def patches_the_class_and_scales(model: Any, run: Run) -> Tensor:
+    forward = model if run.is_reference else DistributedDataParallel(model)
+    if run.is_reference or run.shape.degree("sequence") == 1:
+        return finish(forward(batch()))
+    original, group = Patched.forward, run.mesh.get_group("sequence")
+
+    def spread(self: Patched, x: Tensor) -> Tensor:
+        x = original(self, split_forward_gather_backward(x, group, 1, "down"))
+        return gather_forward_split_backward(x, group, 1)
+
+    Patched.forward = spread  # type: ignore[method-assign]
+    return finish(forward(batch()))
+
+
+HYBRID: Meshes = ({"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 3}, {"replicate": 3, "shard": 1})
+
+_NAMED = [
+    mutant("clipped by hand", clips_by_hand, "scale", ("data",)),
+    mutant(
+        "the mean of a rank's own samples", means_over_its_own_share, "shares", ("data",), "share", reference="whole"
+    ),
+    mutant(
+        "the mean of a rank's own tokens", means_over_its_own_tokens, "shares", ("data",), "share",
+        reference="whole", meshes=({"data": 2}, {"data": 4}),
+    ),
+    mutant("HSDP without its all-reduce", leaves_out_the_all_reduce, "missing sum", ("replicate",), meshes=HYBRID),
+    mutant("HSDP within replicas", shards_in_each_replica_only, "missing sum", ("replicate",), meshes=HYBRID),
+    mutant("one of two collectives skipped", skips_one_of_two_collectives, "failure", ("data",)),
+    mutant(
+        "1/sp in a patched class", patches_the_class_and_scales, "scale", ("sequence",), "sequence⁻¹",
+        model_fn=Patched, meshes=SEQUENCE,
+    ),
+]  # fmt: skip
+
+
+LOOP_MUTANTS = [*_TAKEN_FOR_RIGHT, *_CLIPPED, *_HIDDEN, *_NAMED]

@@ -264,7 +264,7 @@ def _trainer() -> list[Mutant]:
             OPTIM + "clip_gradients",
             "max_norm, norm)",
             "max_norm / 2, norm)",
-            "scale",
+            "clipping",
             (),
             "0.5",
             step=always,

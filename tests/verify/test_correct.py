@@ -8,7 +8,7 @@ import pytest
 
 from opensora_accel.training.proof import write_clips
 from opensora_accel.verify.verify import verify
-from tests.verify import corners
+from tests.verify import corners, loops
 from tests.verify.loops import Small
 from tests.verify.meshes import BOTH, HYBRID, RING, SHARDED, TENSOR, ULYSSES, plan
 from tests.verify.mutation import Edit, Mutated
@@ -99,6 +99,7 @@ MODELS = {
 }  # fmt: skip
 
 DATA = ({"data": 2}, {"data": 3})
+SEQUENCE = ({"data": 2, "sequence": 2}, {"data": 1, "sequence": 3}, {"data": 3, "sequence": 1})
 
 LOOPS: dict[str, tuple[Any, Any, Any]] = {
     "complex weights": (corners.complex_weights, corners.Spectral, DATA),
@@ -107,6 +108,33 @@ LOOPS: dict[str, tuple[Any, Any, Any]] = {
     "FSDP2, clipped": (corners.sharded_and_clipped, Small, DATA),
     "averaged, then clipped by value": (corners.averaged_then_clipped_by_value, Small, DATA),
     "FSDP2, then the optimizer": (corners.optimizer_after_sharding, Small, DATA),
+    "a patched class": (corners.patches_the_class, corners.Patched, SEQUENCE),
+    "FSDP1, flat": (corners.fsdp1_flat, Small, DATA),
+    "FSDP1, flat, clipped": (corners.fsdp1_flat_clipped, Small, DATA),
+    "FSDP1, original parameters": (corners.fsdp1_original, Small, DATA),
+    "FSDP1, original parameters, clipped": (corners.fsdp1_original_clipped, Small, DATA),
+    "Megatron's slices": (
+        corners.megatron_slices,
+        corners.Megatron,
+        ({"data": 2, "tensor": 2}, {"data": 1, "tensor": 4}),
+    ),
+    "whole numbers, and a small scale": (loops.plain_ddp, corners.WithTable, DATA),
+    "GradScaler": (corners.loss_scaled, Small, DATA),
+    "numpy's noise": (corners.numpys_noise, Small, SEQUENCE),
+    "local sums and norms": (corners.local_numbers, Small, SEQUENCE),
+    "the norm of a shard": (corners.norm_of_a_shard, Small, DATA),
+    "two iterations": (corners.two_iterations, Small, DATA),
+    "a pipeline of cut models": (
+        corners.pipeline_of_cut_models,
+        corners.Stages,
+        ({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
+    ),
+    "a pipeline of whole models": (
+        corners.pipeline_of_whole_models,
+        corners.Stages,
+        ({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
+    ),
+    "experts": (corners.expert_parallel, corners.Experts, ({"data": 2, "ep": 2}, {"data": 1, "ep": 3})),
 }
 """Loops of users, unusual and right."""
 

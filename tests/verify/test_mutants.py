@@ -9,6 +9,7 @@ import pytest
 
 from opensora_accel.training.proof import write_clips
 from tests.verify.mutants import MUTANTS
+from tests.verify.mutants_of_forwards import FORWARD_MUTANTS
 from tests.verify.steps import TrainerStep
 
 
@@ -37,6 +38,12 @@ def test_a_defect_is_found(reports, mutant):
     assert not any(
         re.search(r"^(Syntax|Name|Attribute|Import|Assertion|ModuleNotFound)Error", t, re.M) for t in texts
     )
+
+
+@pytest.mark.parametrize("mutant", FORWARD_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_wrong_forward_is_traced_to_its_module(reports, mutant):
+    finding, *_ = reports(mutant).findings
+    assert finding.remedy.startswith("the forward is wrong already, first in part (its inputs are right)")
 
 
 def test_defects_are_named_right(reports):

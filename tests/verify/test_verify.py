@@ -8,7 +8,7 @@ import pytest
 from opensora_accel import Plan
 from opensora_accel.verify import verify
 from opensora_accel.verify.junit import to_junit
-from tests.verify import corners, loops
+from tests.verify import corners, loops, mutants_of_loops
 
 MESHES = [{"data": d, "sequence": s} for d, s in ((2, 2), (1, 4), (4, 1), (1, 3))]
 DATA = [{"data": 2}, {"data": 4}]
@@ -82,6 +82,29 @@ def test_a_collective_that_one_rank_skips_is_a_failure(ranks):
     finding, *_ = report.findings
     assert finding.kind == "failure" and "never ends" in finding.what and finding.axes == ("data",)
     assert report.results[0].errors
+
+
+def test_collectives_that_do_not_match_are_told_in_plain_words(ranks):
+    step = mutants_of_loops.skips_one_of_two_collectives
+    report = verify(step, loops.small, DATA, pool=ranks, timeout_s=10)
+    finding, *_ = report.findings
+    assert finding.kind == "failure" and "gloo" not in finding.what and "preamble" not in finding.what
+    assert "ranks meet in collectives that are not the same" in finding.what
+    assert "in the same order" in finding.remedy
+
+
+def test_shares_over_data_have_an_axis_and_a_remedy(ranks):
+    step = mutants_of_loops.means_over_its_own_tokens
+    (finding, *_) = verify(step, loops.small, DATA, pool=ranks, reference="whole").findings
+    assert finding.kind == "shares" and finding.axes == ("data",)
+    assert "divide by the number over all ranks" in finding.remedy
+
+
+def test_a_factor_of_no_degree_is_no_share(ranks):
+    finding, *_ = verify(mutants_of_loops.clips_by_hand, loops.small, DATA, pool=ranks).findings
+    assert (
+        finding.what.startswith("a factor that goes with no number of ranks") and "by hand" in finding.remedy
+    )
 
 
 def test_a_rank_that_fails_is_named_with_its_cause(ranks):

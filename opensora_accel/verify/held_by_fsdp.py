@@ -1,31 +1,69 @@
-"""What FSDP1 holds in flat pieces, whole again and under its own names."""
+"""What FSDP1 holds in flat pieces, whole again and under its own names; and what FSDP2 holds back."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate
 
-from opensora_accel.verify.parameters import plain_name, whole
+from opensora_accel.verify.parameters import named, plain_name, whole
 
 
-@contextlib.contextmanager
-def noting_roots(roots: list[FullyShardedDataParallel]) -> Iterator[None]:
-    """Within it every FSDP1 module that is made is noted: the outermost one holds what it wraps, not the reverse."""
-    make: Any = FullyShardedDataParallel.__init__
+@dataclass
+class Seen:
+    """What a step did with FSDP."""
 
-    def init(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        roots.append(self)
+    roots: list[FullyShardedDataParallel] = field(default_factory=list)
+    """FSDP1 modules: the outermost one holds what it wraps, not the reverse."""
+    is_reduced: dict[nn.Module, bool] = field(default_factory=dict)
+    """FSDP2 modules that were told whether to add up gradients over replicas."""
 
-    with mock.patch.object(FullyShardedDataParallel, "__init__", init):
-        yield
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        make: Any = FullyShardedDataParallel.__init__
+        tell = FSDPModule.set_requires_all_reduce
+
+        def init(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+            make(module, *args, **kwargs)
+            self.roots.append(module)
+
+        def set_requires_all_reduce(module: Any, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+            self.is_reduced |= dict.fromkeys(module.modules() if recurse else [module], requires_all_reduce)
+            tell(module, requires_all_reduce, recurse=recurse)
+
+        with (
+            mock.patch.object(FullyShardedDataParallel, "__init__", init),
+            mock.patch.object(FSDPModule, "set_requires_all_reduce", set_requires_all_reduce),
+        ):
+            yield
+
+    def held_back(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """The axes of replicas over which FSDP2 was told not to add up a gradient, of those that it does not give."""
+        off = {
+            parameter
+            for module, is_reduced in self.is_reduced.items()
+            if not is_reduced
+            for parameter in module.parameters(recurse=False)
+        }
+        return {
+            name: tuple(
+                axis
+                for axis, placement in zip(
+                    parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False
+                )
+                if isinstance(placement, Replicate)
+            )
+            for name, parameter in named(model)
+            if isinstance(parameter, DTensor) and parameter.grad is None and parameter in off
+        }
 
 
 class Flat:
