@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from opensora_accel.plan import Plan
@@ -93,7 +96,22 @@ class TrainerStep:
         run.watch(trainer.state.model)
         metrics = trainer.step()
         assert metrics is not None, "nobody interrupts it"
-        return {name: metrics[name] for name in ("loss", "grad_norm")}
+        return told_by_all(metrics)
+
+
+def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Loss and gradient norm, which the trainer reports of all ranks, and how far ranks are apart in them: not at all.
+
+    Collective.
+    """
+    found = {name: metrics[name] for name in ("loss", "grad_norm")}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    for name, value in list(found.items()):
+        values = [each[name] for each in everyone]
+        apart = max(values) - min(values)
+        found[f"difference of {name} between ranks"] = apart if apart > 1e-9 * abs(value) else 0.0
+    return found
 
 
 def proof_meshes(plan: Plan, max_ranks: int) -> list[Plan]:

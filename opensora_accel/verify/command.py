@@ -40,7 +40,8 @@ _DESCRIPTION = """\
 Runs a training step in fp64 on a few processes of this machine, on several meshes, and on one device; says whether
 every parameter's gradient is the same, and if not: which ones, over which axis of the mesh, by what factor, and what
 is probably missing. Then records what the step communicates at the true number of ranks, without sending anything,
-and compares it with what the plan promises. No GPU is needed. Exit status: 0 all is right, 1 something is wrong."""
+and compares it with what the plan promises. No GPU is needed. Exit status: 0 all is right, 1 something is wrong,
+2 nothing was compared."""
 
 _EXAMPLES = """\
 examples:
@@ -86,6 +87,16 @@ needs, and the largest number of ranks."""
 def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path) -> int:
     """Runs the command; its exit status. `folder`: empty, and gone afterwards."""
     parsed, rest = _parser().parse_known_args(arguments)
+    try:
+        return _run(parsed, rest, proof_of_config, folder)
+    except (ValueError, FileNotFoundError) as error:
+        _write_error(parsed, str(error))
+        raise
+
+
+def _run(
+    parsed: argparse.Namespace, rest: Sequence[str], proof_of_config: ProofOfConfig, folder: Path
+) -> int:
     _check_options(parsed, rest)
     if parsed.config is not None:
         proof = proof_of_config(["--config", parsed.config, *rest], folder, parsed.max_ranks)
@@ -300,3 +311,12 @@ def _write(
     if parsed.junit is not None:
         broken = None if record is None else list(map(str, violations))
         parsed.junit.write_text(to_junit(report, broken), encoding="utf-8")
+
+
+def _write_error(parsed: argparse.Namespace, text: str) -> None:
+    """For those who read only the files: why nothing was compared."""
+    if parsed.json is not None and parsed.json.resolve().parent.is_dir():
+        values = {"ok": False, "error": text, "gradients": None, "communication": None}
+        parsed.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if parsed.junit is not None and parsed.junit.resolve().parent.is_dir():
+        parsed.junit.write_text(to_junit(None, None, text), encoding="utf-8")

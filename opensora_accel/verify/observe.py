@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opensora_accel.verify.clipping import Clip, before_clipping
 from opensora_accel.verify.containers import map_tensors
+from opensora_accel.verify.flash_attn import flash_attn_stand_in
 from opensora_accel.verify.fp64 import LiftOperations
 from opensora_accel.verify.held_by_fsdp import Flat, Seen
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment, without_loss_scaling
@@ -45,6 +46,8 @@ class Observation:
     """Gradients after the clips."""
     weights: dict[str, str] = field(default_factory=dict)
     """Digests of the parameters."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters themselves: on the single device all, on a rank those of which it has made itself a slice."""
     shards: dict[str, str] = field(default_factory=dict)
     """Digests of this rank's shards, of parameters that are sharded."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -121,14 +124,16 @@ class Observer:
         if self._model is None or self._captured:
             return
         names = {id(parameter): name for name, parameter in named(self._model)}
-        given = [p for p in parameters if id(p) in names and p.grad is not None]
+        given = [
+            p for p in parameters if id(p) in names
+        ]  # also those of whose flat pieces this rank has none
         if given:
             is_flat = any(isinstance(parameter, FlatParameter) for parameter in given)
             theirs = [n for n, _ in self._original.values()] if is_flat else [names[id(p)] for p in given]
             self.observation.clips.append(Clip(how, limit, tuple(theirs)))
         for parameter in given:
-            assert parameter.grad is not None
-            self._before_clip[id(parameter)] = parameter.grad.detach().clone()
+            if parameter.grad is not None:
+                self._before_clip[id(parameter)] = parameter.grad.detach().clone()
 
     def watch(self, model: nn.Module) -> None:
         if self._model is not None:
@@ -199,11 +204,14 @@ class Observer:
         if self._model is None:
             raise ValueError("the step never called run.watch(model), and no model_fn was given")
         found = self.observation
+        shapes = {name: parameter.shape for name, parameter in self._original.values()}
         for name, parameter in named(self._model):
             if isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements):
                 found.shards[name] = digest(parameter.to_local())
             if isinstance(parameter, DTensor) or name not in found.weights:
                 found.weights[name] = digest(parameter)
+            if self._run.is_reference or parameter.shape != shapes.get(name, parameter.shape):
+                found.values[name] = whole(parameter)
         if gradients is None:
             self._read_gradients(self._model)
         else:
@@ -304,7 +312,7 @@ def observe(
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with observer.watching():
+        with observer.watching(), flash_attn_stand_in():
             arguments: tuple[Any, ...] = (run,)
             model = None
             if model_fn is not None:

@@ -35,13 +35,17 @@ def prepare(model: nn.Module) -> list[str]:
 
 
 def _is_constant(parameter: Tensor) -> bool:
-    return parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
 
 
 @torch.no_grad()
 def _excite(name: str, parameter: Tensor) -> None:
-    """Random values that depend on the name alone."""
+    """Random values that depend on the name alone: about what is there, which keeps its sign (a scale under a root)."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 25
-    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    parameter.add_(noise * 0.5 / math.sqrt(fan_in))
+    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5 / math.sqrt(fan_in)
+    if parameter.any():
+        parameter.mul_(noise.exp())
+    else:
+        parameter.add_(noise)

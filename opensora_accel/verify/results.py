@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 
 from opensora_accel.verify.clipping import clipped
-from opensora_accel.verify.fit import NEGLIGIBLE, Samples, magnitude
+from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, magnitude
 from opensora_accel.verify.observe import Observation
-from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.parts import Part, part_of, put_together
+from opensora_accel.verify.shapes import PART_AXIS_NAMES, MeshShape
 
 Reference = Literal["turns", "whole"]
 
@@ -38,9 +41,20 @@ class Expected:
         names = [name for name in self.turns[0].scalars if all(name in turn.scalars for turn in self.turns)]
         return {name: statistics.fmean(turn.scalars[name] for turn in self.turns) for name in names}
 
+    @cached_property
+    def norms(self) -> list[float]:
+        """Of all gradients together."""
+        all_ = torch.cat([gradient.flatten() for gradient in self.gradients.values() if gradient is not None])
+        return [torch.linalg.vector_norm(all_, order).item() for order in (2, float("inf"))]
+
     @property
     def weights(self) -> dict[str, str]:
         return self.turns[0].weights
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The parameters themselves."""
+        return self.turns[0].values
 
     @property
     def outside(self) -> list[str]:
@@ -59,6 +73,18 @@ class Expected:
     def floor(self) -> float:
         """Magnitude under which a gradient is rounding errors."""
         return NEGLIGIBLE * max((magnitude(g) for g in self.gradients.values() if g is not None), default=0.0)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+def _hypot(numbers: Sequence[float]) -> float:
+    return math.hypot(*numbers)
+
+
+def _is_same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=TOLERANCE)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -90,10 +116,39 @@ class MeshResult:
         floor = self.expected.floor
         found = {}
         for name, expected in self.expected.gradients.items():
-            gradients = self._tensors(each.gradients.get(name) for each in self.observations)
+            gradients = None if expected is None else self._gradients(name)
             if expected is not None and gradients is not None:
                 found[name] = Samples(self.shape, gradients, expected, floor)
         return found
+
+    def _gradients(self, name: str) -> tuple[Tensor, ...] | None:
+        """Of every rank, whole, where together they have all of it."""
+        own = [each.gradients.get(name) for each in self.observations]
+        expected = self.expected.gradients.get(name)
+        whole = self.expected.values.get(name)
+        present = tuple(gradient for gradient in own if gradient is not None)
+        is_whole = len(present) == len(own)
+        if not own or (
+            is_whole and (expected is None or all(each.shape == expected.shape for each in present))
+        ):
+            return present or None
+        parts = [
+            (Part(None) if self._may_have_none(each, name) else None)
+            if gradient is None
+            else None
+            if whole is None
+            else part_of(gradient, each.values.get(name), whole)
+            for each, gradient in zip(self.observations, own, strict=True)
+        ]
+        known = [part for part in parts if part is not None]
+        together = None
+        if whole is not None and len(known) == len(parts):
+            together = put_together(self.shape, known, whole)
+        return present if together is None and is_whole else together
+
+    def _may_have_none(self, observation: Observation, name: str) -> bool:
+        """Whether a rank need not have this gradient: without the parameter, or beside other stages and experts."""
+        return name not in observation.weights or any(self.shape.degree(axis) > 1 for axis in PART_AXIS_NAMES)
 
     def clipped(self) -> dict[str, Samples]:
         """Gradients after the step has clipped them, beside those of one device, clipped as a whole."""
@@ -120,20 +175,43 @@ class MeshResult:
             expected = self.expected.gradients.get(name)
             has = [each.gradients.get(name) is not None for each in self.observations]
             if expected is not None and not all(has):
-                found[name] = "none" if not any(has) else "some ranks only"
+                if not any(has):
+                    found[name] = "none"
+                elif self._gradients(name) is None:
+                    found[name] = "some ranks only"
             elif expected is None and any(has):
                 found[name] = "only in parallel"
         return found
 
     def scalars(self) -> dict[str, Samples]:
-        """Of what the step returned: the mean over all ranks."""
+        """Of what the step returned: the mean over all ranks, or what stands for it.
+
+        Ranks may tell of the tokens, or of the shard, that they hold: numbers that differ between them, and whose sum,
+        largest or root of squares over some axes is the single device's. And a norm of gradients is that of the mean
+        of its turns, which is no mean of their norms.
+        """
         found = {}
         for name, value in self.expected.scalars.items():
             values = [each.scalars[name] for each in self.observations if name in each.scalars]
-            if values:
-                mean = torch.tensor([statistics.fmean(values)], dtype=torch.float64)
-                found[name] = Samples(self.shape, (mean,), torch.tensor([value], dtype=torch.float64))
+            if not values:
+                continue
+            mean = statistics.fmean(values)
+            answers = [value, *(self.expected.norms if len(self.expected.turns) > 1 else ())]
+            told = [mean, *(self._of_parts(values) if len(values) == self.shape.world_size else ())]
+            pairs = [(of, answer) for of, answer in itertools.product(told, answers) if _is_same(of, answer)]
+            of, answer = pairs[0] if pairs else (mean, value)
+            found[name] = Samples(self.shape, (_number(of),), _number(answer))
         return found
+
+    def _of_parts(self, values: Sequence[float]) -> Iterator[float]:
+        """Numbers of parts, put together in every way; nothing where ranks tell one and the same."""
+        axes = [axis for axis, degree in self.shape.degrees if degree > 1]
+        for count in range(1, len(axes) + 1):
+            for some in itertools.combinations(axes, count):
+                groups = [[values[rank] for rank in ranks] for ranks in self.shape.groups(some)]
+                if not all(_is_same(each, group[0]) for group in groups for each in group):
+                    for combine in (sum, max, min, _hypot):
+                        yield statistics.fmean(combine(group) for group in groups)
 
     def inputs(self) -> dict[str, Samples]:
         """Gradients of inputs over the ranks that share a sample, beside the single device's.

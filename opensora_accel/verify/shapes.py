@@ -25,6 +25,8 @@ SHARING_AXIS_NAMES = (
     "pp",
 )
 """Axes whose ranks share a sample."""
+PART_AXIS_NAMES = ("pp", "ep")
+"""Of these, axes whose ranks may have no gradient of a parameter that is another rank's: a stage's, an expert's."""
 MAX_RANKS = 4
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from opensora_accel.verify.flash_attn import flash_attn_stand_in
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,15 @@ class StepFile:
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             try:
-                spec.loader.exec_module(module)
-            except BaseException:
+                with flash_attn_stand_in():
+                    spec.loader.exec_module(module)
+            except BaseException as error:
                 del sys.modules[name]
-                raise
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise ValueError(
+                    f"{self.path} cannot be loaded{_place(error, path)}: {_words(error)}"
+                ) from error
         return sys.modules[name]
 
     @property
@@ -55,6 +63,20 @@ class StepFile:
 
     def function(self, name: str) -> StepFunction:
         return StepFunction(self, name)
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The line of the file in which `error` arose, as words to append."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f" (line {error.lineno} of {Path(error.filename or path).name})"
+    return f" (line {frames[-1].lineno})" if frames else ""
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return 'it ends the program while it is imported; put that under `if __name__ == "__main__":`'
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def _tensors(value: object) -> tuple[Tensor, ...]:
     found: list[Tensor] = []
 
     def note(_name: str, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
+        # A whole number is a count, or where a rank's tokens begin: ranks differ in it, and are right.
+        is_count = tensor.dim() == 0 and not tensor.is_floating_point() and not tensor.is_complex()
+        if not isinstance(tensor, DTensor) and not is_count:
             found.append(whole(tensor))
         return tensor
 

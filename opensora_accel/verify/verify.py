@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,9 @@ from opensora_accel.verify.trace import Origin, find_origin
 
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them failed."""
+
+_INSISTS = re.compile(r"cuda|\bgpu\b|float32|fp32|float16|bfloat16|\bhalf\b|\bdtype\b|triton", re.IGNORECASE)
+"""What a model speaks of that runs in one type or on one device only."""
 
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
@@ -182,7 +186,7 @@ class _Verification:
             except RankError as error:
                 text = error.errors[0].strip()
                 raise ValueError(
-                    f"the step fails on a single device, before anything is parallel:\n{text}"
+                    f"the step fails on a single device, before anything is parallel:\n{text}{_advice(text)}"
                 ) from error
             self._expected[key] = Expected(tuple(turns))
             _check_reference(self._expected[key])
@@ -230,7 +234,7 @@ class _Verification:
         wrong = [
             n for n in diagnosis.unexplained if n in found and not found[n].is_right and found[n].is_provable
         ]
-        parts = self._contributions(pool, result.shape, wrong)
+        parts = self._contributions(pool, result, wrong)
         if parts is None:
             return None
         expected = {n: gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None}
@@ -242,20 +246,32 @@ class _Verification:
         return None
 
     def _contributions(
-        self, pool: RankPool, shape: MeshShape, names: Sequence[str]
+        self, pool: RankPool, result: MeshResult, names: Sequence[str]
     ) -> list[dict[str, Tensor]] | None:
         """What the outputs of each rank alone contribute to the gradients called `names`."""
         parts = []
-        for weighed in range(shape.world_size):
+        for weighed in range(result.shape.world_size):
             try:
-                first, *_ = self._observe(pool, shape, weighed=weighed)
+                observations = self._observe(pool, result.shape, weighed=weighed)
             except RankError:
                 return None
-            gradients = {name: g for name in names if (g := first.gradients.get(name)) is not None}
-            if len(gradients) < len(names):
+            found = MeshResult(result.shape, result.expected, observations).parameters()
+            if any(name not in found for name in names):
                 return None
-            parts.append(gradients)
+            parts.append({name: found[name].found[0] for name in names})
         return parts
+
+
+def _advice(text: str) -> str:
+    """For a model that insists on a type or a device, as words to append to its traceback."""
+    last = "\n".join(text.splitlines()[-6:])
+    if not _INSISTS.search(last):
+        return ""
+    return (
+        "\n\nThe step runs in fp64 on a CPU, and this asks for another type or device. In the step file, exchange what "
+        "asks (a kernel, a check: `my_model.attention = plain_attention`) for plain torch; the parallelism is what is "
+        "proven. Of flash_attn there is a stand-in, where the package is not installed."
+    )
 
 
 def _check_reference(expected: Expected) -> None:

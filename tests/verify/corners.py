@@ -11,7 +11,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from opensora_accel.communications import copy_forward_reduce_backward, reduce_forward_copy_backward
+from opensora_accel.communications import (
+    all_to_all,
+    copy_forward_reduce_backward,
+    reduce_forward_copy_backward,
+    share_sizes,
+)
 from opensora_accel.communications import gather_forward_split_backward as gather
 from opensora_accel.communications import split_forward_gather_backward as split
 from tests.verify.loops import Small, plain_ddp, split_small
@@ -236,7 +241,7 @@ def patches_the_class(model, run):
     return finish(forward(batch()))
 
 
-def fsdp1(model, run, use_orig_params, clipped=False, nested=False):
+def fsdp1(model, run, use_orig_params, clipped=False, nested=False, scale=1):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if run.is_reference:
@@ -247,6 +252,8 @@ def fsdp1(model, run, use_orig_params, clipped=False, nested=False):
     sharded = FullyShardedDataParallel(model, **options)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
     loss = finish(sharded(batch()))
+    for parameter in sharded.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad * scale
     if clipped:
         sharded.clip_grad_norm_(1e-3)
     optimizer.step()
@@ -292,7 +299,7 @@ def slice_rows(layer, rows, dim=0):
     layer.out_features, layer.in_features = layer.weight.shape
 
 
-def megatron_slices(model, run):
+def megatron_slices(model, run, is_summed=True):
     if not run.is_reference:
         group = run.mesh.get_group("tensor")
         size, rank = group.size(), group.rank()
@@ -302,7 +309,7 @@ def megatron_slices(model, run):
         slice_rows(
             model.packed, torch.cat([8 * part + torch.arange(8).chunk(size)[rank] for part in range(3)])
         )
-        model.enter = lambda x: copy_forward_reduce_backward(x, group)
+        model.enter = (lambda x: copy_forward_reduce_backward(x, group)) if is_summed else model.enter
         model.leave = lambda x: reduce_forward_copy_backward(x, group)
     loss = finish(model(batch()))
     if not run.is_reference:
@@ -395,13 +402,13 @@ class Stages(nn.Module):
         return self.last(self.first(x))
 
 
-def pipeline(model, run, is_cut):
+def pipeline(model, run, is_cut, is_averaged=True):
     """One stage on each rank; of the other it has no parameters, or parameters that it never uses."""
     x = batch()
     if run.is_reference:
         return finish(model(x))
     group, stage = run.mesh.get_group("pp"), run.mesh.get_local_rank("pp")
-    here, there = (dist.get_global_rank(group, rank) for rank in (stage, 1 - stage))
+    there = dist.get_global_rank(group, 1 - stage)
     loss = None
     if stage == 0:
         if is_cut:
@@ -418,7 +425,8 @@ def pipeline(model, run, is_cut):
         dist.recv(hidden.detach(), there)
         loss = finish(model.last(hidden))
         dist.send(hidden.grad, there)
-    average([p for p in model.parameters() if p.grad is not None], run.mesh.get_group("data"))
+    if is_averaged:
+        average([p for p in model.parameters() if p.grad is not None], run.mesh.get_group("data"))
     return {"loss": loss}
 
 
@@ -457,3 +465,58 @@ def expert_parallel(model, run):
     if not run.is_reference:
         average([p for p in model.parameters() if p.grad is not None], run.mesh.get_group("data"))
     return loss
+
+
+class Insisting(Small):
+    def forward(self, x):
+        assert x.dtype == torch.float32
+        return super().forward(x)
+
+
+class OnGpuOnly(Small):
+    def forward(self, x):
+        if not x.is_cuda:
+            raise RuntimeError("expected a CUDA tensor")
+        return super().forward(x)
+
+
+class WithFlashAttention(nn.Module):
+    """Whose attention is flash_attn's, over heads that are exchanged for tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(4, 12, bias=False) for _ in range(3))
+        self.out, self.group = nn.Linear(12, 4), None
+
+    def forward(self, x):
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+        q, k, v = (layer(x).unflatten(-1, (3, 4)) for layer in (self.to_q, self.to_k, self.to_v))
+        if self.group is None:
+            lengths = torch.tensor([0, 11, 22], dtype=torch.int32)
+            packed = (each.flatten(0, 1) for each in (q, k, v))
+            out = flash_attn_varlen_func(*packed, lengths, lengths, 11, 11, causal=True).view_as(q)
+        else:
+            shares = share_sizes(11, self.group.size())
+            q, k, v = (all_to_all(each, self.group, 2, 1, splits=shares) for each in (q, k, v))
+            out = all_to_all(flash_attn_func(q, k, v, causal=True), self.group, 1, 2)
+        return self.out(out.flatten(-2))
+
+
+def flash_attention_over_heads(model, run):
+    if run.is_reference:
+        return finish(model(batch()))
+    model.group = run.mesh.get_group("sequence")
+    shares = share_sizes(11, model.group.size())
+    local = batch().split(shares, 1)[model.group.rank()]
+    forward = DistributedDataParallel(model)
+    loss = forward(local).square().sum() / (2 * 11 * 4) * model.group.size()
+    loss.backward()
+    return loss
+
+
+def gives_all_the_same_samples(model, run):
+    """And averages, which nobody can see."""
+    torch.manual_seed(0)
+    forward = averaged(model, run)
+    return finish(forward(batch()))

@@ -21,6 +21,7 @@ from opensora_accel.communications import (
 from opensora_accel.verify.findings import Kind
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.run import Run
+from tests.verify import corners
 from tests.verify.loops import Small, split_small
 from tests.verify.meshes import Meshes
 from tests.verify.mutation import Mutant
@@ -474,4 +475,57 @@ _NAMED = [
 ]  # fmt: skip
 
 
-LOOP_MUTANTS = [*_TAKEN_FOR_RIGHT, *_CLIPPED, *_HIDDEN, *_NAMED]
+# Beside what was no mistake.
+
+
+def pipeline_without_average(model: Any, run: Run) -> Any:
+    return corners.pipeline(model, run, is_cut=True, is_averaged=False)
+
+
+def slices_that_are_not_summed(model: Any, run: Run) -> Tensor:
+    """What enters the column-parallel layers gets the gradient of this rank's columns only."""
+    return corners.megatron_slices(model, run, is_summed=False)
+
+
+def experts_counted_twice(model: Any, run: Run) -> Tensor:
+    loss = corners.expert_parallel(model, run)
+    if not run.is_reference:
+        for parameter in model.experts.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= run.shape.degree("ep")
+    return loss
+
+
+def fsdp1_summed(model: Any, run: Run) -> Tensor:
+    """Flat, and clipped."""
+    return corners.fsdp1(model, run, use_orig_params=False, clipped=True, scale=run.data_size)
+
+
+def tells_a_wrong_loss(model: Any, run: Run) -> Tensor:
+    """One and the same on all ranks, which is no part of anything."""
+    forward = model if run.is_reference else DistributedDataParallel(model)
+    loss = finish(forward(batch())).detach()
+    if not run.is_reference:
+        dist.all_reduce(loss)
+    return loss
+
+
+_BESIDE = [
+    mutant(
+        "a pipeline that is not averaged", pipeline_without_average, "missing sum", ("data",),
+        model_fn=corners.Stages, meshes=({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
+    ),
+    mutant(
+        "slices whose input is not summed", slices_that_are_not_summed, "values", ("tensor",),
+        model_fn=corners.Megatron, meshes=({"data": 2, "tensor": 2}, {"data": 1, "tensor": 4}),
+    ),
+    mutant(
+        "experts counted twice", experts_counted_twice, "scale", ("ep",), "ep", model_fn=corners.Experts,
+        meshes=({"data": 2, "ep": 2}, {"data": 1, "ep": 3}),
+    ),
+    mutant("FSDP1 summed", fsdp1_summed, "scale", ("data",), "data"),
+    mutant("a loss told as a sum", tells_a_wrong_loss, "result", ("data",), "data"),
+]  # fmt: skip
+
+
+LOOP_MUTANTS = [*_TAKEN_FOR_RIGHT, *_CLIPPED, *_HIDDEN, *_NAMED, *_BESIDE]

@@ -209,7 +209,6 @@ def _trainer() -> list[Mutant]:
             "pass",
             "result",
             both,
-            "dp_replicate⁻¹ · ulysses⁻¹",
             step=clipped,
         ),
         mutant(

@@ -103,6 +103,29 @@ def test_bad_calls_say_what_to_do(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def step(model, run:\n    pass\n", "cannot be loaded (line 1 of bad.py): SyntaxError: "),
+        ("import torch\n\ntorch.no_such_name\n", "cannot be loaded (line 3): AttributeError: "),
+        ("import no_such_package\n", "cannot be loaded (line 1): ModuleNotFoundError: No module named"),
+        ("import sys\nsys.exit(0)\n", 'it ends the program while it is imported; put that under `if __name__'),
+        ("def step(model, run):\n    1 / 0\n\n\ndef model_fn():\n    1 / 0\n", "fails on a single device"),
+    ],
+    ids=["syntax", "name", "import", "exit", "single device"],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
+    (tmp_path / "bad.py").write_text(text)
+    files = ["--junit", str(tmp_path / "a.xml"), "--json", str(tmp_path / "a.json")]
+    done = run("--step", str(tmp_path / "bad.py"), *files)
+    assert done.returncode == 2 and message in done.stderr
+    suite = ElementTree.parse(tmp_path / "a.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "0", "1")
+    assert message in suite.find("testcase/error").text
+    values = json.loads((tmp_path / "a.json").read_text())
+    assert not values["ok"] and message in values["error"]
+
+
 def test_a_mesh_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "--step", "a.py", "--mesh", "4"])

@@ -238,3 +238,23 @@ def test_a_verdict_says_what_it_takes_for_granted(ranks):
     for step, meshes in ((loops.plain_ddp, DATA), (corners.draws_from_a_generator_of_its_own, MESHES)):
         report = verify(step, loops.small, meshes, pool=ranks)
         assert report.ok and str(report).endswith("the gradients are those of a single device")
+
+
+@pytest.mark.parametrize("model_fn", [corners.Insisting, corners.OnGpuOnly])
+def test_a_model_that_insists_on_a_type_or_a_device_is_told_what_to_do(ranks, model_fn):
+    with pytest.raises(ValueError, match="runs in fp64 on a CPU, and this asks for another type or device"):
+        verify(loops.plain_ddp, model_fn, DATA, pool=ranks)
+
+
+def test_same_samples_are_no_wrong_gradients(ranks):
+    report = verify(corners.gives_all_the_same_samples, loops.small, DATA, pool=ranks)
+    assert not report.ok and "NOT" not in report.verdict()
+    assert report.verdict().startswith(
+        "every gradient that was compared is that of a single device, but the samples"
+    )
+
+
+def test_a_wrong_forward_is_not_sent_to_backward(ranks):
+    step = mutants_of_loops.told_its_place_and_pools_its_own
+    finding, *_ = verify(step, mutants_of_loops.Placed, mutants_of_loops.SEQUENCE, pool=ranks).findings
+    assert "the forward is wrong already" in finding.remedy and "in backward" not in finding.remedy
