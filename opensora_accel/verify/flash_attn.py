@@ -49,11 +49,9 @@ def flash_attn_func(
     """[B, S, H, D], of which keys and values may have fewer heads. ValueError for an option that is not known here."""
     _refuse(dropout_p=dropout_p, **options)
     mask = _mask(q.size(1), k.size(1), causal, window_size)
-    heads_first = (each.transpose(1, 2) for each in (q, k, v))
     is_grouped = q.size(2) != k.size(2)
-    out = scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, scale=softmax_scale, enable_gqa=is_grouped
-    )
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=is_grouped)
     return out.transpose(1, 2)
 
 
