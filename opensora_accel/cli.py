@@ -162,12 +162,8 @@ def _in_words(name: str, error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, (ValueError, OSError)):
         return str(error)
-    if "gloo/transport" in str(error) or type(error).__name__.startswith("Dist"):
-        first_line = str(error).strip().partition("\n")[0]
-        return (
-            f"another rank is gone or hangs, and what it printed tells why ({first_line[:160]}); go on from the newest "
-            "checkpoint with --resume auto"
-        )
+    if type(error).__name__ == "MissingRankError":
+        return f"{error}. Go on from the newest checkpoint with --resume auto"
     return None
 
 

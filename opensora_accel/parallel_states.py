@@ -99,7 +99,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
 def start_distributed(timeout_s: float | None = None) -> None:
     """Starts torch.distributed as `init_parallel` does, for who has to talk to other ranks before there is a Plan."""
     if not dist.is_initialized():
-        _start_distributed(_device_type(), timeout_s)
+        _start_distributed(_device_type(), _timeout(timeout_s))
 
 
 def _device_type() -> str:

@@ -32,6 +32,8 @@ class MissingRankError(RuntimeError):
 class waiting:
     """Around a collective of `group`: a failure names the ranks that did not come, and the operation.
 
+    Errors that are not the backend's pass as they are, so that it may stand around more than the collective.
+
     Raises:
         MissingRankError: in place of the backend's RuntimeError, which is its cause.
     """
@@ -45,8 +47,13 @@ class waiting:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (MissingRankError, NotImplementedError)):
+        if isinstance(error, RuntimeError) and _is_of_backend(error):
             raise MissingRankError(_explanation(self.operation, self.group, error)) from error
+
+
+def _is_of_backend(error: RuntimeError) -> bool:
+    """gloo raises plain RuntimeErrors, which name the line of its source."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def report_failure(message: str) -> None:

@@ -175,6 +175,9 @@ class TrainConfig:
     """Clips sampled at the end, from the captions of the first videos."""
     memory_target_gib: float = 0.0
     """Device memory that plan.offload="auto" may fill; 0 takes 90 % of the device's."""
+    timeout_s: float = 0.0
+    """Seconds that ranks wait for each other before those that did not come are named; 0 takes
+    OPENSORA_ACCEL_TIMEOUT, or torch's own (30 minutes on CPUs, 10 on GPUs)."""
     resume: str = ""
     """Checkpoint folder to go on from; newest (`--resume` alone): the output's newest; auto: that, or a start."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -196,6 +199,7 @@ class TrainConfig:
         _at_least("keep_checkpoints", self.keep_checkpoints, 1)
         _at_least("num_samples", self.num_samples, 0)
         _at_least("memory_target_gib", self.memory_target_gib, 0)
+        _at_least("timeout_s", self.timeout_s, 0)
         if self.memory_target_gib and self.plan.offload != "auto":
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '

@@ -54,7 +54,7 @@ class Trainer:
     ):
         """Args: `checkpoint` to go on from, with the `record` that `read_record` gave."""
         self.config, self.output = config, Path(config.output)
-        init_parallel(config.plan)
+        init_parallel(config.plan, timeout_s=config.timeout_s or None)
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
         data_group = get_data_parallel_group()

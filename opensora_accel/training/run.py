@@ -85,12 +85,21 @@ def run(arguments: Sequence[str]) -> int:
     given = _read(arguments)  # first: what is wrong in it is said before anything starts
     import torch.distributed as dist
 
+    from opensora_accel.communications.waiting import MissingRankError, report_failure, waiting
     from opensora_accel.parallel_states import reset, start_distributed
 
     started_here = not dist.is_initialized()
     try:
-        start_distributed()
-        return _train(*_resolve(given))
+        start_distributed(given.config.timeout_s or None)
+        assert dist.group.WORLD is not None
+        # Gradients are averaged by torch's own collectives, whose failures name no rank.
+        with waiting("a step", dist.group.WORLD):
+            return _train(*_resolve(given))
+    except MissingRankError:
+        raise
+    except Exception as error:
+        report_failure(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        raise
     finally:
         if started_here:
             reset(destroy_process_group=True)

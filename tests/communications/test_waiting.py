@@ -104,7 +104,7 @@ def validates_alone():
 
 def test_validation_on_one_rank_ends_with_the_others_named(impatient):
     told = impatient(2, validates_alone)[0]
-    assert "all_to_all over the ranks 0, 1 failed on rank 0: rank 1 did not come" in told
+    assert "over the ranks 0, 1 failed on rank 0: rank 1 did not come" in told
 
 
 def stopped():

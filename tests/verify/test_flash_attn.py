@@ -56,7 +56,7 @@ def test_sequences_behind_each_other_attend_apart():
 
 def test_an_option_without_a_stand_in_is_refused():
     q, k, v = tensors(3, 3)
-    with pytest.raises(ValueError, match="softcap=2.0 of flash_attn has no stand-in on a CPU"):
+    with pytest.raises(ValueError, match=r"softcap=2\.0 of flash_attn has no stand-in on a CPU"):
         flash_attn_func(q, k, v, softcap=2.0)
 
 
