@@ -35,11 +35,11 @@ class SeqParallelAttention(torch.nn.Module):
         qkv = attn.qkv(x)  # [B, N/P, 3·C]
         qkv = qkv.view(B, N, 3, attn.num_heads, attn.head_dim).permute(2, 0, 1, 3, 4).flatten(0, 1)
         qkv = all_to_all(qkv, group, scatter_dim=2, gather_dim=1)
-        q, k, v = qkv.unflatten(0, (3, B)).transpose(2, 3).unbind(0)
+        q, k, v = qkv.view(3, B, *qkv.shape[1:]).transpose(2, 3).unbind(0)
         q, k = attn.q_norm(q), attn.k_norm(k)
         out = F.scaled_dot_product_attention(q, k, v, scale=attn.scale).transpose(1, 2)
         out = all_to_all(out, group, scatter_dim=1, gather_dim=2)
-        return attn.proj(out.reshape(B, N, C))
+        return attn.proj(out.view(B, N, C))  # as v1.3 writes it: of a contiguous tensor
 
 
 def run_stdit3(model, x, t_mlp, y, y_lens, T, S):
