@@ -87,7 +87,7 @@ class STDiT3Block(nn.Module):
 
         norm = self.norm1(x)
         x_m = by_frame(lambda shift, scale: t2i_modulate(norm, shift, scale), 0, 2)
-        attended = self._attend(x_m.unflatten(1, (T, S)))
+        attended = self._attend(x_m.unflatten(1, (T, x_m.size(1) // T)))  # einops divides by T too, also by 0
         x = x + self.drop_path(by_frame(lambda gate: gate * attended, 2, 3))
         x = x + look_at_text(x)
         norm2 = self.norm2(x)
