@@ -128,8 +128,7 @@ def _check_local(local_size: int, splits: Sizes, group: dist.ProcessGroup, dim: 
             f"splits={splits} give rank {group.rank()} a size of {splits[group.rank()]} in dim {dim}, "
             f"but its tensor has {local_size}"
         )
-        report_failure(
-            message
-        )  # the other ranks' tensors may be of the right size: they will wait for this one
+        # The other ranks' tensors may be of the right size: they would wait for this one.
+        report_failure(message)
         raise ValueError(message)
     return splits
