@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 
@@ -63,6 +64,8 @@ def run(parallel_registry, monkeypatch, capsys):
     """`run(*arguments)`: the exit status and what was printed, in this process as a single rank."""
     from opensora_accel.cli import main
 
+    # The command gives logging a handler on this test's stderr, which the next test no longer has.
+    monkeypatch.setattr(logging.root, "handlers", [])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 

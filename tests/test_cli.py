@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from opensora_accel.cli import COMMANDS
+from opensora_accel.training.config import to_dict
 from opensora_accel.training.proof import write_clips
 from opensora_accel.training.state import MODEL_WEIGHTS
 from tests.test_layers import ROOT
+from tests.training.fuzz import BAD, GOOD, configurations
+from tests.training.runs import tiny_config
 
 
 def test_help_teaches(run):
@@ -386,3 +390,61 @@ def test_an_interrupt_says_what_is_left(run, monkeypatch, command, hint):
     monkeypatch.setitem(COMMANDS, command, interrupted)
     status, text = run(command)
     assert status == 130 and "interrupted" in text and ("--resume" in text) == hint
+
+
+# Whatever is given: it runs, or one line says what is wrong
+
+# OPENSORA_ACCEL_FUZZ=whole tries every value of every option, in about five minutes.
+NUM_FUZZED = 600 if os.environ.get("OPENSORA_ACCEL_FUZZ") == "whole" else 24
+FUZZ_SEED = int(os.environ.get("OPENSORA_ACCEL_FUZZ_SEED", "0"))
+
+
+def too_slow(_number, _frame):
+    raise TimeoutError("this configuration hangs")
+
+
+@pytest.mark.parametrize("case", configurations(FUZZ_SEED, NUM_FUZZED), ids=str)
+def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    values = to_dict(tiny_config(clips, tmp_path / "run", steps=1, log_every=1))
+    values["flow"]["sample_steps"] = 1
+    for name, value in case.changes.items():
+        *tables, key = name.split(".")
+        place = values
+        for table in tables:
+            place = place[table]
+        place[key] = value
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    before = signal.signal(signal.SIGALRM, too_slow)
+    signal.alarm(60)
+    try:
+        status, text = run("train", "--config", tmp_path / "run.json")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    if case.is_good:
+        assert status == 0 and "step 1/1" in text, text
+    else:
+        lines = [line for line in text.splitlines() if not line.startswith("WARNING: ")]
+        # The one error of several lines: why each of the first five videos cannot be used.
+        is_short = len(lines) == 1 or ("the first reasons" in lines[0] and len(lines) <= 7)
+        assert status == 2 and is_short and lines[0].startswith("error: ") and len(lines[0]) > 20, text
+        assert [path.name for path in tmp_path.iterdir()] == ["run.json"], "something was written"
+
+
+def test_every_option_is_fuzzed():
+    from opensora_accel.training.config import _all_options
+
+    options = set(_all_options().values()) - {
+        "data",
+        "model",
+        "codec",
+        "text",
+        "flow",
+        "optim",
+        "plan",
+        "model.config",
+    }
+    assert options <= set(BAD) and len(configurations(0, 600)) >= 200
+    values = sum(map(len, BAD.values())), sum(map(len, GOOD.values()))
+    assert max(values) <= 300, "600 cases no longer try every value"

@@ -191,6 +191,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, value in _flat(to_dict(self)).items():
             _check_finite(name, value)
+        if not self.output:
+            raise ValueError("output must name a folder; got an empty text")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to below 2**63; got {self.seed}")
         _at_least("steps", self.steps, 1)
