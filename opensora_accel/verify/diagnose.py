@@ -156,7 +156,7 @@ class Diagnosis:
         return {
             each.shape
             for each in self.view.ran
-            if (scalars := each.scalars()) and not any(one.is_right for one in scalars.values())
+            if (scalars := self.view.scalars(each)) and not any(one.is_right for one in scalars.values())
         }
 
     def slices(self) -> Shares | None:

@@ -12,6 +12,7 @@ import torch
 from opensora_accel.verify.findings import Finding, join, list_names
 from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.results import MeshResult
+from opensora_accel.verify.view import View
 
 _BESIDE = {
     "inputs": "the samples that ranks were given do not prove the average between them",
@@ -79,10 +80,11 @@ class Report:
         lines = [
             f"verified in fp64: {len(gradients)} parameters on {len(self.results)} meshes, {self.seconds:.1f} s"
         ]
+        view = View(self.results)
         width = max(len(str(result.shape)) for result in self.results)
         for result in self.results:
             lines.append(
-                f"  {'✓' if _is_right(result) else '✗'} {result.shape!s:{width}}  {_describe(result)}"
+                f"  {'✓' if _is_right(result, view) else '✗'} {result.shape!s:{width}}  {_describe(result)}"
             )
         if self.findings:
             lines.append("")
@@ -122,6 +124,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: infinite errors are null."""
+        view = View(self.results)
         return {
             "ok": self.ok,
             "verdict": self.verdict(),
@@ -133,12 +136,12 @@ class Report:
                 {
                     "mesh": str(result.shape),
                     "degrees": dict(result.shape.degrees),
-                    "ok": _is_right(result),
+                    "ok": _is_right(result, view),
                     "seconds": result.seconds,
                     "errors": {str(rank): text for rank, text in result.errors.items()},
                     "parameters": _errors(result.parameters()),
                     "inputs": _errors(result.inputs()) if result.observations else {},
-                    "results": _errors(result.scalars()),
+                    "results": _errors(view.scalars(result)),
                 }
                 for result in self.results
             ],
@@ -149,10 +152,10 @@ class Report:
         return [finding for finding in self.findings if str(result.shape) in finding.meshes]
 
 
-def _is_right(result: MeshResult) -> bool:
+def _is_right(result: MeshResult, view: View) -> bool:
     if result.errors:
         return False
-    compared = [result.parameters(), result.inputs(), result.scalars()]
+    compared = [result.parameters(), result.inputs(), view.scalars(result)]
     return not result.one_sided() and all(each.is_right for samples in compared for each in samples.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -183,27 +183,35 @@ class MeshResult:
                 found[name] = "only in parallel"
         return found
 
-    def scalars(self) -> dict[str, Samples]:
-        """Of what the step returned: the mean over all ranks, or what stands for it.
+    def scalars(self, of_parts: Collection[str] = ()) -> dict[str, Samples]:
+        """Of what the step returned: the mean over all ranks; right where ranks tell `of_parts`."""
+        found = {}
+        for name, value in self.expected.scalars.items():
+            values = [each.scalars[name] for each in self.observations if name in each.scalars]
+            if values:
+                number = value if name in of_parts else statistics.fmean(values)
+                found[name] = Samples(self.shape, (_number(number),), _number(value))
+        return found
+
+    def are_parts(self, name: str) -> bool:
+        """Whether what ranks returned as `name` stands for the single device's.
 
         Ranks may tell of the tokens, or of the shard, that they hold: numbers that differ between them, and whose sum,
         largest or root of squares over some axes is the single device's. And a norm of gradients is that of the mean
         of its turns, which is no mean of their norms.
         """
-        found = {}
-        for name, value in self.expected.scalars.items():
-            values = [each.scalars[name] for each in self.observations if name in each.scalars]
-            if not values:
-                continue
-            mean = statistics.fmean(values)
-            answers = [value, *(self.expected.norms if len(self.expected.turns) > 1 else ())]
-            told = [mean, *(self._of_parts(values) if len(values) == self.shape.world_size else ())]
-            pairs = [(of, answer) for of, answer in itertools.product(told, answers) if _is_same(of, answer)]
-            of, answer = pairs[0] if pairs else (mean, value)
-            found[name] = Samples(self.shape, (_number(of),), _number(answer))
-        return found
+        values = [each.scalars[name] for each in self.observations if name in each.scalars]
+        value = self.expected.scalars.get(name)
+        if value is None or not values:
+            return True
+        answers = [value, *(self.expected.norms if len(self.expected.turns) > 1 else ())]
+        told = [
+            statistics.fmean(values),
+            *(self._sums(values) if len(values) == self.shape.world_size else ()),
+        ]
+        return any(_is_same(of, answer) for of, answer in itertools.product(told, answers))
 
-    def _of_parts(self, values: Sequence[float]) -> Iterator[float]:
+    def _sums(self, values: Sequence[float]) -> Iterator[float]:
         """Numbers of parts, put together in every way; nothing where ranks tell one and the same."""
         axes = [axis for axis, degree in self.shape.degrees if degree > 1]
         for count in range(1, len(axes) + 1):

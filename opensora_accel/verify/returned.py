@@ -23,7 +23,7 @@ def wrong_scalars(view: View) -> list[Finding]:
     """Of loss, gradient norm, or whatever the step tells."""
     return _wrong_results(
         view,
-        [each.scalars() for each in view.ran],
+        [view.scalars(each) for each in view.ran],
         "what the step returns as {names} is",
         "the mean over all ranks should be the single device's",
     )

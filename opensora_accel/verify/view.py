@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from opensora_accel.verify.findings import Blame, Finding, Kind, blame, compose_axes, join
 from opensora_accel.verify.fit import Samples
@@ -29,6 +30,15 @@ class View:
         found = [each.parameters() for each in self.ran]
         by_name = {name: [samples[name] for samples in found if name in samples] for name in self.names}
         return {name: each for name, each in by_name.items() if any(not s.is_right for s in each)}
+
+    def scalars(self, result: MeshResult) -> dict[str, Samples]:
+        """Of what the step returned on a mesh. Numbers of parts stand for the whole where they do on all meshes."""
+        return result.scalars(self._of_parts)
+
+    @cached_property
+    def _of_parts(self) -> set[str]:
+        names = self.results[0].expected.scalars
+        return {name for name in names if all(each.are_parts(name) for each in self.ran)}
 
     def blame(self, bad: Sequence[MeshShape], among: Sequence[MeshResult] | None = None) -> Blame:
         """The axes that an error goes with which shows on the meshes `bad` and not on the others."""

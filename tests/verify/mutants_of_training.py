@@ -209,6 +209,7 @@ def _trainer() -> list[Mutant]:
             "pass",
             "result",
             both,
+            "dp_replicate⁻¹ · ulysses⁻¹",
             step=clipped,
         ),
         mutant(
