@@ -8,8 +8,9 @@ clip by the norm of the whole gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest import mock
 
@@ -29,6 +30,9 @@ class Clip:
     limit: float
     names: tuple[str, ...]
     """Of the parameters that it was given."""
+
+    def without(self, names: Collection[str]) -> Clip:
+        return replace(self, names=tuple(name for name in self.names if name not in names))
 
 
 Seen = Callable[[Literal["norm", "value"], float, Sequence[Tensor]], None]
@@ -90,23 +94,29 @@ def _wrapped(function: Any, wrapper: Callable[[Any], Any]) -> Iterator[None]:
         cell.cell_contents = original
 
 
+Limits = Mapping[tuple[str, str], float]
+"""By how it is clipped ("norm", "value") and the parameter's name."""
+
+
 def clipped(
-    clips: Sequence[Clip], gradients: Mapping[str, Tensor | None], limits: Mapping[str, float]
+    clips: Sequence[Clip], gradients: Mapping[str, Tensor | None], limits: Limits
 ) -> list[dict[str, Tensor]]:
     """What `gradients` should be after `clips`: one answer for each norm that may have been meant.
 
-    `limits` are those of the single device, by "norm" and "value", where it clips too.
+    That of each call's parameters, or of all that are clipped by norm (accelerate calls once for each mesh).
+    `limits` are those of the single device, where it clips too.
     """
+    present = {name: g for clip in clips for name in clip.names if (g := gradients.get(name)) is not None}
+    together = tuple(dict.fromkeys(name for clip in clips if clip.how == "norm" for name in clip.names))
     answers = []
-    together = dict.fromkeys(name for clip in clips if clip.how == "norm" for name in clip.names)
-    for order in _NORMS if together else _NORMS[:1]:
-        found = {name: g for clip in clips for name in clip.names if (g := gradients.get(name)) is not None}
-        norm = _norm([found[name] for name in together if name in found], order)
+    for order, is_together in itertools.product(_NORMS, (False, True)):
+        found = dict(present)
+        of_all = _norm([found[name] for name in together if name in found], order)
         for clip in clips:
-            limit = limits.get(clip.how, clip.limit)
-            for name in clip.names:
-                if name not in found:
-                    continue
+            names = [name for name in clip.names if name in found]
+            norm = of_all if is_together else _norm([found[name] for name in names], order)
+            for name in names:
+                limit = limits.get((clip.how, name), clip.limit)
                 if clip.how == "norm":
                     found[name] = found[name] * min(1.0, limit / (norm + _EPSILON))
                 else:

@@ -124,15 +124,18 @@ class Observer:
         if self._model is None or self._captured:
             return
         names = {id(parameter): name for name, parameter in named(self._model)}
-        given = [
-            p for p in parameters if id(p) in names
-        ]  # also those of whose flat pieces this rank has none
-        if given:
-            is_flat = any(isinstance(parameter, FlatParameter) for parameter in given)
-            theirs = [n for n, _ in self._original.values()] if is_flat else [names[id(p)] for p in given]
-            self.observation.clips.append(Clip(how, limit, tuple(theirs)))
+        # Also those that this rank has no gradient of: of a flat parameter it may hold no piece.
+        given = [parameter for parameter in parameters if id(parameter) in names]
+        if not given:
+            return
+        is_flat = any(isinstance(parameter, FlatParameter) for parameter in given)
+        theirs = [name for name, _ in self._original.values()] if is_flat else [names[id(p)] for p in given]
+        # Clipped again the same way, after another microbatch: what counts is the last time.
+        clips = [c.without(theirs) if c.how == how else c for c in self.observation.clips]
+        is_first = {name for name in theirs if not any(name in clip.names for clip in clips)}
+        self.observation.clips = [*(clip for clip in clips if clip.names), Clip(how, limit, tuple(theirs))]
         for parameter in given:
-            if parameter.grad is not None:
+            if parameter.grad is not None and (is_flat or names[id(parameter)] in is_first):
                 self._before_clip[id(parameter)] = parameter.grad.detach().clone()
 
     def watch(self, model: nn.Module) -> None:
@@ -277,7 +280,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
+        numpy.random.seed(seed % 2**32)
 
 
 def _generator_states() -> dict[str, Any]:

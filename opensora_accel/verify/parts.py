@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.shapes import PART_AXIS_NAMES, MeshShape
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ def part_of(gradient: Tensor, weight: Tensor | None, whole: Tensor) -> Part | No
 def put_together(shape: MeshShape, parts: Sequence[Part], whole: Tensor) -> tuple[Tensor, ...] | None:
     """Every rank's gradient, whole: with the parts of the ranks that differ along as few axes as need be.
 
-    None where parts overlap, or leave something out.
+    None where parts overlap, or leave something out. What a rank has not at all, other data ranks do not stand for.
     """
     axes = [axis for axis, degree in shape.degrees if degree > 1]
+    if any(part.gradient is None for part in parts):
+        axes = [axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES]
     for count in range(len(axes) + 1):
         for some in itertools.combinations(axes, count):
             found: dict[int, Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.clipping import clipped
+from opensora_accel.verify.clipping import Limits, clipped
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, magnitude
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.parts import Part, part_of, put_together
@@ -61,9 +61,9 @@ class Expected:
         return self.turns[0].outside
 
     @property
-    def limits(self) -> dict[str, float]:
-        """By which the single device clips, by "norm" and "value"."""
-        return {clip.how: clip.limit for clip in self.turns[0].clips}
+    def limits(self) -> Limits:
+        """By which the single device clips."""
+        return {(clip.how, name): clip.limit for clip in self.turns[0].clips for name in clip.names}
 
     @property
     def backward_order(self) -> list[str]:

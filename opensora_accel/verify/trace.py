@@ -7,6 +7,7 @@ outputs add up to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -164,10 +165,14 @@ def _is_part(found: Tensor, expected: Tensor, dim: int) -> bool:
 
 
 def _rows(found: Tensor, expected: Tensor, dim: int) -> Tensor | None:
-    """Which rows of `expected` are in `found`: bool, one each. None where `found` has others."""
+    """Which rows of `expected` are in `found`: bool, one each. None where `found` has others.
+
+    Rows are told apart by their products with a few random vectors: comparing each with each would take too long.
+    """
     mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (found, expected))
     if not mine.numel():
         return torch.zeros(all_.size(0), dtype=torch.bool)
-    limit = TOLERANCE * magnitude(expected)
-    is_same = torch.stack([(row - all_).abs().amax(1) <= limit for row in mine])  # [mine, all]
+    vectors = torch.randn(all_.size(1), 3, dtype=all_.dtype, generator=torch.Generator().manual_seed(0))
+    limit = TOLERANCE * magnitude(expected) * math.sqrt(all_.size(1))
+    is_same = ((mine @ vectors)[:, None] - all_ @ vectors).abs().amax(-1) <= limit  # [mine, all]
     return is_same.any(0) if bool(is_same.any(1).all()) else None

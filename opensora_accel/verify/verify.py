@@ -162,17 +162,12 @@ class _Verification:
         self, pool: RankPool, shape: MeshShape, *, weighed: int | None = None, traced: bool = False
     ) -> list[Observation]:
         """Of every rank. What the step left patched in its processes ends with them."""
-        found = pool(
-            shape.world_size,
-            _on_rank,
-            self.step,
-            self.model_fn,
-            shape,
-            self.reference,
-            self.seed,
-            weighed,
-            traced,
-        )
+        arguments = (self.step, self.model_fn, shape, self.reference, self.seed, weighed, traced)
+        try:
+            found: list[Observation] = pool(shape.world_size, _on_rank, *arguments)
+        except RankError:
+            pool.renew()  # nobody knows what those that did not fail were left with
+            raise
         if any(each.leaves_patches for each in found):
             pool.renew()
         return found

@@ -206,6 +206,17 @@ def averaged_then_clipped_by_value(model, run):
     return loss
 
 
+def clipped_in_two_groups(model, run):
+    """Each by its own norm, and by another limit; and by value before that."""
+    if not run.is_reference:
+        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
+    loss = finish(model(batch()).clone())
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+    clip_grad_norm_([*model.embed.parameters(), *model.norm.parameters()], 1e-3)
+    clip_grad_norm_([*model.mlp.parameters(), *model.out.parameters()], 1e-2)
+    return loss
+
+
 def optimizer_after_sharding(model, run):
     if not run.is_reference:
         fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))

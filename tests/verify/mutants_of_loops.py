@@ -482,6 +482,14 @@ def pipeline_without_average(model: Any, run: Run) -> Any:
     return corners.pipeline(model, run, is_cut=True, is_averaged=False)
 
 
+def loses_a_stage_of_one_replica(model: Any, run: Run) -> Any:
+    loss = corners.pipeline(model, run, is_cut=False)
+    if not run.is_reference and run.data_size > 1 and run.rank == 2:
+        for parameter in model.parameters():
+            parameter.grad = None
+    return loss
+
+
 def slices_that_are_not_summed(model: Any, run: Run) -> Tensor:
     """What enters the column-parallel layers gets the gradient of this rank's columns only."""
     return corners.megatron_slices(model, run, is_summed=False)
@@ -513,6 +521,10 @@ def tells_a_wrong_loss(model: Any, run: Run) -> Tensor:
 _BESIDE = [
     mutant(
         "a pipeline that is not averaged", pipeline_without_average, "missing sum", ("data",),
+        model_fn=corners.Stages, meshes=({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
+    ),
+    mutant(
+        "a stage without gradients in one replica", loses_a_stage_of_one_replica, "missing gradient", ("data",),
         model_fn=corners.Stages, meshes=({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
     ),
     mutant(

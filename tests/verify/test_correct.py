@@ -106,6 +106,7 @@ LOOPS: dict[str, tuple[Any, Any, Any]] = {
     "accelerate's documented loop": (corners.accelerates_documented_loop, Small, DATA),
     "clipped on ranks only": (corners.clipped_on_ranks_only, Small, DATA),
     "FSDP2, clipped": (corners.sharded_and_clipped, Small, DATA),
+    "FSDP2, clipped in two groups": (corners.clipped_in_two_groups, Small, DATA),
     "averaged, then clipped by value": (corners.averaged_then_clipped_by_value, Small, DATA),
     "FSDP2, then the optimizer": (corners.optimizer_after_sharding, Small, DATA),
     "a patched class": (corners.patches_the_class, corners.Patched, SEQUENCE),
