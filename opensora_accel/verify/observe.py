@@ -304,11 +304,12 @@ def observe(
     one_batch: bool = False,
     output_weight: float | None = None,
     traced: bool = False,
+    reseeded: bool = False,
 ) -> Observation:
     """Builds the model, runs the step once and tells what it did. Collective on the ranks of `run`.
 
     The weights depend on `seed` alone; what the step draws itself depends on the data rank too, unless all of them
-    share `one_batch`.
+    share `one_batch`, or it is `reseeded`: each rank by itself.
     """
     observer = Observer(run, output_weight, traced)
     run = dataclasses.replace(run, watch=observer.watch)
@@ -324,7 +325,8 @@ def observe(
                 observer.observation.notes += prepare(model)
                 arguments = (model, run)
             patches = Patches(model, step)
-            seed_everything(seed + 1 + (0 if one_batch else run.data_rank))
+            draws = 1 + (run.world_size + run.rank if reseeded else 0 if one_batch else run.data_rank)
+            seed_everything(seed + draws)
             if model is not None:
                 observer.watch(model)
             with launcher_environment(run), accelerator_stand_ins(), without_loss_scaling(), LiftOperations():

@@ -31,6 +31,8 @@ class Report:
     results: Sequence[MeshResult]
     findings: Sequence[Finding]
     seconds: float
+    seeded: Sequence[str] = ()
+    """Default generators whose seed counts, which the step left to others."""
 
     @property
     def ok(self) -> bool:
@@ -113,18 +115,11 @@ class Report:
 
     def _assumption(self) -> str:
         """What the proof took for granted: how generators are seeded that the step only draws from."""
-        draws = dict.fromkeys(
-            name
-            for result in self.results
-            if result.shape.world_size > result.shape.data_size
-            for each in result.observations
-            for name in each.draws
-        )
-        if not draws:
+        if not self.seeded:
             return ""
         return (
-            f", if the loop seeds the default generator of {join(list(draws))} by the data rank: the step draws from "
-            "it, and was given such a seed; ranks that share a sample and are seeded by their own rank would draw "
+            f", if the loop seeds the default generator of {join(self.seeded)} by the data rank: what the step draws "
+            "from it counts, and here it was seeded so; ranks that share a sample and are seeded by their rank draw "
             "different noise"
         )
 
@@ -134,6 +129,7 @@ class Report:
         return {
             "ok": self.ok,
             "verdict": self.verdict(),
+            "seeded": list(self.seeded),
             "seconds": self.seconds,
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": self.notes,

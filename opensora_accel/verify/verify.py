@@ -141,8 +141,9 @@ class _Verification:
                 self._say("looking for factors of single ranks")
                 shares = diagnosis.slices() or self._shares(pool, diagnosis)
         findings = diagnosis.findings(shares, origin)
+        seeded = () if findings else self._seeded(pool, results)
         self._say("done")
-        return Report(results, findings, time.perf_counter() - started)
+        return Report(results, findings, time.perf_counter() - started, seeded)
 
     def _say(self, what: str) -> None:
         if self._on_progress is not None:
@@ -159,10 +160,16 @@ class _Verification:
         return result
 
     def _observe(
-        self, pool: RankPool, shape: MeshShape, *, weighed: int | None = None, traced: bool = False
+        self,
+        pool: RankPool,
+        shape: MeshShape,
+        *,
+        weighed: int | None = None,
+        traced: bool = False,
+        reseeded: bool = False,
     ) -> list[Observation]:
         """Of every rank. What the step left patched in its processes ends with them."""
-        arguments = (self.step, self.model_fn, shape, self.reference, self.seed, weighed, traced)
+        arguments = (self.step, self.model_fn, shape, self.reference, self.seed, weighed, traced, reseeded)
         try:
             found: list[Observation] = pool(shape.world_size, _on_rank, *arguments)
         except RankError:
@@ -240,6 +247,22 @@ class _Verification:
                 return Shares(factors, result.shape, told)
         return None
 
+    def _seeded(self, pool: RankPool, results: Sequence[MeshResult]) -> Sequence[str]:
+        """Default generators whose seed changes the gradients of ranks that share a sample."""
+        shared = [each for each in results if each.shape.world_size > each.shape.data_size]
+        drawn = [name for each in shared for seen in each.observations for name in seen.draws]
+        if not drawn:
+            return ()
+        self._say("another seed")
+        result = min(shared, key=lambda each: each.shape.world_size)
+        try:
+            others = self._observe(pool, result.shape, reseeded=True)
+        except RankError:
+            return tuple(dict.fromkeys(drawn))  # collectives of other sizes, for one
+        other = MeshResult(result.shape, result.expected, others)
+        is_same = all(each.is_right for each in other.parameters().values()) and not other.one_sided()
+        return () if is_same else tuple(dict.fromkeys(drawn))
+
     def _contributions(
         self, pool: RankPool, result: MeshResult, names: Sequence[str]
     ) -> list[dict[str, Tensor]] | None:
@@ -314,13 +337,21 @@ def _on_rank(
     seed: int,
     weighed: int | None,
     traced: bool,
+    reseeded: bool,
 ) -> Observation:
-    """`weighed`: the one rank whose outputs' gradient counts; None for all."""
+    """`weighed`: the one rank whose outputs' gradient counts; None for all. `reseeded`: by the rank, and anew."""
     rank = torch.distributed.get_rank()
     weight = None if weighed is None else float(rank == weighed)
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
     return observe(
-        step, model_fn, run, seed, one_batch=reference == "whole", output_weight=weight, traced=traced
+        step,
+        model_fn,
+        run,
+        seed,
+        one_batch=reference == "whole",
+        output_weight=weight,
+        traced=traced,
+        reseeded=reseeded,
     )
 
 

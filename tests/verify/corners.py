@@ -329,15 +329,25 @@ def megatron_slices(model, run, is_summed=True):
 
 
 class WithTable(Small):
-    """A table of whole numbers that is a parameter, as quantised checkpoints have; and a small scale under a root."""
+    """A table of whole numbers that is a parameter, as quantised checkpoints have."""
 
     def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x + self.table)
+
+
+class WithVariance(Small):
+    """A small scale under a root."""
+
+    def __init__(self):
+        super().__init__()
         self.variance = nn.Parameter(torch.full((8,), 1e-3))
 
     def forward(self, x):
-        return super().forward(x + self.table) * self.variance.sqrt().mean()
+        return super().forward(x) * self.variance.sqrt().mean()
 
 
 def loss_scaled(model, run):
@@ -386,10 +396,7 @@ def norm_of_a_shard(model, run):
         fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
     loss = finish(model(batch()).clone())
     gradients = [p.grad if run.is_reference else p.grad.to_local() for p in model.parameters()]
-    # One device takes the turns of the data ranks: its norms are no mean's.
-    return {"loss": loss} | (
-        {} if run.data_size > 1 else {"norm": torch.stack([g.norm() for g in gradients]).norm()}
-    )
+    return {"loss": loss, "norm": torch.stack([gradient.norm() for gradient in gradients]).norm()}
 
 
 def two_iterations(model, run):
@@ -531,3 +538,9 @@ def gives_all_the_same_samples(model, run):
     torch.manual_seed(0)
     forward = averaged(model, run)
     return finish(forward(batch()))
+
+
+def draws_for_nothing(model, run):
+    """As a DataLoader does for its workers."""
+    torch.randint(9, ())
+    return draws_from_a_generator_of_its_own(model, run)

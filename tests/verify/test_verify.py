@@ -235,7 +235,8 @@ def test_a_verdict_says_what_it_takes_for_granted(ranks):
     assumed = "if the loop seeds the default generator of torch by the data rank"
     report = verify(loops.sequence_parallel, loops.small, MESHES, pool=ranks)
     assert report.ok and assumed in str(report)
-    for step, meshes in ((loops.plain_ddp, DATA), (corners.draws_from_a_generator_of_its_own, MESHES)):
+    of_its_own, for_nothing = corners.draws_from_a_generator_of_its_own, corners.draws_for_nothing
+    for step, meshes in ((loops.plain_ddp, DATA), (of_its_own, MESHES), (for_nothing, MESHES)):
         report = verify(step, loops.small, meshes, pool=ranks)
         assert report.ok and str(report).endswith("the gradients are those of a single device")
 
