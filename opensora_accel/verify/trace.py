@@ -69,9 +69,12 @@ class Origin:
     """The first call that is wrong."""
 
     name: str | None
-    """Of its module; None where every output is right, as far as can be told."""
+    """Of its module; None where no output is wrong, as far as can be told."""
     are_inputs_right: bool | None = True
-    """False where what it was given was wrong already, and no call before it was; None where that cannot be told."""
+    """False where what it was given was wrong already, and no call before it was; None where that cannot be told.
+
+    Where no output is wrong: whether the model's own is known to be right.
+    """
 
 
 Spread = Sequence[Sequence[Sequence[Call]]]
@@ -85,7 +88,7 @@ def find_origin(expected: Sequence[Sequence[Call]], ranks: Sequence[Spread]) -> 
         expected: the single device's calls, for each of its turns.
         ranks: for each turn, the calls of the ranks that have its samples.
     """
-    wrong = None
+    wrong, is_model_right = None, False
     for call in expected[0]:
         turns = [_of(call, turn) for turn in expected]
         found = [[[_of(call, rank) for rank in group] for group in spread] for spread in ranks]
@@ -96,16 +99,16 @@ def find_origin(expected: Sequence[Sequence[Call]], ranks: Sequence[Spread]) -> 
         ]
         if len(pairs) < len(expected):
             continue  # not every rank has it
-        if False in [
-            _are_right([[c.outputs for c in g] for g in spread], turn.outputs) for turn, spread in pairs
-        ]:
+        gave = [_are_right([[c.outputs for c in g] for g in spread], turn.outputs) for turn, spread in pairs]
+        if False in gave:
             given = [
                 _are_right([[c.inputs for c in g] for g in spread], turn.inputs) for turn, spread in pairs
             ]
             if all(given):
                 return Origin(call.name)
             wrong = wrong or Origin(call.name, False if False in given else None)
-    return wrong or Origin(None)
+        is_model_right |= not call.name and all(gave)
+    return wrong or Origin(None, is_model_right or None)
 
 
 def _of(call: Call, calls: Sequence[Call]) -> Call | None:
