@@ -22,6 +22,7 @@ from opensora_accel.training import build
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import TrainConfig, to_dict
 from opensora_accel.training.data import Batch, ClipLoader
+from opensora_accel.training.files import write_text
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
 from opensora_accel.training.index import Video
 from opensora_accel.training.offloading import OffloadReport
@@ -248,7 +249,7 @@ class Trainer:
         for path in set_newer_aside(self._checkpoints, self.state.step):
             print(f"a later checkpoint of the run before is kept as {path}", flush=True)
         text = json.dumps(to_dict(self.config), indent=2) + "\n"
-        (self.output / CONFIG).write_text(text, encoding="utf-8")
+        write_text(self.output / CONFIG, text)
         return Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
 
     def _synchronized(self, last: bool) -> AbstractContextManager[Any]:

@@ -240,7 +240,13 @@ def read_record(folder: Path) -> dict[str, Any]:
         if not path.is_file() or _sha256(path) != expected:
             what = "was changed since it was written" if path.is_file() else "is missing"
             raise ValueError(f"{path} {what}; resume from another checkpoint of this run")
-    record: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    record = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    lacking = {"step", "config", "data", "ema_updates"} - set(record if isinstance(record, dict) else ())
+    if lacking:
+        raise ValueError(
+            f"{folder / STATE} is no record of a checkpoint: it lacks {', '.join(sorted(lacking))}; resume from "
+            "another checkpoint"
+        )
     return record
 
 

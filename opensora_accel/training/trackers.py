@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from opensora_accel.training.files import write_text
 from opensora_accel.training.output import METRICS, TENSORBOARD
 
 _SMOOTHING = 0.95
@@ -76,10 +77,21 @@ class Tracker:
 
 def _forget_after(path: Path, step: int) -> None:
     """Drops the rows of steps that will be trained again, so that there is one row a step."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+    if not path.is_file():
+        return
+    kept = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            continue  # a run was killed while it wrote
+        try:
+            row_step = json.loads(line)["step"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number} is no row of a run ({error}); take the line out, or the file away"
+            ) from error
+        if row_step <= step:
+            kept.append(line)
+    write_text(path, "".join(kept))
 
 
 def _make_bar(start: int, total: int) -> Any:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import av
@@ -23,6 +22,8 @@ import numpy
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from opensora_accel.training.files import replacing
 
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
@@ -120,7 +121,7 @@ def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> Non
     codec, options = "mpeg4", {"qscale": "3"}
     if "libx264" in av.codecs_available:
         codec, options = "libx264", {"crf": "16", "preset": "veryfast"}
-    with _replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
         rate = Fraction(fps).limit_denominator(1001)
         stream: Any = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width, stream.pix_fmt = array.shape[1], array.shape[2], "yuv420p"
@@ -161,7 +162,7 @@ def write_strip(
         for column, tile in enumerate(row):
             sheet.paste(tile, (margin + column * (tile_width + margin), top + label_height))
         top += label_height + row[0].height + margin
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 
 
@@ -331,16 +332,3 @@ def _shorten(label: str, draw: ImageDraw.ImageDraw, font: Any, width: int) -> st
         if not label:
             return ""
     return shortened
-
-
-@contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its name on success and vanishes on failure."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        yield temporary
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -179,3 +179,32 @@ def test_a_full_or_read_only_output_is_found_first(run, config_file, tmp_path, m
 def test_a_run_that_does_not_start_leaves_nothing(run, config_file, tmp_path):
     status, _ = run("train", "--config", config_file, "--output", tmp_path / "a" / "b", "--data.height", "26")
     assert status == 2 and not (tmp_path / "a").exists()
+
+
+def test_a_full_disk_costs_nothing_that_was_there(run, config_file, tmp_path, monkeypatch):
+    """config.json says that the folder is a run, and metrics.jsonl is written anew when a run goes on."""
+    output, write_text = tmp_path / "run", Path.write_text
+    assert run("train", "--config", config_file)[0] == 0
+    before = {name: (output / name).read_text() for name in ("config.json", "metrics.jsonl")}
+    for name in before:
+
+        def full(path, text, name=name, **options):
+            if name in path.name:
+                write_text(path, text[: len(text) // 2], **options)
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return write_text(path, text, **options)
+
+        monkeypatch.setattr(Path, "write_text", full)
+        status, text = run("train", "--config", config_file, "--resume", "--steps", "5")
+        assert status == 2 and "No space left on device" in text, text
+        assert (output / name).read_text() == before[name]
+        monkeypatch.setattr(Path, "write_text", write_text)
+    assert run("train", "--config", config_file, "--resume", "--steps", "5")[0] == 0
+
+
+def test_metrics_that_are_none_are_named(run, config_file, tmp_path):
+    assert run("train", "--config", config_file)[0] == 0
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write("\0\0\n")
+    status, text = run("train", "--config", config_file, "--resume", "--steps", "5")
+    assert status == 2 and "metrics.jsonl:5 is no row of a run" in text, text

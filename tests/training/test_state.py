@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, pruned only where this run wrote them, verified before they are read."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -241,3 +242,15 @@ def test_a_checkpoint_is_read_only_where_its_manifest_vouches_for_every_file(
     status, text = run("train", "--config", config_file, "--resume", "--steps", "5")
     assert status == 2 and message in text and len(text.splitlines()) == 1, text
     assert [path.name for path in list_checkpoints(checkpoints)] == ["step_000002", "step_000004"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"step": 4, "config": {}, "data": {}}'])
+def test_a_state_of_something_else_is_refused(run, config_file, checkpoints, content):
+    state = checkpoints / "step_000004" / "state.json"
+    state.write_text(content)
+    sums = {"state.json": hashlib.sha256(content.encode()).hexdigest()}
+    change_manifest(state.parent, lambda manifest: manifest.update(sums))
+    status, text = run("train", "--config", config_file, "--resume")
+    assert status == 2 and "is no record of a checkpoint: it lacks" in text and len(text.splitlines()) == 1, (
+        text
+    )
