@@ -224,10 +224,11 @@ def _where_from(view: View, names: Sequence[str], origin: Origin | None) -> str:
     """Where wrong values come in: in the forward, or in backward, the nearest place to the loss."""
     if origin is not None and origin.name is not None:
         place = origin.name or "the model itself, outside of its modules"
+        place += f", before {origin.before}" if origin.before else ""
         given = {True: " (its inputs are right)", False: " (what it is given is wrong already)", None: ""}
         return (
-            f"the forward is wrong already, first in {place}{given[origin.are_inputs_right]}: it takes its rank's "
-            "tokens for all, counts them (positions, masks) from 0, or parts heads that do not divide"
+            f"the forward is wrong already, first in {place}{given[origin.are_inputs_right]}: mostly it takes its "
+            "rank's tokens for all, counts them (positions, masks) from 0, or parts heads that do not divide"
         )
     siblings = first_wrong(view, names)
     if not siblings:

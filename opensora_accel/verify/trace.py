@@ -75,6 +75,8 @@ class Origin:
 
     Where no output is wrong: whether the model's own is known to be right.
     """
+    before: str | None = None
+    """The first of its modules that was given something wrong, where it has several."""
 
 
 Spread = Sequence[Sequence[Sequence[Call]]]
@@ -105,7 +107,7 @@ def find_origin(expected: Sequence[Sequence[Call]], ranks: Sequence[Spread]) -> 
                 _are_right([[c.inputs for c in g] for g in spread], turn.inputs) for turn, spread in pairs
             ]
             if all(given):
-                return Origin(call.name)
+                return Origin(call.name, before=None if wrong is None else wrong.name)
             wrong = wrong or Origin(call.name, False if False in given else None)
         is_model_right |= not call.name and all(gave)
     return wrong or Origin(None, is_model_right or None)

@@ -152,8 +152,8 @@ TRAINERS = {
 
 def test_there_are_enough_cases():
     """Counted as plan × model."""
-    cases = [*LAYERS.values(), *MODELS.values(), *TRAINERS.values()]
-    assert sum(len(meshes) for _, meshes in cases) >= len(cases) >= 40
+    cases = [*LAYERS.values(), *MODELS.values(), *TRAINERS.values(), *LOOPS.values()]
+    assert sum(len(meshes) for *_, meshes in cases) >= len(cases) >= 75
 
 
 @pytest.mark.parametrize(("step", "meshes"), [*LAYERS.values(), *MODELS.values()], ids=[*LAYERS, *MODELS])

@@ -64,6 +64,23 @@ def test_a_rank_that_hangs_or_dies_is_replaced(pool):
     assert pool.timeout_s == 30
 
 
+def test_renewed_processes_are_others(pool):
+    before = [found[3] for found in pool(2, total)]
+    pool.renew()
+    assert not {found[3] for found in pool(2, total)} & set(before)
+
+
+def speak_and_abort():
+    os.write(2, b"the backend's last words")
+    os.abort()
+
+
+def test_what_the_backend_said_before_it_aborted_is_told(pool, capfd):
+    with pytest.raises(RankError, match=r"ended without an answer(.|\n)*the backend's last words"):
+        pool(1, speak_and_abort)
+    assert "last words" not in capfd.readouterr().err
+
+
 def test_a_jobs_environment_ends_with_it(pool):
     assert pool(1, variable, env={"OPENSORA_ACCEL_POOL_TEST": "1"}) == ["1"]
     assert pool(1, variable) == [None]
