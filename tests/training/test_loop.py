@@ -215,6 +215,8 @@ def stopped(config, at_loss, signals, checkpoint=None):
     trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
     original, count, one_press_s = trainer.loss, itertools.count(1), stopping._ONE_PRESS_S
     stopping._ONE_PRESS_S = 0.2
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the shell of the tests may be under nohup itself
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def loss(batch):
         if next(count) == at_loss and dist.get_rank() == dist.get_world_size() - 1:

@@ -256,10 +256,10 @@ def _factorised() -> list[Mutant]:
         return Mutant(f"switch: {name}", (edit,), FactorisedStep(), meshes, kind, (axis,), timeout_s=8)
 
     group = 'get_parallel_group("sequence")'
-    dims = "scatter_dim=to_dim, gather_dim=from_dim"
+    dims = "[input_], group, to_dim, from_dim"
     return [
         mutant("over mixed", group, 'get_parallel_group("mixed")', "dp_replicate"),
-        mutant("the dims exchanged", dims, "scatter_dim=from_dim, gather_dim=to_dim", "ulysses", "failure"),
+        mutant("the dims exchanged", dims, "[input_], group, from_dim, to_dim", "ulysses", "failure"),
     ]
 
 
