@@ -215,8 +215,6 @@ def stopped(config, at_loss, signals, checkpoint=None):
     trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
     original, count, one_press_s = trainer.loss, itertools.count(1), stopping._ONE_PRESS_S
     stopping._ONE_PRESS_S = 0.2
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # the shell of the tests may be under nohup itself
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def loss(batch):
         if next(count) == at_loss and dist.get_rank() == dist.get_world_size() - 1:
@@ -237,6 +235,12 @@ def stopped(config, at_loss, signals, checkpoint=None):
     return losses
 
 
+def in_a_terminal(*arguments):
+    """The shell of the tests may be under nohup itself."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    return stopped(*arguments)
+
+
 def saved_steps(output):
     folder = output / "checkpoints"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -245,7 +249,7 @@ def saved_steps(output):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_saves_and_stops_all_ranks(ranks, folder, tmp_path, name):
     config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
-    found = ranks(2, stopped, config, 4, [(getattr(signal, name), 0)])
+    found = ranks(2, in_a_terminal, config, 4, [(getattr(signal, name), 0)])
     assert [len(losses) for losses in found] == [4, 4] and saved_steps(tmp_path) == ["step_000004"]
 
 
