@@ -45,6 +45,9 @@ if __name__ != "opensora_accel.parallel_states":
 _COMPOSED_AXES = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES}
 _GROUP_NAMES = (*_COMPOSED_AXES, "tensor", *MESH_AXES)
 
+_LONGEST_TIMEOUT_S = 1e8
+"""Three years. Backends count in milliseconds, which overflow."""
+
 _START_TIMEOUT_S = 600.0
 """How long ranks wait for each other when they start: those of a large job may import from slow storage."""
 
@@ -131,8 +134,11 @@ def _timeout(timeout_s: float | None) -> datetime.timedelta | None:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} is how many seconds a collective may wait, a positive number; got {value}")
+    if not 0 < seconds <= _LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"{name} is how many seconds a collective may wait, a positive number up to {_LONGEST_TIMEOUT_S:g}; "
+            f"got {value}"
+        )
     return datetime.timedelta(seconds=seconds)
 
 
