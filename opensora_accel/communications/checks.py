@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,25 @@ from torch import Tensor
 
 def debug_enabled() -> bool:
     return os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0")
+
+
+_compares_inputs = True
+
+
+def inputs_are_compared() -> bool:
+    """Whether a sharded model looks if the ranks that share a sample have the same one."""
+    return _compares_inputs
+
+
+@contextlib.contextmanager
+def without_comparing_inputs() -> Iterator[None]:
+    """For the verifier, which compares more than inputs, and has to see the whole of a wrong step."""
+    global _compares_inputs
+    before, _compares_inputs = _compares_inputs, False
+    try:
+        yield
+    finally:
+        _compares_inputs = before
 
 
 def check_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

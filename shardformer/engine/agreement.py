@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_accel.communications.checks import debug_enabled
+from opensora_accel.communications.checks import debug_enabled, inputs_are_compared
 from opensora_accel.communications.waiting import waiting
 
 NUM_COMPARED_FORWARDS = 3
@@ -59,6 +59,8 @@ class Agreement:
 
         Communication: one gather of a few numbers a tensor, in the forwards that are compared.
         """
+        if not inputs_are_compared():
+            return
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if number >= NUM_COMPARED_FORWARDS and not debug_enabled():
             return

@@ -11,6 +11,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from opensora_accel.communications.checks import without_comparing_inputs
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.answers import Answers, Exchanges, are_answered, gathered
 from opensora_accel.verify.communication.faking import FakeFloats, fake_world
@@ -92,7 +93,7 @@ def _record_rank(
         model = model_fn()
         recorder = Recorder(dict(model.named_parameters()))
         # As where gradients are compared, so that one step serves both.
-        with launcher_environment(run), accelerator_stand_ins(), recorder:
+        with launcher_environment(run), accelerator_stand_ins(), without_comparing_inputs(), recorder:
             step(model, run)
         parameters = _parameters(model, recorder.with_gradient)
     return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards)
