@@ -66,7 +66,7 @@ _POLICIES = (
 
 def model_names() -> tuple[str, ...]:
     """Class names of the models that have a policy."""
-    return tuple(name for policy in _POLICIES for name in policy.models)
+    return tuple(dict.fromkeys(name for policy in _POLICIES for name in policy.models))
 
 
 def find_policy(model: nn.Module) -> Policy:
