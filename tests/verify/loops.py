@@ -239,6 +239,7 @@ def diffusers_ring(model, run):
     if not run.is_reference:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
+        model.set_attention_backend("native")  # it is set for every model of the process, of later tests too
     return loss
 
 
