@@ -11,6 +11,7 @@ an error. Few or whole numbers, as timesteps are, have to be equal.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Agreement:
         self._group = group
         self._num_forwards = 0
 
-    def check(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+    def check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """ValueError, on every rank of the group, where one of them has other inputs or weights.
 
         Communication: one gather of a few numbers a tensor, in the forwards that are compared.
@@ -64,7 +65,7 @@ class Agreement:
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if number >= NUM_COMPARED_FORWARDS and not debug_enabled():
             return
-        values = dict(_values("", inputs))
+        values = dict(_values("", inspect.signature(model.forward).bind(*args, **kwargs).arguments))
         if not all(_is_real(value) for value in values.values() if isinstance(value, Tensor)):
             return
         # Not part of what the step computes: who records its operations or communication should not meet this.

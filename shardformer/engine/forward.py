@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -28,11 +27,10 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
     running = ExitStack()
     agreement = Agreement(tokens.group)
     check_agreement = uncompiled(agreement.check)
-    signature = inspect.signature(model.forward)
 
     def begin(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_still_there(model, hooked)
-        check_agreement(model, signature.bind(*args, **kwargs).arguments)
+        check_agreement(model, args, kwargs)
         running.close()  # of a forward that another hook of the model ended
         tokens.begin()
         running.enter_context(tokens.as_running())

@@ -104,7 +104,8 @@ class Tokens:
         if splits is None or self.were_asked_for:
             return frozenset()
         num_own = splits[self.group.rank()]
-        return frozenset({num_own, num_own // self.state.unit} if self.state.unit > 1 else {num_own})
+        # One is no sign of anything: every tensor that broadcasts has such a dim.
+        return frozenset(count for count in (num_own, num_own // self.state.unit) if count > 1)
 
     def check_known(self, what: str) -> None:
         """ValueError in a recomputation that did not bring the state along."""

@@ -45,9 +45,11 @@ _NOTHING = (None, False, 0, 0.0, -1, (-1, -1), [-1, -1])
 class Lengths:
     """How many keys of each sample may be seen: a mask in the making."""
 
-    visible: tuple[int, ...]
+    visible: tuple[int, ...] | None
     total: int | None = None
     """Keys of a sample with its padding, where the function was told that too."""
+    queries: tuple[int, ...] | None = None
+    """How many queries each sample has, where the function was told: they must all be there."""
 
 
 def lead_to_attention(
@@ -78,21 +80,15 @@ def lead_to_attention(
                     f"{original.__name__} got {name}={shown}, which sequence-parallel attention does not have; "
                     "leave it out, or keep this model on one device a sequence"
                 )
-        lengths, queries = _lengths(options, "k"), _lengths(options, "q")
-        if queries is not None and options["q_lens"] is not None and len(set(queries.visible)) > 1:
-            raise ValueError(
-                f"{original.__name__} got q_lens={list(queries.visible)}; sequence-parallel attention takes samples "
-                "whose queries are all there: pad the batch to one length, and hide keys by k_lens"
-            )
-        packed = q.dim() == 3
-        if packed and lengths is None:
+        lengths, packed = _lengths(original.__name__, options), q.dim() == 3
+        if packed and (lengths is None or lengths.visible is None):
             raise ValueError(f"{original.__name__} got packed tokens {tuple(q.shape)} without cu_seqlens_k")
         dtype, asked = options["dtype"], q.dtype
         if dtype is not None:  # as Wan's own code: what is not half already is cast for the kernel, and back
             half = (torch.float16, torch.bfloat16)
             q, k, v = (tensor if tensor.dtype in half else tensor.to(dtype) for tensor in (q, k, v))
         if packed:
-            assert lengths is not None
+            assert lengths is not None and lengths.visible is not None
             q, k, v = (tensor.unflatten(0, (len(lengths.visible), -1)) for tensor in (q, k, v))
         causal, dropout = bool(options["causal"]), options["dropout"] or 0.0
         out = attend(q, k, v, dropout, mask=lengths, causal=causal, scale=options["scale"]).to(asked)
@@ -111,25 +107,34 @@ def _take(given: dict[str, Any], names: tuple[str, ...], signature: inspect.Sign
     return None
 
 
-def _lengths(options: dict[str, Any], of: str) -> Lengths | None:
-    if options[f"{of}_lens"] is not None:
-        return Lengths(_numbers(options[f"{of}_lens"]))
-    if options[f"cu_{of}"] is None:
-        return None
-    ends = _numbers(options[f"cu_{of}"])
-    segments = tuple(end - start for start, end in pairwise(ends))
+def _lengths(name: str, options: dict[str, Any]) -> Lengths | None:
+    if options["cu_q"] is not None and _numbers(options["cu_q"]) != _numbers(options["cu_k"]):
+        raise ValueError(
+            f"{name} got cu_seqlens_q that are not cu_seqlens_k; sequence-parallel attention takes samples whose "
+            "queries and keys are the same tokens"
+        )
+    queries = None if options["q_lens"] is None else _numbers(options["q_lens"])
+    if options["k_lens"] is not None:
+        return Lengths(_numbers(options["k_lens"]), queries=queries)
+    if options["cu_k"] is None:
+        return None if queries is None else Lengths(None, queries=queries)
+    segments = tuple(end - start for start, end in pairwise(_numbers(options["cu_k"])))
     if len(set(segments)) == 1:
-        return Lengths(segments, segments[0])
+        return Lengths(segments, segments[0], queries)
     pairs = list(zip(segments[::2], segments[1::2], strict=False))
     totals = {sum(pair) for pair in pairs}
     if len(segments) % 2 or len(totals) != 1:
         raise ValueError(
-            f"cu_seqlens_{of} packs samples of {segments} tokens; sequence-parallel attention takes samples of one "
-            "length, or each as what is seen and its padding: pad the batch"
+            f"{name} got cu_seqlens_k of samples of {segments} tokens; sequence-parallel attention takes samples of "
+            "one length, or each as what is seen and its padding: pad the batch"
         )
-    return Lengths(tuple(seen for seen, _padding in pairs), totals.pop())
+    return Lengths(tuple(seen for seen, _padding in pairs), totals.pop(), queries)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Whole numbers of a list or tensor. A tensor on a GPU makes the host wait, as in the functions themselves."""
-    return tuple(int(value) for value in (values.tolist() if isinstance(values, Tensor) else values))
+    """Whole numbers of a list or tensor, none of None.
+
+    A tensor on a GPU makes the host wait, as in the functions themselves.
+    """
+    found = values.tolist() if isinstance(values, Tensor) else values or ()
+    return tuple(int(value) for value in found)

@@ -90,7 +90,7 @@ class MaskReader:
     ) -> Mask:
         """ValueError for a mask that fits neither this rank's tokens nor all of them."""
         if isinstance(mask, Lengths):
-            mask = self._mask_of_lengths(mask, keys, device)
+            mask = self._mask_of_lengths(mask, queries, keys, device)
         if mask is None:
             return Mask()
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
@@ -127,9 +127,18 @@ class MaskReader:
             None if asking is None else asking.expand(batch, -1),
         )
 
-    def _mask_of_lengths(self, lengths: Lengths, keys: Extent, device: torch.device | None) -> Tensor | None:
+    def _mask_of_lengths(
+        self, lengths: Lengths, queries: Extent, keys: Extent, device: torch.device | None
+    ) -> Tensor | None:
         """[B, 1, 1, S_kv + T], or None where all is seen. All ranks decide alike: by numbers that are equal on all."""
         visible, total = lengths.visible, lengths.total
+        if lengths.queries is not None and set(lengths.queries) != {queries.num_whole}:
+            raise ValueError(
+                f"{self.name} got q_lens {list(lengths.queries)}, but samples have {queries.num_whole} queries, which "
+                "must all be there; leave q_lens out, and hide keys by k_lens"
+            )
+        if visible is None:
+            return None
         if total is None:
             num_seen = visible
             if set(visible) <= {size + keys.num_text for size in keys.splits}:

@@ -10,7 +10,7 @@ from torch import nn
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.communications import share_sizes
-from shardformer.modeling.flash_attn import Lengths
+from shardformer.modeling.flash_attn import Lengths, lead_to_attention
 from shardformer.modeling.masks import Extent, MaskReader
 from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, Positions, SplitInput
 from shardformer.policy.wan import WAN_AUTHORS
@@ -221,6 +221,31 @@ def test_positions_of_whole_frames_counted_inside_are_refused(ranks):
     ranks(2, frames_counted_inside)
 
 
+class Broadcast(Learned):
+    """Scales all tokens alike, by a tensor of dims of 1 that is made inside attention."""
+
+    def forward(self, x):
+        x = self.first(x)
+        self.attends.rotation.forward = lambda x, table: x * torch.linspace(0.5, 1, 4)[None, None]
+        return self.last(self.attends(x))
+
+
+def one_token_a_rank():
+    plan = Plan(ring=2)
+    init_parallel(plan)
+    policy = Policy(
+        models=("Broadcast",),
+        split_inputs=(SplitInput("first", "input"),),
+        gather_outputs=(GatherOutput("last"),),
+        self_attention=("attends",),
+    )
+    return shardformer.shard(Broadcast(), plan, policy=policy)(torch.ones(2, 2, 4)).shape
+
+
+def test_a_rank_of_one_token_takes_no_broadcast_for_positions(ranks):
+    assert ranks(2, one_token_a_rank) == [(2, 2, 4)] * 2
+
+
 def test_local_tokens_are_all_of_them_on_one_device():
     assert shardformer.local_tokens(7) == slice(0, 7)
 
@@ -269,6 +294,7 @@ JOINT, VIDEO = Extent(1, share_sizes(7, 3), 2), Extent(1, share_sizes(7, 3))
     [
         (Lengths((7, 6)), VIDEO, [7, 6]),  # of whole samples
         (Lengths((7, 7), 7), VIDEO, None),
+        (Lengths(None, queries=(7, 7)), VIDEO, None),
         (Lengths((2, 2), 2), VIDEO, None),  # packed, counted behind the split: nothing is padding
         (Lengths((9, 8), 9), JOINT, [9, 8]),  # one text token of the second is padding
         (Lengths((4, 3), 4), JOINT, [9, 8]),  # the same, counted behind the split
@@ -289,9 +315,62 @@ def test_lengths_become_a_mask_of_all_keys(lengths, extent, visible):
         (Lengths((3, 2)), VIDEO, r"may be of whole samples of 7 tokens or of what one rank has"),
         (Lengths((7, 5), 7), VIDEO, r"padding attends to itself"),
         (Lengths((8, 8)), VIDEO, r"have 7, and this rank 2 of them"),
+        (
+            Lengths((7, 6), queries=(6, 6)),
+            VIDEO,
+            r"q_lens \[6, 6\], but samples have 7 queries, which must all be there",
+        ),
+        (Lengths(None, queries=(2, 2)), VIDEO, r"q_lens \[2, 2\], but samples have 7 queries"),
         (Lengths((5, 5), 5), JOINT, r"samples of \[5, 5\] of 5 tokens, but they have 9, and this rank 4"),
     ],
 )
 def test_lengths_that_cannot_be_told_are_refused(lengths, extent, message):
     with pytest.raises(ValueError, match=message):
         MaskReader("attn").read(lengths, 2, extent, extent)
+
+
+def kernel(
+    q,
+    k,
+    v,
+    q_lens=None,
+    k_lens=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    dtype=torch.bfloat16,
+    version=None,
+):
+    raise AssertionError("the model's own is not called")
+
+
+def led(*args, **kwargs):
+    """What the kernel passes on, and its output."""
+    seen = []
+
+    def attend(q, k, v, dropout, **options):
+        seen.append((q.dtype, tuple(q.shape), options["mask"]))
+        return q
+
+    out = lead_to_attention(kernel, lambda: attend)(*args, **kwargs)
+    return seen[0], out
+
+
+def test_a_kernel_casts_as_the_function_does():
+    """Wan's own casts what is not half precision already, and casts its output back."""
+    q = torch.randn(2, 5, 3, 4)
+    (dtype, _, _), out = led(q, q, q)
+    assert dtype == torch.bfloat16 and out.dtype == torch.float32
+    (dtype, _, _), out = led(q.half(), q.half(), q.half(), version=2)
+    assert dtype == torch.float16 and out.dtype == torch.float16
+    (dtype, _, _), _ = led(q, q, q, dtype=None)
+    assert dtype == torch.float32
+
+
+def test_packed_queries_are_the_keys_tokens():
+    q, ends = torch.randn(10, 3, 4), torch.tensor([0, 5, 10])
+    (_, shape, lengths), out = led(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    assert shape == (2, 5, 3, 4) and lengths == Lengths((5, 5), 5) and out.shape == q.shape
+    with pytest.raises(ValueError, match="kernel got cu_seqlens_q that are not cu_seqlens_k"):
+        led(q, q, q, cu_seqlens_q=torch.tensor([0, 4, 8]), cu_seqlens_k=ends)
+    with pytest.raises(ValueError, match="without cu_seqlens_k"):
+        led(q, q, q)
