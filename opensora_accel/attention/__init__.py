@@ -1,12 +1,11 @@
 """Attention over a sequence that is spread over ranks. Layout [B, S_local, H, D]; exact in both directions."""
 
-from opensora_accel.attention.factorised import switch_sharded_dim
 from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
 from opensora_accel.attention.linear import linear_attention
 from opensora_accel.attention.local import explain_kernel, local_attention
 from opensora_accel.attention.ring import ring_attention
-from opensora_accel.attention.ulysses import ulysses_attention
+from opensora_accel.attention.ulysses import switch_sharded_dim, ulysses_attention
 from opensora_accel.attention.usp import usp_attention
 
 __all__ = [

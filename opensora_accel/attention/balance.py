@@ -24,8 +24,8 @@ from torch import Tensor
 
 from opensora_accel.communications import share_sizes
 
-Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+TokenLayout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[TokenLayout, ...] = get_args(TokenLayout)
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ class Tile:
         return num_rows * (num_rows + 1) // 2 if self.causal else num_rows * num_keys
 
 
-def layout_number(layout: str) -> int:
-    """For ranks to compare; −1 for a layout that `check_layout` refuses."""
-    return LAYOUTS.index(layout) if layout in LAYOUTS else -1
-
-
 def check_layout(layout: str, *all_splits: Sequence[int]) -> None:
     """Raises ValueError for an unknown layout, and for sizes that stripes cannot have."""
     if layout not in LAYOUTS:
@@ -73,7 +68,7 @@ def positions(
     total: int,
     num_ranks: int,
     rank: int,
-    layout: Layout = "zigzag",
+    layout: TokenLayout = "zigzag",
     *,
     splits: Sequence[int] | None = None,
     device: torch.device | str | None = None,
@@ -97,7 +92,7 @@ def positions(
 def rearrange(
     input_: Tensor,
     num_ranks: int,
-    layout: Layout = "zigzag",
+    layout: TokenLayout = "zigzag",
     *,
     dim: int = 1,
     splits: Sequence[int] | None = None,
@@ -109,7 +104,7 @@ def rearrange(
 def restore(
     input_: Tensor,
     num_ranks: int,
-    layout: Layout = "zigzag",
+    layout: TokenLayout = "zigzag",
     *,
     dim: int = 1,
     splits: Sequence[int] | None = None,
@@ -118,7 +113,9 @@ def restore(
     return input_.index_select(dim, _order(input_, num_ranks, layout, dim, splits).argsort())
 
 
-def _order(input_: Tensor, num_ranks: int, layout: Layout, dim: int, splits: Sequence[int] | None) -> Tensor:
+def _order(
+    input_: Tensor, num_ranks: int, layout: TokenLayout, dim: int, splits: Sequence[int] | None
+) -> Tensor:
     total, device = input_.size(dim), input_.device
     parts = [positions(total, num_ranks, r, layout, splits=splits, device=device) for r in range(num_ranks)]
     return torch.cat(parts)

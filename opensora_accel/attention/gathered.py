@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.local import autocast
+from opensora_accel.attention.call import autocast
 from opensora_accel.communications import gather_forward_reduce_scatter_backward
 from opensora_accel.communications.checks import check_group
 from opensora_accel.parallel_states import get_parallel_group
@@ -45,6 +45,9 @@ def gathered_attention(
 
     Returns:
         [B, S_q/P, H, D]. A query that sees no key of a bool mask gives 0.
+
+    Raises:
+        ValueError: the splits do not fit.
 
     Communication: an all-gather of k and v, in backward a reduce-scatter of their gradients.
     """

@@ -1,19 +1,26 @@
 """Joint attention of an MMDiT: video tokens are spread over the ranks, text tokens are whole on every one.
 
-Text is never cut to a multiple of anything and never sent as keys of its own: a rank attends with its heads of the
-text (ulysses) and its part of the text tokens (ring), which it has already.
+P = 3 ranks, 6 video tokens, 4 text tokens t u v w, 3 heads a b c. By Ulysses, rank 0 gets head a of all video tokens
+from the others. Head a of the text it has already: it cuts it out and attends to both with tokens 0…5 t u v w. Its
+output for the text is head a of t u v w, which every rank needs whole; so a copy of it goes to each rank with the
+video's way back.
+
+On a ring of 3 the text tokens are shared instead, (2, 1, 1): rank 0 holds its two video tokens with t u, rank 1 with
+v, rank 2 with w, and everything goes round as one sequence. The text's output is gathered at the end.
+
+Text is never cut to a multiple of anything, and never sent as keys of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opensora_accel.attention.checks import Tensors, agreed_splits
-from opensora_accel.attention.local import autocast
+from opensora_accel.attention.call import Text, autocast, enter_call
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import Heads, scatter_heads
 from opensora_accel.attention.usp import SequenceGroups
@@ -22,7 +29,6 @@ from opensora_accel.communications import (
     gather_forward_reduce_scatter_backward,
     share_sizes,
 )
-from opensora_accel.communications.sizes import Sizes
 
 
 def joint_attention(
@@ -62,79 +68,66 @@ def joint_attention(
     Gradient: of the text tensors, each rank has the part that passed through it; the parts add up to the whole, as
     parameters whose gradients are averaged over the ranks need it (gradients are P times the single device's there).
 
-    Raises ValueError, before any data is sent, for shapes that are no attention.
+    Raises:
+        ValueError: the shapes are no attention; on every rank and before any data is sent, unless the sizes are
+        given.
     """
     groups = SequenceGroups.of(mesh)
     q, k, v, text_q, text_k, text_v = autocast(q, k, v, text_q, text_k, text_v)
-    tensors: Tensors = {"q": q, "k": k, "v": v, "mask": mask}
-    texts: Tensors = {"text_q": text_q, "text_k": text_k, "text_v": text_v, "text_mask": text_mask}
-    options = {"causal": False, "text_first": text_first, "scale": scale}
-    splits, _ = agreed_splits({**tensors, **texts}, options, groups.inner_first, splits, splits)
-    num_heads, own, ulysses = q.size(2), groups.of_ulysses(splits), groups.ulysses
+    text = Text(text_q, text_k, text_v, text_mask, text_first)
+    call = enter_call(
+        q, k, v, mask, groups.inner_first, splits=splits, kv_splits=splits, scale=scale, text=text
+    )
+    num_heads, own, ulysses = q.size(2), groups.of_ulysses(call.splits), groups.ulysses
     if mask is None and text_mask is not None:
         mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    if mask is not None and text_mask is None:
+        text_mask = text_k.new_ones(text_k.shape[:2], dtype=torch.bool)
 
-    text_splits, text_kv_splits = (share_sizes(t.size(1), groups.ring.size()) for t in (text_q, text_k))
-    text = [
-        _own_tokens(text_q, groups, text_splits),
-        *(_own_tokens(t, groups, text_kv_splits) for t in (text_k, text_v)),
-    ]
-    heads = Heads.shared(num_heads, k.size(2), ulysses.size())
-    if ulysses.size() > 1:
+    # Text of this rank: its part of the tokens on the ring, its part of the heads within ulysses. Nothing is sent.
+    text_splits, text_kv_splits = (share_sizes(t.size(1), groups.ring_size) for t in (text_q, text_k))
+    text_q = text_q.split(text_splits, 1)[groups.ring_rank]
+    text_k, text_v = (t.split(text_kv_splits, 1)[groups.ring_rank] for t in (text_k, text_v))
+    heads = Heads.shared(num_heads, k.size(2), groups.ulysses_size)
+    if ulysses is not None and ulysses.size() > 1:
         q, k, v, mask = scatter_heads(q, k, v, mask, ulysses, own, own)
-        text = _own_heads(text, heads, ulysses.rank())
-    q, k, v = (_joined(pair, text_first) for pair in zip((q, k, v), text, strict=True))
-    if mask is not None:
-        whole = text_k.new_ones(text_k.shape[:2], dtype=torch.bool) if text_mask is None else text_mask
-        mask = _joined((mask, _own_tokens(whole, groups, text_kv_splits)), text_first)
-    both, kv_both = (
-        tuple(map(sum, zip(groups.of_ring(splits), of_text, strict=True)))
-        for of_text in (text_splits, text_kv_splits)
-    )
-    out = ring_attend(q, k, v, groups.ring, mask, False, scale, "contiguous", both, kv_both)
+        rank = ulysses.rank()
+        queries, keys = heads.query_range(rank), heads.keys[rank]
+        text_q = text_q[:, :, queries.start : queries.stop]
+        text_k, text_v = (heads.align_keys(t[:, :, keys.start : keys.stop], rank) for t in (text_k, text_v))
+    q, k, v = (_join(video, words, text_first) for video, words in ((q, text_q), (k, text_k), (v, text_v)))
+    if mask is not None and text_mask is not None:
+        mask = _join(mask, text_mask.split(text_kv_splits, 1)[groups.ring_rank], text_first)
 
-    num_text = text_splits[groups.ring.rank()]
-    sizes = [num_text, out.size(1) - num_text]
-    text_out, video_out = out.split(sizes, 1) if text_first else reversed(out.split(sizes[::-1], 1))
-    if ulysses.size() > 1:
-        video_out, text_out = _gather_heads(video_out, text_out, groups, own, heads)
-    if groups.ring.size() > 1 and text_q.size(1):
+    video_splits = groups.of_ring(call.splits)
+    ring_call = replace(
+        call,
+        splits=tuple(video + words for video, words in zip(video_splits, text_splits, strict=True)),
+        kv_splits=tuple(video + words for video, words in zip(video_splits, text_kv_splits, strict=True)),
+    )
+    out = ring_attend(q, k, v, mask, groups.ring, ring_call)
+
+    num_text = text_splits[groups.ring_rank]
+    if text_first:
+        text_out, video_out = out.split([num_text, out.size(1) - num_text], 1)
+    else:
+        video_out, text_out = out.split([out.size(1) - num_text, num_text], 1)
+    if ulysses is not None and ulysses.size() > 1:
+        # All heads of this rank's video tokens, and of all the ring rank's text tokens: a copy of these for each rank.
+        num_ranks = ulysses.size()
+        copies = text_out.unsqueeze(1).expand(-1, num_ranks, -1, -1, -1).flatten(1, 2)
+        video_out, text_out = all_to_all_packed(
+            [video_out, copies],
+            ulysses,
+            scatter_dim=1,
+            gather_dim=2,
+            splits=[heads.queries, heads.queries],
+            scatter_splits=[own, (num_text,) * num_ranks],
+        )
+    if groups.ring is not None and groups.ring.size() > 1 and any(text_splits):
         text_out = gather_forward_reduce_scatter_backward(text_out, groups.ring, 1, splits=text_splits)
     return video_out, text_out
 
 
-def _own_tokens(tensor: Tensor, groups: SequenceGroups, text_splits: Sizes) -> Tensor:
-    return tensor.split(text_splits, 1)[groups.ring.rank()]
-
-
-def _own_heads(text: Sequence[Tensor], heads: Heads, rank: int) -> list[Tensor]:
-    def cut(tensor: Tensor, which: range) -> Tensor:
-        return tensor[:, :, which.start : which.stop]
-
-    q, k, v = text
-    return [
-        cut(q, heads.query_range(rank)),
-        *(heads.align_keys(cut(tensor, heads.keys[rank]), rank) for tensor in (k, v)),
-    ]
-
-
-def _joined(pair: Sequence[Tensor], text_first: bool) -> Tensor:
-    video, text = pair
+def _join(video: Tensor, text: Tensor, text_first: bool) -> Tensor:
     return torch.cat([text, video] if text_first else [video, text], 1)
-
-
-def _gather_heads(
-    video: Tensor, text: Tensor, groups: SequenceGroups, splits: Sizes, heads: Heads
-) -> tuple[Tensor, Tensor]:
-    """All heads of this rank's video tokens and of all the ring rank's text tokens, in one all-to-all."""
-    num_ranks, num_text = groups.ulysses.size(), text.size(1)
-    copies = text.unsqueeze(1).expand(-1, num_ranks, -1, -1, -1).flatten(1, 2)
-    video, text = all_to_all_packed(
-        [video, copies],
-        groups.ulysses,
-        scatter_dim=1,
-        gather_dim=2,
-        splits=[heads.queries, heads.queries],
-        scatter_splits=[splits, (num_text,) * num_ranks],
-    )
-    return video, text

@@ -1,7 +1,17 @@
 """Attention on one rank, in the layout that every parallel attention here shares: [B, S, H, D].
 
-`local_attention` is the whole of it. `attend` and `attend_backward` are one block of keys of it: they give and take
-the log-sum-exp by which blocks are merged.
+`local_attention` is the whole of it. The rest is attention over keys that come in blocks, as a ring needs it. A row's
+result over a block is its output o and its log-sum-exp, lse = log Σ exp(score). Two blocks a and b make the whole
+row:
+
+    o = (1 − w)·o_a + w·o_b    with w = exp(lse_b) / (exp(lse_a) + exp(lse_b)) = σ(lse_b − lse_a)
+    lse = log(exp(lse_a) + exp(lse_b))
+
+If the row's scores over a add up to 3 and those over b to 1, w is ¼. The sigmoid neither overflows nor divides. In
+backward no merging is needed: each block is given the output and the log-sum-exp of the whole row, and its weights
+exp(score − lse) are then those of the whole softmax.
+
+Source: the online softmax of Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2's backward, arXiv:2307.08691.
 """
 
 from __future__ import annotations
@@ -10,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.checks import check_alone
-from opensora_accel.attention.kernels import Choice, Problem, Scores, choose_kernel
-from opensora_accel.attention.kernels.base import Grads
+from opensora_accel.attention.call import AttentionCall, autocast, enter_call
+from opensora_accel.attention.kernels import Choice, Grads, Problem, Scores, choose_kernel
 
 
 def local_attention(
@@ -36,33 +45,27 @@ def local_attention(
     Returns:
         [B, S_q, H, D].
 
-    Raises ValueError for shapes that are no attention.
+    Raises:
+        ValueError: the shapes are no attention.
     """
     q, k, v = autocast(q, k, v)
-    check_alone({"q": q, "k": k, "v": v, "mask": mask}, {"causal": causal, "scale": scale})
-    return attend_whole(q, k, v, mask, causal, scale)
+    return attend_whole(q, k, v, mask, enter_call(q, k, v, mask, [], causal=causal, scale=scale))
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as torch.autocast gives them to an attention kernel: norms leave q and k in fp32, v is bf16 there.
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
+    """`local_attention` of what was checked, with the mask, `causal` and `scale` of the call; tensors may be empty.
 
-    At the entry of every attention, so that ranks with and without work of their own send one dtype.
+    Args:
+        q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv].
+
+    Returns:
+        [B, S_q, H, D].
     """
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
-
-
-def attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-) -> Tensor:
-    """`local_attention` of what was checked; any of the tensors may be empty."""
     if q.numel() == 0 or k.numel() == 0:
-        return _nothing(q, k, v)
-    grouped = q.size(2) != k.size(2)
-    attention_mask, sees_none = None, None
+        # No query, no key or no head: zeros that are connected to the inputs, as other ranks await their gradients.
+        connection = sum(tensor.flatten()[:0].sum() for tensor in (q, k, v))
+        return q.new_zeros(*q.shape[:3], v.size(3)) + connection
+    causal, attention_mask, sees_none = call.causal, None, None
     if mask is not None:
         attention_mask = mask[:, None, None, :]
         if causal:  # the kernels take a mask or the causal flag, not both
@@ -77,36 +80,37 @@ def attend_whole(
         v.transpose(1, 2),
         attn_mask=attention_mask,
         is_causal=causal,
-        scale=scale,
-        enable_gqa=grouped,
+        scale=call.scale,
+        enable_gqa=q.size(2) != k.size(2),
     )
     if sees_none is not None:
         out = out.masked_fill(sees_none, 0)
     return out.transpose(1, 2)
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """No query, no key or no head: zeros, still connected to the inputs, as other ranks await their gradients."""
-    connection = sum(tensor.flatten()[:0].sum() for tensor in (q, k, v))
-    return q.new_zeros(*q.shape[:3], v.size(3)) + connection
-
-
 def explain_kernel(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Choice:
-    """The kernel that ring attention takes for these tensors, and why not the ones before it: `print` it."""
+    """The kernel that ring attention takes for these tensors, and why not the ones before it: `print` it.
+
+    Args:
+        q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv].
+    """
     return choose_kernel(Problem.of(q, k, v, mask))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys: output [B, S_q, H, D_v] and log-sum-exp [B, H, S_q].
+    """Attention over one block of keys. Not differentiable.
 
-    Arguments as `local_attention`. A row that sees no key has output 0 and log-sum-exp −inf. Not differentiable.
+    Args:
+        q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D], the keys and values of the block.
+
+    Returns:
+        The output [B, S_q, H, D] and the log-sum-exp [B, H, S_q]; 0 and −inf for a row that sees no key.
     """
     if q.numel() == 0 or k.numel() == 0:
         lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=accumulator_dtype(q.dtype))
         return q.new_zeros(*q.shape[:3], v.size(3)), lse
     mask = scores.mask
-    kernel = choose_kernel(Problem.of(q, k, v, mask)).kernel
-    out, lse = kernel.forward(q, k, v, scores)
+    out, lse = choose_kernel(Problem.of(q, k, v, mask)).kernel.forward(q, k, v, scores)
     if mask is not None:
         # [B, S_q] or [B, 1]: kernels differ in what they make of a row that sees nothing.
         sees_none = mask.cumsum(1) == 0 if scores.causal else ~mask.any(1, keepdim=True)
@@ -115,12 +119,41 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
     return out, lse
 
 
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Makes `out` and `lse`, in place, the attention over their keys and those of the block. Not differentiable.
+
+    Start from a first block, or from zeros with a log-sum-exp of −inf. A row that sees no key in either has output 0
+    and log-sum-exp −inf, never NaN.
+
+    Args:
+        out: [B, S, H, D], fp32 or fp64: accumulated in fp32, the error does not grow with the number of blocks.
+        lse: [B, S, H], of the same dtype, the natural logarithm of the sum over the scaled scores' exponentials.
+        block_out: [B, S, H, D], of any dtype.
+        block_lse: [B, S, H].
+
+    Raises:
+        ValueError: `out` is of a narrower dtype.
+    """
+    if out.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"partial results are accumulated in fp32 or fp64; got out in {out.dtype}, use out.float()"
+        )
+    block_lse = block_lse.to(lse.dtype)
+    # Both −inf: the difference is NaN, and no share of nothing is taken.
+    share = torch.sigmoid(block_lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
+    out.lerp_(block_out.to(out.dtype), share)
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Grads:
-    """Gradients of q, k and v through one block of keys, where `out` and `lse` are those of the whole row.
+    """Gradients of q, k and v through one block of keys.
 
-    `lse` must be finite: 0 in place of −inf, for a row without keys, gives all of its masked keys the weight 0.
+    Args:
+        grad, out: [B, S_q, H, D], of the whole row; q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D], of the block. lse:
+        [B, H, S_q], of the whole row, finite: 0 in place of −inf, for a row without keys, gives all of its masked
+            keys the weight 0.
     """
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -1,13 +1,14 @@
 """Whether a ring's transfers hide behind its compute, and from which size on they do.
 
+Nothing of it runs in training: measure once with `measure_ring_hardware`, and ask `explain_overlap` about a plan.
+
 One step computes 4·B·c²·H·D operations (c tokens a rank) while 2·B·c·H·D elements of keys and values travel. In bf16
-that hides where c ≥ F/W, for F operations and W bytes a second (Ring Attention, arXiv:2310.01889, section 3). Backward
-computes 2.5 times as much, and gradients in fp32 travel too: c ≥ 1.2 F/W.
+that hides where c ≥ F/W, for F operations and W bytes a second (Ring Attention, arXiv:2310.01889, section 3).
+Backward computes 2.5 times as much, and gradients in fp32 travel too: c ≥ 1.2 F/W.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -15,14 +16,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.local import accumulator_dtype, attend
 from opensora_accel.communications import ring_exchange
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def _waited_s(num_ranks: int, compute_s: float, keys_s: float, sums_s: float) ->
 def measure_ring_hardware(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> RingHardware:
     """The slowest rank's attention kernel and slowest link of the ring, by a few short runs. Every rank calls it."""
     tokens, heads, head_dim = (2048, 16, 64) if device.type == "cuda" else (512, 4, 64)
-    # Zeros, because it runs within a training step: a draw would shift the random numbers of everything after it.
+    # Zeros, because a draw would shift the random numbers of a run that goes on after it.
     q, k, v = (torch.zeros(1, tokens, heads, head_dim, device=device, dtype=dtype) for _ in range(3))
     message = torch.zeros(16 * 2**20 if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
     compute_s = _time_s(lambda: attend(q, k, v, Scores(head_dim**-0.5)), device)
@@ -147,42 +144,19 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class OverlapWatch:
-    """Warns once, at the first call of a ring whose transfers take longer than its compute."""
-
-    def __init__(self, ring: dist.ProcessGroup, ulysses_degree: int):
-        self._ring, self._ulysses_degree = ring, ulysses_degree
-        self._is_done = ring.size() == 1 or dist.get_backend(ring) == "fake"
-
-    def check(self, q: Tensor, k: Tensor) -> None:
-        """`q`, `k`: [B, S/P, H, D] of this rank. Measures, on all ranks of the ring, at its first call."""
-        if self._is_done or torch.compiler.is_compiling():
-            return
-        self._is_done = True
-        shape = RingShape(
-            num_ranks=self._ring.size(),
-            batch=q.size(0),
-            block_tokens=q.size(1) * self._ulysses_degree,
-            heads=max(1, q.size(2) // self._ulysses_degree),
-            kv_heads=max(1, k.size(2) // self._ulysses_degree),
-            head_dim=q.size(3),
-            dtype=q.dtype,
-        )
-        # Not for the modes of a checkpoint to see, which would keep what the kernel returns here.
-        with torch.no_grad(), _disable_current_modes():
-            hardware = measure_ring_hardware(self._ring, q.device, q.dtype)
-        overlap = ring_overlap(shape, hardware)
-        if not overlap.hides and self._ring.rank() == 0:
-            logger.warning("%s", exposed_message(shape, hardware, overlap))
-
-
-def exposed_message(shape: RingShape, hardware: RingHardware, overlap: Overlap) -> str:
-    """What a plan whose ring does not hide costs, and what to change."""
+def explain_overlap(shape: RingShape, hardware: RingHardware) -> str:
+    """Whether a plan's ring hides its transfers, in words; if not, what that costs and what to change."""
+    overlap = ring_overlap(shape, hardware)
+    steps = (
+        f"a block of {shape.block_tokens:,} tokens computes {1e3 * overlap.forward_compute_s:.3g} ms and sends for "
+        f"{1e3 * overlap.forward_transfer_s:.3g} ms (backward {1e3 * overlap.backward_compute_s:.3g} and "
+        f"{1e3 * overlap.backward_transfer_s:.3g}), at {hardware.flops_per_s / 1e12:.3g} TFLOP/s and "
+        f"{hardware.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+    )
+    if overlap.hides:
+        return f"the ring of {shape.num_ranks} ranks hides its transfers: {steps}"
     return (
-        f"the ring of {shape.num_ranks} ranks does not hide its transfers: a block of {shape.block_tokens:,} tokens "
-        f"computes {1e3 * overlap.forward_compute_s:.3g} ms and sends for {1e3 * overlap.forward_transfer_s:.3g} ms "
-        f"(backward {1e3 * overlap.backward_compute_s:.3g} and {1e3 * overlap.backward_transfer_s:.3g}), at "
-        f"{hardware.flops_per_s / 1e12:.3g} TFLOP/s and {hardware.bandwidth_bytes_per_s / 1e9:.3g} GB/s. About "
+        f"the ring of {shape.num_ranks} ranks does not hide its transfers: {steps}. About "
         f"{1e3 * overlap.exposed_s:.3g} ms of every layer's step are waited for; blocks of "
         f"{overlap.smallest_block_tokens:,} tokens would hide it. "
         "Where the heads allow it, move ranks from the ring to ulysses"

@@ -1,13 +1,22 @@
 """Ring attention: queries stay, keys and values go round, every rank attends to each block as it passes.
 
-Source: Liu et al., Ring Attention, arXiv:2310.01889. Here shares may differ in size, keys may be masked, and the
-gradient of a rank's keys needs P−1 hops: its own part never leaves.
+A rank holds its queries and, at each of P steps, the keys and values of one rank (`ring_pipeline` has the picture).
+It attends to that block and merges the result into that of the blocks before (`local` says how). After P steps each
+query has seen every key, and no rank ever held more than two blocks.
+
+Backward sends the blocks round once more. A block's gradient takes the output and the log-sum-exp of the whole row,
+which forward kept, so the steps need no particular order. Gradients of queries stay and are added up; those of keys
+and values are added up along the way, P − 1 hops in fp32, and end at the rank that owns the keys.
+
+Under a causal mask, a rank computes the tiles of a block that its queries see (`balance`); keys may also be masked
+one by one, and the mask then travels with them. Shares may differ in size.
+
+Source: Liu et al., Ring Attention, arXiv:2310.01889.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from opensora_accel.attention.balance import Layout, Tile, causal_tiles, check_layout, layout_number
-from opensora_accel.attention.checks import agreed_splits
-from opensora_accel.attention.circulate import Circulation
+from opensora_accel.attention.balance import Tile, TokenLayout, causal_tiles, check_layout
+from opensora_accel.attention.call import AttentionCall, autocast, enter_call
 from opensora_accel.attention.kernels import Scores
-from opensora_accel.attention.local import (
-    accumulator_dtype,
-    attend,
-    attend_backward,
-    attend_whole,
-    autocast,
-)
-from opensora_accel.attention.merge import merge_
+from opensora_accel.attention.local import accumulator_dtype, attend, attend_backward, attend_whole, merge_
+from opensora_accel.attention.ring_pipeline import RingPipeline
 from opensora_accel.communications.checks import check_group
 from opensora_accel.parallel_states import get_parallel_group
 
@@ -40,7 +42,7 @@ def ring_attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    layout: Layout = "contiguous",
+    layout: TokenLayout = "contiguous",
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
 ) -> Tensor:
@@ -61,139 +63,127 @@ def ring_attention(
     Returns:
         [B, S_q/P, H, D].
 
+    Raises:
+        ValueError: the shapes are no attention; on every rank and before any data is sent, unless the sizes are
+        given. RuntimeError: a second derivative is asked for.
+
     Communication: P−1 hops of k and v (and the mask) to the next rank; in backward the same, and P−1 hops of their
     gradients in fp32. In units of the bytes of q, with H_kv = H: 6 (P−1) in fp32, 8 (P−1) in bf16.
 
-    Gradient: keeps q, k, v, the mask, the output and its log-sum-exp; has no second derivative. Where a rank fails on
-    the way, the others do not wait for it: gradients of keys that passed it are NaN.
-
-    Raises ValueError, before any data is sent, for shapes that are no attention.
+    Gradient: keeps q, k, v, the mask, the output and its log-sum-exp. Where a rank fails on the way, the others do
+    not wait for it: gradients of keys that passed it are NaN.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
     q, k, v = autocast(q, k, v)
-    splits, kv_splits = agreed_splits(
-        {"q": q, "k": k, "v": v, "mask": mask},
-        {"causal": causal, "scale": scale, "layout": layout_number(layout)},
-        [group],
-        splits,
-        kv_splits,
-    )
-    check_layout(layout, *((splits, kv_splits) if causal else ()))
-    return ring_attend(q, k, v, group, mask, causal, scale, layout, splits, kv_splits)
+    call = enter_call(
+        q, k, v, mask, [group],
+        splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, layout=layout,
+    )  # fmt: skip
+    if causal:
+        check_layout(layout, call.splits, call.kv_splits)
+    return ring_attend(q, k, v, mask, group, call)
 
 
 def ring_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: dist.ProcessGroup,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    layout: Layout,
-    splits: Sequence[int],
-    kv_splits: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: dist.ProcessGroup | None, call: AttentionCall
 ) -> Tensor:
-    """`ring_attention` of what was checked."""
-    if group.size() == 1:
-        return attend_whole(q, k, v, mask, causal, scale)
-    scale = q.size(-1) ** -0.5 if scale is None else scale
-    out, _lse = _ring_op(q, k, v, mask, splits, kv_splits, group.group_name, causal, layout, float(scale))
-    return out
+    """`ring_attention` of what was checked, with the ring's sizes in the call; without a group, of this rank alone.
+
+    Args:
+        q: [B, S_q/P, H, D]; k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P].
+
+    Returns:
+        [B, S_q/P, H, D].
+    """
+    if group is None or group.size() == 1:
+        return attend_whole(q, k, v, mask, call)
+    scale = float(q.size(-1) ** -0.5 if call.scale is None else call.scale)
+    options = (call.splits, call.kv_splits, group.group_name, call.causal, call.layout, scale)
+    return _RingAttention.apply(q, k, v, mask, *options)
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """What stays the same during one trip round."""
-
-    group: dist.ProcessGroup
-    splits: tuple[int, ...]
-    kv_splits: tuple[int, ...]
-    causal: bool
-    layout: str
-
-    def tiles(self, owner: int) -> tuple[Tile, ...]:
-        rank = self.group.rank()
-        if self.causal:
-            return causal_tiles(self.layout, self.splits, self.kv_splits, rank, owner)
-        # Without a causal mask a row sees all of a block, whatever the layout.
-        whole = Tile(slice(0, self.splits[rank]), slice(0, self.kv_splits[owner]), causal=False)
-        return (whole,) if self.splits[rank] and self.kv_splits[owner] else ()
-
-    def block_sizes(self, k: Tensor, v: Tensor, mask: Tensor | None) -> list[int]:
-        """Every rank's keys, values and mask, in bytes."""
-        per_token = k.size(2) * (k.size(3) + v.size(3)) * k.element_size() + (mask is not None)
-        return [k.size(0) * num_tokens * per_token for num_tokens in self.kv_splits]
-
-    def grad_sizes(self, k: Tensor, v: Tensor) -> list[int]:
-        """Every rank's gradients of keys and values, in elements."""
-        per_token = k.size(0) * k.size(2) * (k.size(3) + v.size(3))
-        return [num_tokens * per_token for num_tokens in self.kv_splits]
-
-
-class _Block:
-    """Keys, values and their mask of one rank, in one buffer of bytes."""
-
-    def __init__(self, buffer: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, num_tokens: int):
-        """`k`, `v` and `mask` tell dtypes and all sizes but the number of tokens."""
-        shapes = [(tensor.size(0), num_tokens, *tensor.shape[2:]) for tensor in (k, v)]
-        sizes = [_num_bytes(shape, k.dtype) for shape in shapes]
-        parts = buffer.split([*sizes, buffer.numel() - sum(sizes)])
-        self._k, self._v = (p.view(k.dtype).view(shape) for p, shape in zip(parts, shapes, strict=False))
-        self._mask = None if mask is None else parts[2].view(torch.bool).view(k.size(0), num_tokens)
-
-    def cut(self, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Scores]:
-        mask = None if self._mask is None else self._mask[:, tile.keys]
-        return self._k[:, tile.keys], self._v[:, tile.keys], Scores(scale, mask, tile.causal)
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
+        out, lse = torch.ops.opensora_accel.ring_attention(q, k, v, mask, *options)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.options = options
+        return out
 
     @staticmethod
-    def pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        parts = [k, v] if mask is None else [k, v, mask]
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # All three, whichever are asked for: other ranks may ask for others, and wait for what passes here.
+        grads = _RingAttentionBackward.apply(grad, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, *(None,) * len(ctx.options)
 
 
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+class _RingAttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.opensora_accel.ring_attention_backward(*arguments)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        raise RuntimeError(
+            "ring attention has no second derivative; use ulysses_attention, or local_attention on gathered keys"
+        )
+
+
+# As operators of their own, forward and backward are opaque to torch.compile, and selective checkpointing keeps what
+# they return instead of sending everything round again. An operator takes plain numbers and names.
+_OPERATORS = torch.library.Library("opensora_accel", "FRAGMENT")
+_OPTIONS = "int[] splits, int[] kv_splits, str group, bool causal, str layout, float scale"
+_OPERATORS.define(
+    f"ring_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+_OPERATORS.define(
+    "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: _Ring, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    splits: Sequence[int],
+    kv_splits: Sequence[int],
+    group_name: str,
+    causal: bool,
+    layout: str,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of q and log-sum-exp [B, H, S_q/P]."""
+    """The output [B, S_q/P, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q/P]."""
+    ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     dtype = accumulator_dtype(q.dtype)
-    out = q.new_zeros(*q.shape[:3], v.size(3), dtype=dtype)
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-    with Circulation(ring.group, _Block.pack(k, v, mask), ring.block_sizes(k, v, mask)) as trip:
-        for _ in ring.kv_splits:
-            buffer = trip.next_block()
-            block = _Block(buffer, k, v, mask, ring.kv_splits[trip.owner])
-            for tile in ring.tiles(trip.owner):
-                part, part_lse = attend(q[:, tile.rows], *block.cut(tile, scale))
-                merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse.transpose(1, 2))
+
+    def rows_without_keys() -> tuple[Tensor, Tensor]:
+        shape = (*q.shape[:3], v.size(3))
+        return q.new_zeros(shape, dtype=dtype), q.new_full(shape[:3], float("-inf"), dtype=dtype)
+
+    out: Tensor | None = None
+    lse: Tensor | None = None  # [B, S_q/P, H]
+    packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
+    # The kernels' own products are of the dtype that was given.
+    with torch.autocast(q.device.type, enabled=False), RingPipeline(ring.group, packed, sizes) as pipeline:
+        for step in range(len(kv_splits)):
+            block = pipeline.next_block()
+            num_tokens = kv_splits[pipeline.owner]
+            keys, values, key_mask = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
+            for tile in ring.tiles(pipeline.owner):
+                scores = Scores(scale, None if key_mask is None else key_mask[:, tile.keys], tile.causal)
+                part, part_lse = attend(q[:, tile.rows], keys[:, tile.keys], values[:, tile.keys], scores)
+                part_lse = part_lse.transpose(1, 2)
+                if out is None and part.size(1) == q.size(1):
+                    out, lse = part.to(dtype), part_lse.to(dtype)  # there is nothing to merge with yet
+                    continue
+                if out is None or lse is None:
+                    out, lse = rows_without_keys()
+                merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse)
+    if out is None or lse is None:
+        out, lse = rows_without_keys()
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
-
-
-class _KeyGrads:
-    """This rank's part of the gradients of one block's keys and values, to be added to those of other ranks."""
-
-    def __init__(self, k: Tensor, v: Tensor, num_tokens: int):
-        self._shapes = [(k.size(0), num_tokens, k.size(2), dim) for dim in (k.size(3), v.size(3))]
-        self._parts: list[tuple[slice, Tensor, Tensor]] = []
-
-    def append(self, keys: slice, grad_k: Tensor, grad_v: Tensor) -> None:
-        self._parts.append((keys, grad_k, grad_v))
-
-    def add_to(self, sums: Tensor, is_new: bool) -> None:
-        if is_new:
-            sums.zero_()
-        k, v = self.within(sums)
-        for keys, grad_k, grad_v in self._parts:
-            k[:, keys] += grad_k
-            v[:, keys] += grad_v
-
-    def within(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = sums.split([torch.Size(shape).numel() for shape in self._shapes])
-        return k.view(self._shapes[0]), v.view(self._shapes[1])
 
 
 def _backward(
@@ -204,118 +194,131 @@ def _backward(
     mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    ring: _Ring,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = accumulator_dtype(q.dtype)
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
-    block_sizes, grad_sizes = ring.block_sizes(k, v, mask), ring.grad_sizes(k, v)
-    with Circulation(ring.group, _Block.pack(k, v, mask), block_sizes, grad_sizes, dtype) as trip:
-        own = _KeyGrads(k, v, k.size(1))
-        for step in range(len(ring.kv_splits)):
-            buffer = trip.next_block()
-            num_tokens = ring.kv_splits[trip.owner]
-            block, found = _Block(buffer, k, v, mask, num_tokens), _KeyGrads(k, v, num_tokens)
-            for tile in ring.tiles(trip.owner):
-                rows = tile.rows
-                block_k, block_v, scores = block.cut(tile, scale)
-                whole = out[:, rows], lse[:, :, rows]
-                parts = attend_backward(grad[:, rows], q[:, rows], block_k, block_v, *whole, scores)
-                grad_q[:, rows] += parts[0]
-                found.append(tile.keys, *parts[1:])
-            if step == 0:
-                own = found
-            else:
-                trip.send_home(found.add_to)
-        sums = trip.come_home()
-        own.add_to(sums, is_new=False)
-    grad_k, grad_v = own.within(sums)
-    # Copies: an operation's outputs may not share memory.
-    return grad_q.to(q.dtype), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
-
-
-def _group_called(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of torch's
-
-
-# As operations of their own they are opaque to torch.compile, and selective checkpointing keeps what they return
-# instead of sending everything round again.
-
-
-@torch.library.custom_op("opensora_accel::ring_attention", mutates_args=())
-def _ring_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
     splits: Sequence[int],
     kv_splits: Sequence[int],
     group_name: str,
     causal: bool,
     layout: str,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    ring = _Ring(_group_called(group_name), tuple(splits), tuple(kv_splits), causal, layout)
-    with torch.autocast(
-        q.device.type, enabled=False
-    ):  # kernels' own products are of the dtype that was given
-        return _forward(q, k, v, mask, ring, scale)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, in their shapes and dtypes."""
+    ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
+    dtype = accumulator_dtype(q.dtype)
+    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    if mask is not None:
+        lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
+    packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
+    grad_sizes = ring.block_sizes(k, v, None)
+
+    def add_parts(grads: Tensor, is_new: bool) -> None:
+        """Adds this rank's gradients of the current block to those of the ranks before."""
+        if is_new:
+            grads.zero_()
+        grad_k, grad_v = _split_keys(grads, k, v, kv_splits[pipeline.owner])
+        for keys, part_k, part_v in parts:
+            grad_k[:, keys] += part_k
+            grad_v[:, keys] += part_v
+
+    with (
+        torch.autocast(q.device.type, enabled=False),
+        RingPipeline(ring.group, packed, sizes, grad_sizes, dtype) as pipeline,
+    ):
+        for step in range(len(kv_splits)):
+            block = pipeline.next_block()
+            num_tokens = kv_splits[pipeline.owner]
+            keys, values, key_mask = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
+            parts: list[tuple[slice, Tensor, Tensor]] = []
+            for tile in ring.tiles(pipeline.owner):
+                rows = tile.rows
+                scores = Scores(scale, None if key_mask is None else key_mask[:, tile.keys], tile.causal)
+                part_q, part_k, part_v = attend_backward(
+                    grad[:, rows], q[:, rows], keys[:, tile.keys], values[:, tile.keys],
+                    out[:, rows], lse[:, :, rows], scores,
+                )  # fmt: skip
+                grad_q[:, rows] += part_q
+                parts.append((tile.keys, part_k, part_v))
+            if step == 0:
+                own = parts
+            else:
+                pipeline.send_grads(add_parts)
+        grad_k, grad_v = _split_keys(pipeline.receive_grads(), k, v, k.size(1))
+        for own_keys, part_k, part_v in own:
+            grad_k[:, own_keys] += part_k
+            grad_v[:, own_keys] += part_v
+    # Copies: an operator's outputs may not share memory.
+    return grad_q.to(q.dtype), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
 
 
-@_ring_op.register_fake
+_OPERATORS.impl("ring_attention", _forward, "CompositeExplicitAutograd")
+_OPERATORS.impl("ring_attention_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("opensora_accel::ring_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _dim = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
     return q.new_empty((batch, tokens, heads, v.size(3))), lse
 
 
-@torch.library.custom_op("opensora_accel::ring_attention_backward", mutates_args=())
-def _ring_backward_op(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    splits: Sequence[int],
-    kv_splits: Sequence[int],
-    group_name: str,
-    causal: bool,
-    layout: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ring = _Ring(_group_called(group_name), tuple(splits), tuple(kv_splits), causal, layout)
-    with torch.autocast(q.device.type, enabled=False):
-        return _backward(grad, q, k, v, mask, out, lse, ring, scale)
-
-
-@_ring_backward_op.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.register_fake("opensora_accel::ring_attention_backward")
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, mask, *output)
-    ctx.mark_non_differentiable(output[1])
+class _Ring:
+    """The facts of one trip round."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        splits: Sequence[int],
+        kv_splits: Sequence[int],
+        causal: bool,
+        layout: str,
+    ):
+        self.group, self.splits, self.kv_splits = group, tuple(splits), tuple(kv_splits)
+        self.causal, self.layout = causal, layout
+
+    def tiles(self, owner: int) -> tuple[Tile, ...]:
+        """What this rank's queries see of the owner's keys."""
+        rank = self.group.rank()
+        if self.causal:
+            return causal_tiles(self.layout, self.splits, self.kv_splits, rank, owner)
+        # Without a causal mask a row sees all of a block, whatever the layout.
+        whole = Tile(slice(0, self.splits[rank]), slice(0, self.kv_splits[owner]), causal=False)
+        return (whole,) if self.splits[rank] and self.kv_splits[owner] else ()
+
+    def block_sizes(self, k: Tensor, v: Tensor, mask: Tensor | None) -> list[int]:
+        """The size of every rank's packed block: in elements of k, with a mask in bytes."""
+        per_token = k.size(2) * (k.size(3) + v.size(3))
+        if mask is not None:
+            per_token = per_token * k.element_size() + 1
+        return [k.size(0) * num_tokens * per_token for num_tokens in self.kv_splits]
 
 
-def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, out, lse = ctx.saved_tensors
-    # All three, whichever are asked for: other ranks may ask for others, and wait for what passes here.
-    grads = _ring_backward_op(grad, q, k, v, mask, out, lse, *ctx.options)
-    return *grads, *(None,) * (1 + len(ctx.options))
+def _pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Keys and values in one flat buffer; with their mask, in one of bytes."""
+    block = torch.cat([k.reshape(-1), v.reshape(-1)])
+    if mask is None:
+        return block
+    return torch.cat([block.view(torch.uint8), mask.reshape(-1).view(torch.uint8)])
 
 
-_ring_op.register_autograd(_differentiate, setup_context=_keep)
+def _unpack(
+    block: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The inverse of `_pack`; `k`, `v` and `mask` tell dtypes and all sizes but the number of tokens."""
+    key_mask = None
+    if mask is not None:
+        num_flags = k.size(0) * num_tokens
+        key_mask = block[block.numel() - num_flags :].view(torch.bool).view(k.size(0), num_tokens)
+        block = block[: block.numel() - num_flags].view(k.dtype)
+    return *_split_keys(block, k, v, num_tokens), key_mask
 
 
-def _refuse(_ctx: Any, *_grads: Tensor) -> None:
-    raise RuntimeError(
-        "ring attention has no second derivative; use ulysses_attention, or local_attention on gathered keys"
-    )
-
-
-_ring_backward_op.register_autograd(_refuse)
+def _split_keys(block: Tensor, k: Tensor, v: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Views [B, num_tokens, H_kv, D] of keys and values, or of their gradients, in a flat buffer."""
+    batch, _, heads, dim = k.shape
+    num_keys = batch * num_tokens * heads * dim
+    keys, values = block[:num_keys], block[num_keys:]
+    return keys.view(batch, num_tokens, heads, dim), values.view(batch, num_tokens, heads, v.size(3))

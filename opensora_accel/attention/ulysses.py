@@ -1,7 +1,17 @@
 """Ulysses: exchange tokens for heads, attend over the whole sequence, exchange back.
 
-Source: DeepSpeed-Ulysses, arXiv:2309.14509. Here q, k and v travel in one collective, and neither tokens nor
-heads need to divide: some ranks then hold one more of either, or none.
+P = 3 ranks, 6 tokens, 3 heads a b c. Each rank holds two tokens with all heads:
+
+    rank 0: tokens 0 1, heads a b c   →   all-to-all   →   rank 0: tokens 0…5, head a   →   attends alone
+    rank 1: tokens 2 3, heads a b c                        rank 1: tokens 0…5, head b
+    rank 2: tokens 4 5, heads a b c                        rank 2: tokens 0…5, head c   →   all-to-all back
+
+q, k and v travel in one collective. Neither tokens nor heads need to divide: 4 heads on 3 ranks are shares of (2, 1,
+1). With grouped heads, a key head goes to every rank that has one of its query heads. 6 query heads of 2 key heads x
+y on 3 ranks: rank 0 needs x for its queries 0 1, rank 1 needs x for query 2 and y for query 3, rank 2 needs y. So x
+and y travel twice each, and no query head is moved to where its key head is.
+
+Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 """
 
 from __future__ import annotations
@@ -13,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.attention.checks import agreed_splits
-from opensora_accel.attention.local import attend_whole, autocast
+from opensora_accel.attention.call import autocast, enter_call
+from opensora_accel.attention.local import attend_whole
 from opensora_accel.communications import all_to_all_packed, gather_forward_split_backward, share_sizes
+from opensora_accel.communications.alltoall import Cut, all_to_all_unchecked
 from opensora_accel.communications.checks import check_group
 from opensora_accel.communications.sizes import Sizes
 from opensora_accel.parallel_states import get_parallel_group
@@ -50,27 +61,21 @@ def ulysses_attention(
     Returns:
         [B, S_q/P, H, D].
 
-    Communication: two `all_to_all_single`, q with k and v, and the output, each (P−1)/P of its bytes; as many in
-    backward. A mask adds one all-gather of its bytes. A key head goes to every rank that has one of its query heads:
-    to more than one where P does not divide H_kv.
+    Raises:
+        ValueError: the shapes are no attention; on every rank and before any data is sent, unless the sizes are
+        given.
 
-    Raises ValueError, before any data is sent, for shapes that are no attention.
+    Communication: two `all_to_all_single`, q with k and v, and the output, each (P−1)/P of its bytes; as many in
+    backward. A mask adds one all-gather of its bytes.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
     q, k, v = autocast(q, k, v)
-    splits, kv_splits = agreed_splits(
-        {"q": q, "k": k, "v": v, "mask": mask},
-        {"causal": causal, "scale": scale},
-        [group],
-        splits,
-        kv_splits,
-    )
+    call = enter_call(q, k, v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale)
     if group.size() == 1:
-        return attend_whole(q, k, v, mask, causal, scale)
+        return attend_whole(q, k, v, mask, call)
     num_heads = q.size(2)
-    q, k, v, mask = scatter_heads(q, k, v, mask, group, splits, kv_splits)
-    out = attend_whole(q, k, v, mask, causal, scale)
-    return gather_heads(out, group, splits, num_heads)
+    q, k, v, mask = scatter_heads(q, k, v, mask, group, call.splits, call.kv_splits)
+    return gather_heads(attend_whole(q, k, v, mask, call), group, call.splits, num_heads)
 
 
 @dataclass(frozen=True)
@@ -82,36 +87,53 @@ class Heads:
     keys: tuple[range, ...]
     """Every rank's key heads; neighbours may share one."""
     group_size: int
+    """Query heads of one key head."""
+    are_even: bool = False
+    """Every rank has as many key heads, each with all of its query heads: nothing is sent twice or repeated."""
 
     @classmethod
     def shared(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> Heads:
+        """The shares of `torch.tensor_split` of the query heads."""
         queries, size = share_sizes(num_heads, num_ranks), num_heads // num_kv_heads
-        ends = [sum(queries[: rank + 1]) for rank in range(num_ranks)]
-        keys = tuple(
-            range((end - own) // size, -(-end // size)) if own else range(0)
-            for end, own in zip(ends, queries, strict=True)
-        )
-        return cls(queries, keys, size)
+        if num_kv_heads % num_ranks == 0:
+            share = num_kv_heads // num_ranks
+            even = tuple(range(rank * share, (rank + 1) * share) for rank in range(num_ranks))
+            return cls(queries, even, size, are_even=True)
+        keys, start = [], 0
+        for own in queries:
+            keys.append(range(start // size, -(-(start + own) // size)) if own else range(0))
+            start += own
+        return cls(queries, tuple(keys), size)
 
     def query_range(self, rank: int) -> range:
+        """The query heads of a rank."""
         first = sum(self.queries[:rank])
         return range(first, first + self.queries[rank])
 
     def spread_keys(self, tensor: Tensor) -> Tensor:
-        """[B, S, H_kv, D] → all ranks' key heads, one rank's after the other's."""
+        """[B, S, H_kv, D] → [B, S, all ranks' key heads, D], one rank's after the other's."""
+        if self.are_even:
+            return tensor
         heads = [head for keys in self.keys for head in keys]
-        return tensor if heads == list(range(tensor.size(2))) else _select(tensor, heads)
+        return tensor if heads == list(range(tensor.size(2))) else _select_heads(tensor, heads)
 
     def align_keys(self, tensor: Tensor, rank: int) -> Tensor:
-        """The rank's key heads in even groups of its query heads, repeated where its share cuts a group."""
+        """[B, S, this rank's key heads, D] with key heads repeated until each has as many query heads.
+
+        Rank 1 of the example at the top has the queries 2 3 and the keys x y: one query each, as it should be. With 9
+        query heads of 3 key heads on 2 ranks, rank 0 has the queries 0…4 and the keys x y: x serves three and y two.
+        No kernel takes that, so the keys become x x x y y.
+        """
+        if self.are_even:
+            return tensor
         serving = [head // self.group_size - self.keys[rank].start for head in self.query_range(rank)]
         num_keys = tensor.size(2)
         if num_keys == 0 or serving == [i // (len(serving) // num_keys) for i in range(len(serving))]:
             return tensor
-        return _select(tensor, serving)
+        return _select_heads(tensor, serving)
 
 
-def _select(tensor: Tensor, heads: list[int]) -> Tensor:
+def _select_heads(tensor: Tensor, heads: list[int]) -> Tensor:
     return tensor.index_select(2, torch.tensor(heads, device=tensor.device))
 
 
@@ -124,19 +146,24 @@ def scatter_heads(
     splits: Sizes,
     kv_splits: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """This rank's heads of all the group's tokens, and the whole mask."""
-    rank = group.rank()
+    """This rank's heads of all the group's tokens, and the whole mask.
+
+    Args:
+        q: [B, S_q/P, H, D]; k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P].
+
+    Returns:
+        [B, S_q, H/P, D], twice [B, S_kv, H_kv/P, D] (or more key heads, where shares cut a group), and [B, S_kv].
+    """
     heads = Heads.shared(q.size(2), k.size(2), group.size())
+    tokens = Cut(1, (splits, kv_splits, kv_splits))
     num_keys = tuple(map(len, heads.keys))
-    q, k, v = all_to_all_packed(
+    q, k, v = all_to_all_unchecked(
         [q, heads.spread_keys(k), heads.spread_keys(v)],
         group,
-        scatter_dim=2,
-        gather_dim=1,
-        splits=[splits, kv_splits, kv_splits],
-        scatter_splits=[heads.queries, num_keys, num_keys],
+        scatter=Cut(2, (heads.queries, num_keys, num_keys)),
+        gather=tokens,
     )
-    k, v = heads.align_keys(k, rank), heads.align_keys(v, rank)
+    k, v = heads.align_keys(k, group.rank()), heads.align_keys(v, group.rank())
     return q, k, v, None if mask is None else _whole_mask(mask, group, kv_splits)
 
 
@@ -151,9 +178,40 @@ def _whole_mask(mask: Tensor, group: dist.ProcessGroup, splits: Sizes) -> Tensor
 
 
 def gather_heads(out: Tensor, group: dist.ProcessGroup, splits: Sizes, num_heads: int) -> Tensor:
-    """All `num_heads` heads of this rank's tokens, from its heads of all tokens."""
+    """All `num_heads` heads of this rank's tokens, from its heads of all tokens: [B, S, H/P, D] → [B, S/P, H, D]."""
     heads = share_sizes(num_heads, group.size())
-    (gathered,) = all_to_all_packed(
-        [out], group, scatter_dim=1, gather_dim=2, splits=[heads], scatter_splits=[splits]
-    )
+    (gathered,) = all_to_all_unchecked([out], group, scatter=Cut(1, (splits,)), gather=Cut(2, (heads,)))
     return gathered
+
+
+def switch_sharded_dim(
+    input_: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    from_dim: int,
+    to_dim: int,
+    splits: Sequence[int] | None = None,
+) -> Tensor:
+    """The same tokens with `to_dim` spread over the ranks instead of `from_dim`.
+
+    For factorised attention (Open-Sora's STDiT), where frames attend along space and places along time: a layer needs
+    one dimension whole and may have the other one spread. Ulysses would send four tensors (q, k, v and the output)
+    around the attention along the dimension that is spread; a switch there and one back are half of that.
+
+    Args:
+        input_: [B, T/P, S, C] with from_dim=1 (frames are spread), to_dim=2: of any dims.
+        group: the P ranks; by default the registered sequence group.
+        splits: every rank's size of `from_dim`, where the caller knows them; otherwise they are exchanged.
+
+    Returns:
+        [B, T, S/P, C]; shares by the rule of `torch.tensor_split`, of sizes that need not divide.
+
+    Raises:
+        ValueError: the dims are out of range or equal, or the splits do not fit.
+
+    Communication: one `all_to_all_single` of (P−1)/P of the input. Gradient: the switch back, unscaled.
+    Source: dynamic sequence parallelism, arXiv:2403.10266.
+    """
+    group = get_parallel_group("sequence") if group is None else group
+    (switched,) = all_to_all_packed([input_], group, to_dim, from_dim, splits=[splits])
+    return switched

@@ -1,52 +1,48 @@
 """Ulysses within a ring: heads are exchanged between close ranks, keys go round among the far ones.
 
-Source: USP, arXiv:2405.07719. The mesh has the axes `ring` (outer) and `ulysses` (inner): the ranks of one ulysses
-group hold neighbouring shares, so that together they are one rank of the ring.
+A mesh of 2 × 2 ranks has the axes `ring` (outer) and `ulysses` (inner). Of 8 tokens each rank holds two:
+
+    ring 0:  rank 0 has tokens 0 1,  rank 1 has tokens 2 3     (one ulysses group, on one node)
+    ring 1:  rank 2 has tokens 4 5,  rank 3 has tokens 6 7     (another one)
+
+The all-to-all inside a ulysses group leaves ranks 0 and 1 with tokens 0…3 and half of the heads each. Rank 0 then
+forms a ring with rank 2, which has the same heads of tokens 4…7; rank 1 with rank 3. Neighbouring shares are in one
+ulysses group, so that together they are one rank of the ring.
+
+Source: USP, arXiv:2405.07719.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opensora_accel.attention.balance import Layout, check_layout, layout_number
-from opensora_accel.attention.checks import agreed_splits
-from opensora_accel.attention.local import autocast
+from opensora_accel.attention.balance import TokenLayout, check_layout
+from opensora_accel.attention.call import AttentionCall, autocast, enter_call
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import gather_heads, scatter_heads
 from opensora_accel.communications.sizes import Sizes
 from opensora_accel.parallel_states import get_parallel_group, has_parallel_group
 
 
-class _Alone:
-    """In place of an axis that nobody made: where a sequence group is registered without axes, it is one of them."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 @dataclass(frozen=True)
 class SequenceGroups:
-    """The two axes of sequence parallelism that a rank is on."""
+    """The two axes of sequence parallelism that a rank is on. None is an axis of one rank that nobody made."""
 
-    ring: dist.ProcessGroup
-    ulysses: dist.ProcessGroup
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, mesh: DeviceMesh | SequenceGroups | None) -> SequenceGroups:
-        """Those of the mesh, or the registered ones."""
+        """Those of the mesh, or the registered ones. Raises ValueError for a mesh without these axes."""
         if isinstance(mesh, SequenceGroups):
             return mesh
         if mesh is None and not has_parallel_group("ring") and has_parallel_group("sequence"):
-            return cls(cast(dist.ProcessGroup, _Alone()), get_parallel_group("sequence"))
+            return cls(None, get_parallel_group("sequence"))
         if mesh is None:
             return cls(get_parallel_group("ring"), get_parallel_group("ulysses"))
         names = mesh.mesh_dim_names or ()
@@ -57,24 +53,32 @@ class SequenceGroups:
             )
         return cls(mesh.get_group("ring"), mesh.get_group("ulysses"))
 
-    @classmethod
-    def all_ring(cls, group: dist.ProcessGroup) -> SequenceGroups:
-        """The whole sequence group as a ring."""
-        return cls(group, cast(dist.ProcessGroup, _Alone()))
-
     @property
     def inner_first(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self.ulysses, self.ring) if not isinstance(group, _Alone)]
+        return [group for group in (self.ulysses, self.ring) if group is not None]
+
+    @property
+    def ring_size(self) -> int:
+        return 1 if self.ring is None else self.ring.size()
+
+    @property
+    def ring_rank(self) -> int:
+        return 0 if self.ring is None else self.ring.rank()
+
+    @property
+    def ulysses_size(self) -> int:
+        return 1 if self.ulysses is None else self.ulysses.size()
 
     def of_ulysses(self, splits: Sizes) -> Sizes:
         """Sizes within this rank's ulysses group, of those of all ranks."""
-        degree = self.ulysses.size()
-        return splits[self.ring.rank() * degree : (self.ring.rank() + 1) * degree]
+        return splits[self.ring_rank * self.ulysses_size : (self.ring_rank + 1) * self.ulysses_size]
 
     def of_ring(self, splits: Sizes) -> Sizes:
         """What each ulysses group holds together."""
-        degree = self.ulysses.size()
-        return tuple(sum(splits[start : start + degree]) for start in range(0, len(splits), degree))
+        return tuple(
+            sum(splits[start : start + self.ulysses_size])
+            for start in range(0, len(splits), self.ulysses_size)
+        )
 
 
 def usp_attention(
@@ -86,7 +90,7 @@ def usp_attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    layout: Layout = "contiguous",
+    layout: TokenLayout = "contiguous",
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
 ) -> Tensor:
@@ -106,24 +110,31 @@ def usp_attention(
     Returns:
         [B, S_q/P, H, D].
 
+    Raises:
+        ValueError: the shapes are no attention (on every rank and before any data is sent, unless the sizes are
+        given), or
+            the mesh has not these axes.
+
     Communication: that of `ulysses_attention` in its group, and of `ring_attention`, with 1/ulysses of the heads and
     ulysses times the tokens, in its own.
-
-    Raises ValueError, before any data is sent, for shapes that are no attention.
     """
     groups = SequenceGroups.of(mesh)
     q, k, v = autocast(q, k, v)
-    splits, kv_splits = agreed_splits(
-        {"q": q, "k": k, "v": v, "mask": mask},
-        {"causal": causal, "scale": scale, "layout": layout_number(layout)},
-        groups.inner_first,
-        splits,
-        kv_splits,
-    )
-    ring_splits, ring_kv_splits = groups.of_ring(splits), groups.of_ring(kv_splits)
-    check_layout(layout, *((ring_splits, ring_kv_splits) if causal else ()))
-    num_heads, own = q.size(2), groups.of_ulysses(splits)
-    if groups.ulysses.size() > 1:
-        q, k, v, mask = scatter_heads(q, k, v, mask, groups.ulysses, own, groups.of_ulysses(kv_splits))
-    out = ring_attend(q, k, v, groups.ring, mask, causal, scale, layout, ring_splits, ring_kv_splits)
-    return gather_heads(out, groups.ulysses, own, num_heads) if groups.ulysses.size() > 1 else out
+    call = enter_call(
+        q, k, v, mask, groups.inner_first,
+        splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, layout=layout,
+    )  # fmt: skip
+    ring_call = on_ring(call, groups)
+    if causal:
+        check_layout(layout, ring_call.splits, ring_call.kv_splits)
+    num_heads, own = q.size(2), groups.of_ulysses(call.splits)
+    if groups.ulysses is None or groups.ulysses.size() == 1:
+        return ring_attend(q, k, v, mask, groups.ring, ring_call)
+    q, k, v, mask = scatter_heads(q, k, v, mask, groups.ulysses, own, groups.of_ulysses(call.kv_splits))
+    out = ring_attend(q, k, v, mask, groups.ring, ring_call)
+    return gather_heads(out, groups.ulysses, own, num_heads)
+
+
+def on_ring(call: AttentionCall, groups: SequenceGroups) -> AttentionCall:
+    """The same call between the ulysses groups, each of which is one rank of the ring."""
+    return replace(call, splits=groups.of_ring(call.splits), kv_splits=groups.of_ring(call.kv_splits))

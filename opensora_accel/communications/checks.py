@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 def debug_enabled() -> bool:
+    """Whether OPENSORA_ACCEL_DEBUG=1 asks for comparisons that cost communication."""
     return os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0")
 
 
@@ -26,7 +27,7 @@ def inputs_are_compared() -> bool:
 
 @contextlib.contextmanager
 def without_comparing_inputs() -> Iterator[None]:
-    """For the verifier, which compares more than inputs, and has to see the whole of a wrong step."""
+    """The verifier compares more than inputs, and has to see the whole of a wrong step."""
     global _compares_inputs
     before, _compares_inputs = _compares_inputs, False
     try:
@@ -36,6 +37,7 @@ def without_comparing_inputs() -> Iterator[None]:
 
 
 def check_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the world for None. Raises ValueError if there is none, or if this rank is not in it."""
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise ValueError(
@@ -47,6 +49,7 @@ def check_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_dim(name: str, dim: int, input_: Tensor) -> int:
+    """`dim`, counted from 0, of a tensor of any shape. Raises ValueError if it is out of range."""
     if not -input_.dim() <= dim < input_.dim():
         raise ValueError(
             f"{name}={dim} is out of range for a tensor of {input_.dim()} dims, shape {tuple(input_.shape)}"
@@ -54,38 +57,37 @@ def check_dim(name: str, dim: int, input_: Tensor) -> int:
     return dim % input_.dim()
 
 
-def check_agreement(
-    operation: str, input_: Tensor, group: dist.ProcessGroup, free_dim: int | None, *facts: Any
-) -> None:
-    """In debug mode: every rank calls `operation` with one dtype, one shape but for `free_dim`, and equal facts."""
-    if not debug_enabled() or group.size() == 1:
-        return
-    mine = _Call(operation, str(input_.dtype), tuple(input_.shape), free_dim, facts)
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank of the group passed, in order of ranks. Slow: for debug mode and for explaining errors."""
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    reference = everyone[0]
-    for rank, other in enumerate(everyone):
-        if other.must_agree() != reference.must_agree():
+    return everyone
+
+
+def check_agreement(
+    operation: str, input_: Tensor, group: dist.ProcessGroup, free_dim: int | None = None, **options: Any
+) -> None:
+    """In debug mode, compares a collective's call over the ranks of the group.
+
+    Args:
+        input_: of any shape; `free_dim` is the dim whose size may differ between ranks.
+        options: what else must be equal.
+
+    Raises ValueError, on every rank, that names the first rank whose call differs from rank 0's.
+    """
+    if group.size() == 1 or torch.compiler.is_compiling() or not debug_enabled():
+        return
+    shape = ["any" if dim == free_dim else size for dim, size in enumerate(input_.shape)]
+    told = f"{operation}(shape {tuple(input_.shape)}, {input_.dtype}" + "".join(
+        f", {name}={value}" for name, value in options.items()
+    )
+    free = "" if free_dim is None else f" (dim {free_dim} may differ between ranks)"
+    calls = gather_objects(
+        ((operation, shape, str(input_.dtype), free_dim, options), f"{told}){free}"), group
+    )
+    for rank, (call, description) in enumerate(calls):
+        if call != calls[0][0]:
             raise ValueError(
-                f"ranks of the group disagree: rank 0 calls {reference}, "
-                f"rank {rank} (global rank {dist.get_global_rank(group, rank)}) calls {other}"
+                f"ranks of the group disagree: rank 0 calls {calls[0][1]}, "
+                f"rank {rank} (global rank {dist.get_global_rank(group, rank)}) calls {description}"
             )
-
-
-@dataclass(frozen=True)
-class _Call:
-    operation: str
-    dtype: str
-    shape: tuple[int, ...]
-    free_dim: int | None
-    facts: tuple[Any, ...]
-
-    def must_agree(self) -> tuple[Any, ...]:
-        fixed = tuple(size for dim, size in enumerate(self.shape) if dim != self.free_dim)
-        return self.operation, self.dtype, len(self.shape), self.free_dim, fixed, self.facts
-
-    def __str__(self) -> str:
-        free = "" if self.free_dim is None else f" (dim {self.free_dim} may differ between ranks)"
-        return (
-            f"{self.operation}({', '.join([f'shape {self.shape}', self.dtype, *map(str, self.facts)])}){free}"
-        )

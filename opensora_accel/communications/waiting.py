@@ -1,9 +1,9 @@
 """Who did not come: a collective that failed, told with the ranks that were missing.
 
-A collective waits for every rank of its group. Where one does not come (it raised an error, it went another way, it was
-stopped), the others learn so when their timeout is over, and the backend says only which socket was silent. So every
-rank whose collective failed writes its name into the store that started the job, waits a moment for the others to do
-the same, and names those that did not. Of 3 ranks, of which rank 1 validates by itself:
+A collective waits for every rank of its group. Where one does not come (it raised an error, it went another way, it
+was stopped), the others learn so when their timeout is over, and the backend says only which socket was silent. So
+every rank whose collective failed writes its name into the store that started the job, waits a moment for the others
+to do the same, and names those that did not. Of 3 ranks, of which rank 1 validates by itself:
 
     rank 0: failed in all_to_all, writes 0     rank 2: writes 2     both say: rank 1 did not come
 

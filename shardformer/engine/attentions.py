@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opensora_accel.attention import gathered_attention, joint_attention, ulysses_attention, usp_attention
-from opensora_accel.attention.overlap import OverlapWatch
 from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.parallel_states import has_parallel_group
@@ -79,19 +78,16 @@ class _Kernels:
         self._group = group
         # A sequence group that somebody else registered is all ring or all ulysses, as the plan says.
         is_ring = plan.ring == plan.sequence and not has_parallel_group("ring")
-        self._axes = SequenceGroups.all_ring(group) if is_ring else SequenceGroups.of(None)
-        self._watch = OverlapWatch(self._axes.ring, plan.ulysses) if plan.ring > 1 else None
+        self._axes = SequenceGroups(group, None) if is_ring else SequenceGroups.of(None)
+        self._has_ring = plan.ring > 1
 
     def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Ulysses, where that is all of the plan, needs the sequence group only."""
-        if self._watch is None:
+        if not self._has_ring:
             return ulysses_attention(q, k, v, self._group, **options)
-        self._watch.check(q, k)
         return usp_attention(q, k, v, self._axes, **options)
 
     def joint(self, video: Projected, text: Projected, **options: Any) -> tuple[Tensor, Tensor]:
-        if self._watch is not None:
-            self._watch.check(video[0], video[1])
         return joint_attention(*video, *text, self._axes, **options)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_accel.communications.halo import exchange_halo
+from opensora_accel.communications import exchange_halo
 from opensora_accel.wrapping import Forward, wrap_forward
 
 

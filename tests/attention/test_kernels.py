@@ -18,8 +18,7 @@ from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from opensora_accel.attention.kernels.plain import PlainKernel
-from opensora_accel.attention.local import attend, attend_backward
-from opensora_accel.attention.merge import merge_
+from opensora_accel.attention.local import attend, attend_backward, merge_
 from tests.attention.reference import full_attention, random_inputs, weights_like
 
 PLAIN = PlainKernel()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from opensora_accel.attention.kernels import Scores
-from opensora_accel.attention.local import attend
-from opensora_accel.attention.merge import merge_
+from opensora_accel.attention.local import attend, merge_
 
 
 def attention(q, k, v, mask=None):

@@ -1,7 +1,5 @@
 """Bad input: a ValueError with the remedy, on every rank, before data is sent, also where one rank alone errs."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,6 @@ from opensora_accel.attention import (
     ulysses_attention,
     usp_attention,
 )
-from opensora_accel.communications import cached_sizes
 from tests.attention.counting import counted
 
 Q = (2, 4, 6, 8)
@@ -189,36 +186,6 @@ def test_text_that_does_not_fit(ranks):
     for messages in ranks(2, bad_text):
         for part, message in zip(parts, messages, strict=True):
             assert part in message
-
-
-def cached():
-    """Within cached_sizes() a rank checks itself: the second call exchanges nothing that others would not."""
-    group, (q, k, v, _) = dist.group.WORLD, GOOD
-    with cached_sizes():
-        ring_attention(q, k, v, group)
-        with pytest.raises(ValueError, match="bool key mask"):
-            ring_attention(q, k, v, group, mask=zeros(2, 3))
-        with forbid_gathering():
-            ring_attention(q, k, v, group)
-    return True
-
-
-@contextlib.contextmanager
-def forbid_gathering():
-    from opensora_accel.communications import sizes
-
-    def refuse(*_args):
-        raise AssertionError("sizes were exchanged")
-
-    before, sizes.all_gather_single = sizes.all_gather_single, refuse
-    try:
-        yield
-    finally:
-        sizes.all_gather_single = before
-
-
-def test_promised_sizes_are_exchanged_once(ranks):
-    assert all(ranks(2, cached))
 
 
 @pytest.mark.parametrize(

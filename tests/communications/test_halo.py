@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opensora_accel.communications.halo import exchange_halo
+from opensora_accel.communications import exchange_halo
 from shardformer.modeling.halo import add_halo
 
 

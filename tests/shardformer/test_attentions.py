@@ -1,15 +1,12 @@
 """Which attention takes the kernel's place, over which groups."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import shardformer
-from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.attention import overlap
+from opensora_accel import Plan, parallel_states
 from shardformer.engine.attentions import _num_decoders
 from shardformer.policy.base import JointAttention
 from tests.tolerances import RELATIVE, relative_error
@@ -35,27 +32,6 @@ def two_groups():
 
 def test_a_model_attends_over_the_groups_it_was_sharded_for(ranks):
     assert all(ranks(4, two_groups))
-
-
-def watched(name):
-    """Over how many ranks a ring was measured in two forwards, and how often."""
-    plan, measured = Plan(ring=2), []
-    init_parallel(plan)
-    model, inputs = shardformer.shard(CASES[name].make(), plan), CASES[name].inputs()
-
-    def measure(ring, *_):
-        measured.append(ring.size())
-        return overlap.RingHardware(flops_per_s=1e12, bandwidth_bytes_per_s=1e9)
-
-    with torch.no_grad(), mock.patch.object(overlap, "measure_ring_hardware", measure):
-        for _ in range(2):
-            model(**inputs)
-    return measured
-
-
-@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo"], ids=["self-attention", "joint attention"])
-def test_a_ring_is_watched_at_its_first_call(ranks, name):
-    assert ranks(2, watched, name) == [[2], [2]]
 
 
 @pytest.mark.parametrize("count", [None, 3, -1, 0.5])

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from opensora_accel.communications import share_sizes
-from opensora_accel.profiler.bench_attention.problem import Layout, Problem, World
+from opensora_accel.profiler.bench_attention.problem import Problem, TokenLayout, World
 from opensora_accel.profiler.bench_attention.side import Attention, Side
 
 ULYSSES, RING, ZIGZAG, STRIPED, USP = (
@@ -21,7 +21,7 @@ ULYSSES, RING, ZIGZAG, STRIPED, USP = (
 )
 
 
-def _options(world: World, problem: Problem, mask: Tensor | None, layout: Layout) -> dict[str, Any]:
+def _options(world: World, problem: Problem, mask: Tensor | None, layout: TokenLayout) -> dict[str, Any]:
     return {
         "mask": None if mask is None else mask[:, world.rows(problem.keys, layout)],
         "causal": problem.causal,
@@ -37,7 +37,7 @@ def _ulysses(world: World, problem: Problem, mask: Tensor | None) -> Attention:
     return Attention(lambda q, k, v: ulysses_attention(q, k, v, world.group, **options))
 
 
-def _ring(world: World, problem: Problem, mask: Tensor | None, *, layout: Layout) -> Attention:
+def _ring(world: World, problem: Problem, mask: Tensor | None, *, layout: TokenLayout) -> Attention:
     from opensora_accel import attention
 
     ring_attention: Callable[..., Tensor] = attention.ring_attention
@@ -61,7 +61,7 @@ def _usp_rule(num_ranks: int) -> str | None:
     return None if num_ranks % 2 == 0 and num_ranks > 2 else "a ring of Ulysses pairs needs 4, 6, … ranks"
 
 
-def _ring_side(name: str, layout: Layout, **options: Any) -> Side:
+def _ring_side(name: str, layout: TokenLayout, **options: Any) -> Side:
     return Side(
         name,
         partial(_ring, layout=layout),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.attention.balance import LAYOUTS, Layout, causal_tiles, positions
+from opensora_accel.attention.balance import LAYOUTS, TokenLayout, causal_tiles, positions
 from opensora_accel.communications import share_sizes
 from opensora_accel.profiler.bench_attention.plan import of_ours
 from opensora_accel.profiler.bench_attention.results import NOT_OFFERED, SKIPPED, Row
@@ -153,7 +153,7 @@ def _rectangle(corner: tuple[float, float], width: float, height: float, colour:
     return Rectangle(corner, width, height, facecolor=colour, edgecolor="none")
 
 
-def _draw_layout(axes: Any, layout: Layout, is_first: bool) -> None:
+def _draw_layout(axes: Any, layout: TokenLayout, is_first: bool) -> None:
     """Queries down, keys across; a score that is computed has the colour of its rank."""
     num_ranks = len(RANK_COLOURS)
     splits = share_sizes(NUM_TOKENS, num_ranks)

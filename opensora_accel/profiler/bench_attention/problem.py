@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.attention.balance import Layout, positions
+from opensora_accel.attention.balance import TokenLayout, positions
 
 GRADIENTS = ("out", "dq", "dk", "dv")
 
@@ -63,7 +63,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup
 
-    def rows(self, total: int, layout: Layout) -> Tensor:
+    def rows(self, total: int, layout: TokenLayout) -> Tensor:
         """Places in the sequence of this rank's tokens."""
         return positions(total, self.num_ranks, self.rank, layout)
 

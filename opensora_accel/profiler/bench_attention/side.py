@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.profiler.bench_attention.problem import Layout, Problem, World
+from opensora_accel.profiler.bench_attention.problem import Problem, TokenLayout, World
 
 CAUSAL, MASK, GROUPED, CROSS = "causal", "key mask", "grouped heads", "S_kv ≠ S_q"
 EVERYTHING = frozenset({CAUSAL, MASK, GROUPED, CROSS})
@@ -42,7 +42,7 @@ class Side:
     imports: str = "torch"
     """What has to import for the side to run; with a colon, an object of that module."""
     offers: frozenset[str] = EVERYTHING
-    causal_layout: Layout = "contiguous"
+    causal_layout: TokenLayout = "contiguous"
     """How the sequence is spread in a causal problem; it is contiguous in every other."""
     causal_only: bool = False
     dtype: str = "float64"
@@ -56,7 +56,7 @@ class Side:
     num_ranks_rule: Callable[[int], str | None] = lambda num_ranks: None
     """Why it does not run on so many ranks."""
 
-    def layout(self, problem: Problem) -> Layout:
+    def layout(self, problem: Problem) -> TokenLayout:
         return self.causal_layout if problem.causal else "contiguous"
 
     def refusal(self, problem: Problem, num_ranks: int) -> str | None:

@@ -14,7 +14,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _TOOLKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # opensora_accel
-_OWN = (_HERE, os.path.join(_TOOLKIT, "communications", "renamed.py"))
+_OWN = (_HERE, os.path.join(_TOOLKIT, "communications", "transport.py"))
 _TOOLKITS = (_TOOLKIT + os.sep, os.path.join(os.path.dirname(_TOOLKIT), "shardformer") + os.sep)
 
 _PLUMBING = (

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.verify.communication.collectives import NAMESPACES, Traffic, traffic_of
 from opensora_accel.verify.communication.derived import Derived
 from opensora_accel.verify.communication.frames import Where, find_source
+
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+_OPAQUE = (*NAMESPACES, "aten", "prim", "prims")
+"""Namespaces whose operators are looked at as they are; others are run in parts, where they have any."""
 
 FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
 """Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
@@ -95,10 +98,9 @@ class Recorder(TorchDispatchMode):
         if self._was_in_backward and not in_backward:
             self._derived.note_gradients()
         self._was_in_backward = in_backward
-        definition = OPDEFS.get(func._schema.name)
-        if definition is not None:
+        if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
             with self:
-                return definition._init_fn(*args, **kwargs)
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         if func.namespace in NAMESPACES:
             self._add(func._schema.name, traffic_of(func, args, kwargs), in_backward)
         result = func(*args, **kwargs)

@@ -1,0 +1,271 @@
+"""What one call of a parallel attention is, found out once, where the call enters.
+
+Every parallel attention needs to know how many queries and keys each rank holds. A caller that knows passes `splits`
+and `kv_splits`; then nothing is exchanged, and each rank checks its own call. Otherwise each rank sends three
+integers: its number of queries, its number of keys, and a digest of everything that must be equal on all ranks
+(dtypes, heads, options).
+
+    rank 0: 4 queries, 4 keys, digest 17     rank 1: 3 queries, 3 keys, digest 17     → splits (4, 3), kv_splits (4, 3)
+
+A rank whose own call is wrong sends −1 as its digest. Where digests differ, or one is −1, all ranks have seen it:
+they send each other the calls in words, and all raise the same ValueError before any data is sent. With
+OPENSORA_ACCEL_DEBUG=1 the words are compared at every call, also where the sizes are given.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_accel.attention.balance import TokenLayout, check_layout
+from opensora_accel.communications.checks import debug_enabled, gather_objects
+from opensora_accel.communications.sizes import Sizes, exchange_integers
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The facts of a call on which all ranks agree; the tensors go beside it."""
+
+    splits: Sizes
+    """Every rank's number of queries."""
+    kv_splits: Sizes
+    """Every rank's number of keys."""
+    causal: bool = False
+    """Query i sees keys 0…i of the whole sequence."""
+    scale: float | None = None
+    """What scores are multiplied by; None is 1/√D."""
+    layout: TokenLayout = "contiguous"
+    """Which tokens the ranks of a ring hold."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text tokens of joint attention, whole on every rank.
+
+    q: [B, T, H, D]; k, v: [B, T, H_kv, D]; mask: [B, T].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    first: bool
+    """Whether text stands before the video."""
+
+
+def enter_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    splits: Sequence[int] | None = None,
+    kv_splits: Sequence[int] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: TokenLayout = "contiguous",
+    text: Text | None = None,
+) -> AttentionCall:
+    """Checks a call of parallel attention, and learns the sizes that were not given.
+
+    Args:
+        q: [B, S_q/P, H, D]; k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P].
+        groups: from the innermost axis outwards; ranks are numbered with the last one outermost. None: one rank.
+        splits, kv_splits: every rank's number of queries and of keys, or None.
+
+    Raises:
+        ValueError: this rank's call is no attention, or, where the ranks exchange anything, another rank's is none or
+        is
+            another one.
+    """
+    rank, num_ranks = 0, 1
+    for group in groups:
+        rank += group.rank() * num_ranks
+        num_ranks *= group.size()
+    if num_ranks == 1:
+        splits, kv_splits = splits or q.shape[1:2], kv_splits or k.shape[1:2]
+    are_given = splits is not None and kv_splits is not None
+    if torch.compiler.is_compiling() and not are_given:
+        torch._dynamo.graph_break(
+            msg="the ranks exchange their sizes here, which no graph can hold; to stay within one, pass splits= and "
+            "kv_splits=, every rank's number of tokens (opensora_accel.communications.share_sizes)"
+        )
+    if num_ranks > 1 and (not are_given or (not torch.compiler.is_compiling() and debug_enabled())):
+        held = _exchange(q, k, v, mask, groups, causal, scale, layout, text)
+        for name, given, found in (("splits", splits, held[0]), ("kv_splits", kv_splits, held[1])):
+            if given is not None and tuple(given) != found:
+                raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {found} tokens")
+        splits, kv_splits = held
+    else:
+        _check(q, k, v, mask, scale, layout, text)
+    assert splits is not None and kv_splits is not None
+    splits, kv_splits = tuple(splits), tuple(kv_splits)
+    for name, sizes, local in (("splits", splits, q.size(1)), ("kv_splits", kv_splits, k.size(1))):
+        if len(sizes) != num_ranks or min(sizes) < 0:
+            raise ValueError(
+                f"{name}={sizes} must be one size, at least 0, for each of the {num_ranks} ranks"
+            )
+        if sizes[rank] != local:
+            raise ValueError(
+                f"{name}={sizes} give rank {rank} {sizes[rank]} tokens, but its tensor has {local}"
+            )
+    if causal and sum(splits) != sum(kv_splits):
+        raise ValueError(
+            f"causal attention needs as many queries as keys; got {sum(splits)} and {sum(kv_splits)}; "
+            "pass a mask instead"
+        )
+    return AttentionCall(splits, kv_splits, causal, scale, layout)
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, of any shapes, in the dtype that torch.autocast gives to an attention kernel.
+
+    Norms leave q and k in fp32 under autocast, while v is bf16. At the entry
+    of every attention, so that ranks with and without work of their own send one dtype.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+
+
+@torch.compiler.disable
+def _exchange(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    groups: Sequence[dist.ProcessGroup],
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    text: Text | None,
+) -> tuple[Sizes, Sizes]:
+    """Every rank's number of queries and of keys."""
+    problem, digest = "", -1
+    facts = _facts(q, k, v, mask, causal, scale, layout, text)
+    try:
+        _check(q, k, v, mask, scale, layout, text)
+        digest = zlib.crc32(repr([compared for compared, _ in facts.values()]).encode())
+    except ValueError as error:
+        problem = str(error)
+    rows: list[Sizes] = [(q.size(1), k.size(1), digest) if q.dim() > 1 < k.dim() else (0, 0, -1)]
+    for group in groups:
+        numbers = exchange_integers([number for row in rows for number in row], group, q.device)
+        rows = [of_rank[start : start + 3] for of_rank in numbers for start in range(0, len(of_rank), 3)]
+    if -1 in (digests := {row[2] for row in rows}) or len(digests) > 1 or debug_enabled():
+        _explain_disagreement(problem, facts, groups)
+    return tuple(row[0] for row in rows), tuple(row[1] for row in rows)
+
+
+def _explain_disagreement(
+    problem: str, facts: dict[str, tuple[Any, str]], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Raises the same ValueError on every rank, if one's call is wrong or differs from rank 0's."""
+    calls = [(problem, facts)]
+    for group in groups:
+        calls = [call for of_rank in gather_objects(calls, group) for call in of_rank]
+    for rank, (found, _) in enumerate(calls):
+        if found:
+            raise ValueError(f"rank {rank}: {found}")
+    first = calls[0][1]
+    for rank, (_, other) in enumerate(calls):
+        for name, (compared, shown) in first.items():
+            if other[name][0] != compared:
+                rule = ""
+                if name in _TENSORS:
+                    text = name.startswith("text_")
+                    rule = (
+                        "; it must be the same on all" if text else "; only the number of tokens may differ"
+                    )
+                raise ValueError(
+                    f"the ranks disagree: {name} is {shown} on rank 0 and {other[name][1]} on rank {rank}{rule}"
+                )
+
+
+_TENSORS = ("q", "k", "v", "mask", "text_q", "text_k", "text_v", "text_mask")
+
+
+def _facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    text: Text | None,
+) -> dict[str, tuple[Any, str]]:
+    """What must be equal on all ranks, by name: what is compared, and how it is told."""
+    tensors: tuple[Tensor | None, ...] = (q, k, v, mask)
+    options = {"causal": causal, "scale": scale, "layout": layout}
+    if text is not None:
+        tensors += (text.q, text.k, text.v, text.mask)
+        options["text_first"] = text.first
+    facts: dict[str, tuple[Any, str]] = {name: (value, str(value)) for name, value in options.items()}
+    for name, tensor in zip(_TENSORS, tensors, strict=False):
+        if tensor is None:
+            facts[name] = None, "None"
+            continue
+        sizes = list(tensor.shape)
+        if not name.startswith("text"):
+            sizes[1:2] = []  # each rank has its own number of tokens
+        facts[name] = (tensor.dtype, sizes), f"{tensor.dtype} {tuple(tensor.shape)}"
+    return facts
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    layout: str,
+    text: Text | None,
+) -> None:
+    """Raises ValueError unless shapes, dtypes and masks are those of one attention on this rank."""
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be a number above 0; got {scale} (None is 1/√D)")
+    check_layout(layout)
+    _check_tensors(q, k, v, mask, "")
+    if text is None:
+        return
+    _check_tensors(text.q, text.k, text.v, text.mask, "text_")
+    for name, video, words in (("q", q, text.q), ("k", k, text.k), ("v", v, text.v)):
+        if (video.shape[0], video.shape[2:], video.dtype) != (words.shape[0], words.shape[2:], words.dtype):
+            raise ValueError(
+                f"{name} and text_{name} must agree in all but tokens; "
+                f"got {video.dtype} {tuple(video.shape)} and {words.dtype} {tuple(words.shape)}"
+            )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: str) -> None:
+    names = f"{prefix}q, {prefix}k and {prefix}v"
+    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    if not len(of_q) == len(of_k) == len(of_v) == 4:
+        raise ValueError(f"{names} must be [B, S, H, D]; got {of_q}, {of_k}, {of_v}")
+    if of_k[:3] != of_v[:3]:
+        raise ValueError(f"{prefix}k and {prefix}v must agree in batch, tokens and heads; got {of_k}, {of_v}")
+    if of_q[0] != of_k[0] or of_q[3] != of_k[3]:
+        raise ValueError(f"{prefix}q and {prefix}k must agree in batch and head dim; got {of_q}, {of_k}")
+    if of_k[2] == 0 or of_q[2] % of_k[2]:
+        raise ValueError(
+            f"query heads ({of_q[2]}) must be a multiple of key heads ({of_k[2]}); repeat the key heads"
+        )
+    if of_q[3] == 0 or of_v[3] == 0:
+        raise ValueError(f"{names} need a head dim of at least 1; got {of_q}, {of_v}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        raise ValueError(f"{names} must share one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:2]):
+        raise ValueError(
+            f"{prefix}mask must be a bool key mask [B, S_kv] = {of_k[:2]}, true where a key may be seen; "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )

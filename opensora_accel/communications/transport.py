@@ -1,0 +1,85 @@
+"""The collectives as torch.distributed has them: on whole buffers, without gradients.
+
+Everything that this package sends goes through here, so that a collective which fails because a rank is missing says
+which one (`waiting`). Shapes are the caller's matter; buffers are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_accel.communications.waiting import waiting
+
+
+def all_gather(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
+    """Fills `output` [P·n, ...] with the `input_` [n, ...] of every rank, in order of ranks."""
+    # torch 2.13 deprecates the name that older versions have.
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with waiting("all_gather", group):
+        function(output, input_, group=group)
+
+
+def reduce_scatter(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
+    """Fills `output` [n, ...] with this rank's part of the sum over ranks of `input_` [P·n, ...]."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    with waiting("reduce_scatter", group):
+        function(output, input_, group=group)
+
+
+def all_reduce_(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Replaces `tensor`, of any shape, by its sum over ranks."""
+    with waiting("all_reduce", group):
+        dist.all_reduce(tensor, group=group)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input_: Tensor,
+    group: dist.ProcessGroup,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+) -> None:
+    """Sends the j-th run of rows of `input_` to rank j, and fills `output` with what comes, in order of ranks.
+
+    The runs have the lengths `input_sizes` and `output_sizes`; without them all runs are equal.
+    """
+    with waiting("all_to_all", group):
+        if output_sizes is None:
+            dist.all_to_all_single(output, input_, group=group)
+        else:
+            dist.all_to_all_single(output, input_, list(output_sizes), list(input_sizes or ()), group=group)
+
+
+def start_shift(
+    sent: Tensor, received: Tensor, group: dist.ProcessGroup, *, shift: int = 1, operation: str
+) -> list[dist.Work]:
+    """Starts to send to the rank `shift` places on, and to receive from the rank `shift` places before.
+
+    Neither buffer may be touched before `finish` has waited for what is returned. Empty messages are not sent.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    messages = []
+    if sent.numel():
+        target = dist.get_global_rank(group, (rank + shift) % num_ranks)
+        messages.append(dist.P2POp(dist.isend, sent, target, group))
+    if received.numel():
+        source = dist.get_global_rank(group, (rank - shift) % num_ranks)
+        messages.append(dist.P2POp(dist.irecv, received, source, group))
+    if not messages:
+        return []
+    with waiting(operation, group):
+        return dist.batch_isend_irecv(messages)
+
+
+def finish(works: list[dist.Work], group: dist.ProcessGroup, *, operation: str) -> None:
+    """Waits for each message and takes it off the list.
+
+    It leaves the list before it is waited for: Ctrl-C is raised where the wait returns, and a second wait for one
+    message would never end.
+    """
+    with waiting(operation, group):
+        while works:
+            works.pop(0).wait()
