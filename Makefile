@@ -4,7 +4,7 @@
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
-BENCH ?= communications offload attention
+BENCH ?= collectives norms offload attention
 ARGS ?=
 
 BIN := .venv/bin
@@ -20,7 +20,7 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
 	@echo "make test    run every test"
-	@echo "make bench   measure on this machine: communications, offload, attention (BENCH=offload: only that one)"
+	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make lint    ruff and mypy"
 
@@ -31,7 +31,7 @@ test: .venv/.dev data/bunny/metadata.jsonl
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: .venv/.dev
-	@set -e; for name in $(BENCH); do echo "tools/bench_$$name.py"; $(BIN)/python tools/bench_$$name.py $(ARGS); done
+	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ commands:
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
   doctor    check this machine: torch, GPUs, backends, threads, packages
-  bench     measure on this machine: offload, attention
 
 `opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
 ranks, start the same program with a launcher:
@@ -76,47 +75,11 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(arguments)
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_BENCH_HELP)
-        return 0
-    name, *rest = arguments
-    if name not in BENCHMARKS:
-        raise ValueError(f"there is no benchmark {name!r}; the benchmarks are {', '.join(BENCHMARKS)}")
-    return BENCHMARKS[name](rest)
-
-
-def _bench_offload(arguments: Sequence[str]) -> int:
-    from opensora_accel.profiler.bench_offload import main as bench_offload
-
-    return bench_offload(arguments)
-
-
-def _bench_attention(arguments: Sequence[str]) -> int:
-    from opensora_accel.profiler.bench_attention import main as bench_attention
-
-    return bench_attention(arguments)
-
-
-BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
-    "offload": _bench_offload,
-    "attention": _bench_attention,
-}
-
-_BENCH_HELP = """\
-opensora-accel bench NAME: measures on this machine, beside what others do, in one run.
-
-  offload     activation checkpointing and offload, every mode: step time, memory, bytes moved, a picture
-  attention   attention over ranks, ours beside yunchang, DeepSpeed, diffusers, torch: gradient errors, bytes, times
-
-`opensora-accel bench NAME --help` tells its options."""
-
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "shard": _shard,
     "verify": _verify,
     "doctor": _doctor,
-    "bench": _bench,
 }
 
 

@@ -373,16 +373,7 @@ def test_resume_in_the_file_is_honoured(run, config_file, tmp_path):
     assert status == 0 and "resuming" in text and "step 5/5" in text
 
 
-def test_bench_names_its_benchmarks(run):
-    status, text = run("bench")
-    assert status == 0 and "offload" in text
-    status, text = run("bench", "ofload")
-    assert status == 2 and "there is no benchmark 'ofload'; the benchmarks are offload" in text
-    status, text = run("bench", "offload", "--help")
-    assert status == 0 and "how to read the table" in text and "usage: opensora-accel bench offload" in text
-
-
-@pytest.mark.parametrize(("command", "hint"), [("train", True), ("bench", False)])
+@pytest.mark.parametrize(("command", "hint"), [("train", True), ("verify", False)])
 def test_an_interrupt_says_what_is_left(run, monkeypatch, command, hint):
     def interrupted(_arguments):
         raise KeyboardInterrupt

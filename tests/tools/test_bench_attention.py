@@ -1,0 +1,189 @@
+"""The attention benchmark finds what is wrong and counts exactly. Its times are not tested: this machine is shared."""
+
+import json
+
+import attention
+import pytest
+import torch
+from attention import CASES, claims, full_attention, main, make_row, make_whole, problems
+from harness import Job, Outcome, ratios, run_tasks, spread
+from peers import SIDES, find_side
+from peers.environments import INSTALLS
+
+from tests.tools.test_harness import MISBEHAVING, SMALL, task
+
+
+def run(num_ranks, *tasks):
+    return run_tasks(Job("attention", num_ranks), tasks, lambda at, text: None)
+
+
+def test_the_reference_is_torchs_own_attention():
+    for case in CASES:
+        whole = make_whole(case, torch.device("cpu"))
+        heads_first = [t.transpose(1, 2).requires_grad_() for t in (whole.q, whole.k, whole.v)]
+        mask = None if whole.mask is None else whole.mask[:, None, None, :]
+        options = {"is_causal": case.causal, "attn_mask": mask, "enable_gqa": True}
+        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+        gradients = torch.autograd.grad(out, heads_first, whole.grad)
+        found = full_attention(case, whole)
+        torch.testing.assert_close(found["out"], out, rtol=0, atol=1e-12)
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            torch.testing.assert_close(found[name], gradient.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_a_wrong_side_is_told_from_a_right_one():
+    tasks = [task("errors", name) for name in ("RIGHT", "WRONG", "NOT_A_NUMBER")]
+    tasks += [task("errors", "RIGHT") | {"sides": [f"best case {kind}"]} for kind in ("ulysses", "ring")]
+    rows = [make_row(each, 2, outcome) for each, outcome in zip(tasks, run(2, *tasks), strict=True)]
+    assert [row["right"] for row in rows] == [True, False, False, True, True]
+    assert rows[0]["worst"] < 1e-14 and rows[2]["worst"] is None
+    # Only rank 1's values were off, by 1e-4: the largest error over all ranks counts.
+    assert 1e-6 < rows[1]["errors"]["out"] < 1e-3 and rows[1]["errors"]["dv"] > 1e-6
+    table = attention.error_table(rows)
+    assert ["WRONG NaN" in row for row in table.rows] == [False, False, True, False, False]
+    result = {
+        "errors": [row | {"side": "ours ring"} for row in rows[:3]],
+        "bytes": [],
+        "times": [],
+        "best": [],
+    }
+    (claim,) = claims(result)
+    assert claim["held"] is False and claim["value"] is None
+
+
+def test_the_best_ring_is_right_on_four_ranks():
+    each = task("errors", "RIGHT") | {"sides": ["best case ring"]}
+    (outcome,) = run(4, each)
+    assert make_row(each, 4, outcome)["right"]
+
+
+def test_bytes_of_known_exchanges_are_counted_exactly():
+    options = {"dtype": "float32", "batch": 1}
+    share = 4 * 4 * 8 * torch.float32.itemsize  # [1, 12 / 3, 4, 8]
+    gathered, hidden = run(3, task("bytes", "RIGHT", **options), task("bytes", "HIDDEN", **options))
+    gathered, hidden = gathered.by_rank[0], hidden.by_rank[0]
+    assert gathered["q_bytes"] == hidden["q_bytes"] == share
+    assert (gathered["collectives"], gathered["sends"]) == (4, 0)
+    assert gathered["sent_bytes"] == 4 * 2 * share and not gathered["uncounted"]
+    # q, all of k and v, the output and a log-sum-exp of one fp32 number a head and row.
+    lse = 4 * 4 * torch.float32.itemsize
+    assert gathered["kept_bytes"] == pytest.approx(2 * share + 2 * 3 * share + lse, abs=16)
+    assert (hidden["collectives"], hidden["sends"], hidden["sent_bytes"]) == (0, 1, share)
+    assert hidden["kept_bytes"] == 0
+
+
+def test_the_table_of_sides_is_whole():
+    for side in SIDES.values():
+        assert side.environment is None or side.environment in INSTALLS
+        for other in (side.beside, side.beside_causal):
+            assert other is None or SIDES[other].kind == "ours"
+    for steps in INSTALLS.values():
+        peer = steps[-1]
+        assert "--no-deps" in peer and "==" in peer[-1] and not any("torch==" in word for word in peer[:-1])
+    with pytest.raises(ValueError, match="no side 'nobody'; the sides are ours ulysses"):
+        find_side("nobody")
+
+
+def test_a_problem_is_put_only_to_an_interface_that_has_it():
+    options = attention.parse(["--device", "cpu"])
+    refused = {case.name: SIDES["diffusers ring"].refusal(case, 2) for case in CASES}
+    assert {name for name, why in refused.items() if why} == {"causal", "grouped heads", "key mask"}
+    assert refused["key mask"] == "its interface has no key mask"
+    timed = {name: [p.name for p in problems("times", side, options)] for name, side in SIDES.items()}
+    assert timed["torch ring"] == ["full", "causal"] and timed["ours ring zigzag"] == ["causal"]
+    assert not timed["ours ring"] and not timed["best case ring"]
+    best = [p.name for p in problems("best", SIDES["best case ring"], options)]
+    assert best == ["2048·8·64", "256·8·32", "64·4·16"]
+
+
+def row_of(side, *, ranks=4, name="full", **figures):
+    counts = {"collectives": 0, "sends": 9, "barriers": 0, "size_exchanges": 0, "uncounted": []}
+    problem = SMALL | {"name": name, "dtype": figures.pop("dtype", "float32"), "batch": 1}
+    return {"side": side, "ranks": ranks, "problem": problem, "status": "done", **counts, **figures}
+
+
+def times_of(side, turns, name="full"):
+    return row_of(side, name=name, beside="ours ring", ratio=ratios(turns, [1.0] * len(turns)))
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "held"),
+    [
+        ("bytes", [("ours ring", 18.0, "float32"), ("ours ring", 24.0, "bfloat16")], [True, True]),
+        ("bytes", [("ours ring", 20.0, "float32"), ("ours ring", 24.0, "bfloat16")], [False, True]),
+        ("times", [("diffusers ulysses", [1.1, 1.3, 1.4])], [True]),
+        ("times", [("diffusers ulysses", [1.1, 1.19, 1.4])], [False]),
+        ("times", [("yunchang ring", [0.8, 0.9, 1.2])], [True]),  # within the spread
+        ("times", [("yunchang ring", [0.7, 0.8, 0.9])], [False]),
+        ("times", [("ours ring zigzag", [0.7, 0.8, 0.9], "causal")], [True]),
+        ("times", [("ours ring zigzag", [0.8, 0.9, 0.95], "causal")], [False]),
+        ("best", [("best case ring", [0.94, 0.96, 0.97])], [True]),
+        ("best", [("best case ring", [0.8, 0.9, 1.0])], [False]),
+    ],
+)
+def test_claims(part, rows, held):
+    if part == "bytes":
+        made = [row_of(side, dtype=dtype, sent_in_q=sent) for side, sent, dtype in rows]
+    else:
+        made = [times_of(*row) for row in rows]
+    result = {"errors": [], "bytes": [], "times": [], "best": []} | {part: made}
+    assert [claim["held"] for claim in claims(result)] == held
+
+
+def test_the_command_end_to_end_with_a_peer_that_is_not_there(tmp_path, capsys):
+    paths = [f"--{kind}={tmp_path}/result.{end}" for kind, end in (("output", "json"), ("markdown", "md"))]
+    paths += [f"--picture={tmp_path}/result.png", "--environments", str(tmp_path)]
+    also = [f"--also={MISBEHAVING}:BROKEN_IMPORT", "--only", "I", "--ranks", "2", "--device", "cpu"]
+    assert main(["--part", "bytes", *also, *paths]) == 0
+    assert "does not import: ImportError: torch has no no_such_name" in capsys.readouterr().err
+    sides = ["--only", "ulysses", "--ranks", "2", "--device", "cpu"]
+    assert main(["--part", "bytes", "--quick", *sides, *paths]) == 0
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    done = {row["side"]: row["collectives"] for row in result["bytes"] if row["status"] == "done"}
+    assert (
+        done == {"ours ulysses": 4, "best case ulysses": 4, "diffusers ulysses": 8} and not result["errors"]
+    )
+    assert [claim["held"] for claim in result["claims"]] == [True, True]
+    assert "--install-peers" in result["skipped"]["deepspeed ulysses"]
+    assert {row["status"] for row in result["bytes"] if row["side"] == "deepspeed ulysses"} == {"skipped"}
+    assert str(tmp_path) not in json.dumps(result)
+    assert (
+        "any row again: python tools/bench/attention.py --part bytes" in (tmp_path / "result.md").read_text()
+    )
+    printed = capsys.readouterr()
+    assert "claims:" in printed.out and "deepspeed ulysses is skipped" in printed.err
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.prove
+def test_everything_runs_quickly(tmp_path):
+    assert (
+        main(["--quick", "--ranks", "2", "--device", "cpu", "--output", str(tmp_path / "result.json")]) == 0
+    )
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert all(result[part] for part in attention.PARTS)
+    for row in result["times"] + result["best"]:
+        assert row["status"] == "skipped" or len(row["ratio"]["rounds"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "nobody"], "--only 'nobody' is in no side's name; they are ours ulysses"),
+        (["--ranks", "1"], "must be at least 2: one rank has nobody to send to; got 1"),
+        (["--tokens", "30", "--time-ranks", "4"], "--tokens (30) must be a multiple of 8"),
+    ],
+)
+def test_options_that_cannot_be(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cpu", *options])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_failure_keeps_its_reason():
+    row = make_row(task("errors", "RIGHT"), 2, Outcome("raises", "ValueError: no"))
+    assert (row["status"], row["reason"]) == ("raises", "ValueError: no") and "right" not in row
+    assert attention.reasons([row], "errors", "ranks")[1].endswith(
+        "RIGHT raises (small on 2): ValueError: no"
+    )
+    assert spread([1.0, 2.0, 3.0])["rounds"] == [1.0, 2.0, 3.0]

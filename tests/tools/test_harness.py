@@ -1,0 +1,109 @@
+"""The harness survives what a peer may do, says which claims hold, and writes what it measured."""
+
+import dataclasses
+import json
+import math
+
+import harness
+import pytest
+from harness import Job, Report, Table, claim_cells, make_claim, make_parser, ratios, run_tasks, take_turns
+from peers.side import Problem
+
+MISBEHAVING = "tests.tools.misbehaving"
+SMALL = dataclasses.asdict(Problem("small", queries=12, keys=12, heads=4, kv_heads=4, head_dim=8))
+
+
+def task(part, name, **changes):
+    return {"part": part, "sides": [f"{MISBEHAVING}:{name}"], "problem": SMALL | changes, "rounds": 2}
+
+
+def test_what_raises_aborts_or_hangs_is_reported_and_the_rest_goes_on(monkeypatch):
+    monkeypatch.setattr(harness, "GRACE_S", 0.5)
+    names, told = ["RAISES", "RIGHT", "ABORTS", "HANGS"], []
+    tasks = [task("errors", name) for name in names]
+    found = run_tasks(Job("attention", 2, silence_s=3.0), tasks, lambda at, text: told.append(at))
+    assert [outcome.status for outcome in found] == ["raises", "done", "aborts", "hangs"]
+    assert found[0].reason == "ValueError: rank 1 has had enough"
+    assert found[2].reason.startswith("SIGABRT") and "3 s" in found[3].reason
+    assert len(found[1].by_rank) == 2 and list(dict.fromkeys(told)) == [0, 1, 2, 3]
+
+
+def test_sides_take_turns_in_an_order_that_changes():
+    order, notes = [], []
+
+    def turn(name):
+        order.append(name)
+        return None if name == "c" and len(order) > 12 else float(len(order))
+
+    turns = {name: lambda name=name: turn(name) for name in "abc"}
+    times = take_turns(turns, 3, lambda what, detail: notes.append(detail))
+    assert order[6:] == list("abcbcacab"), "two rounds of warm-up, then each begins once"
+    assert times["a"] == [7.0, 12.0, 14.0] and times["c"] == [9.0, 11.0]  # a turn without a time is left out
+    assert notes[0] == "b: warm-up" and notes[-1] == "b: round 3"
+    assert ratios([2, 4, 9], [1, 2, 3])["median"] == 2
+
+
+def test_a_claim_holds_or_not_or_was_not_measured():
+    values = {1.0: True, 1.1: False, None: None, math.nan: False}
+    for value, held in values.items():
+        assert make_claim("speed", value, "at most", 1.02)["held"] is held
+    assert [claim_cells(make_claim("speed", v, "at most", 1.02))[0] for v in values] == [
+        "holds",
+        "DOES NOT HOLD",
+        "not measured",
+        "DOES NOT HOLD",
+    ]
+    for comparison, value, held in [
+        ("at least", 1.0, True),
+        ("above", 1.0, False),
+        ("exactly", 1.0, True),
+        ("exactly", 1.01, False),
+        ("1, to within", 1.5, False),
+    ]:
+        threshold = 0.1 if comparison == "1, to within" else 1.0
+        assert make_claim("speed", value, comparison, threshold)["held"] is held
+
+
+def test_a_report_is_written_and_read_again_without_paths_of_this_machine(tmp_path, capsys):
+    given = ["--device", "cpu", "--output", str(tmp_path / "deep" / "r.json"), f"--markdown={tmp_path}/r.md"]
+    options = make_parser("python tools/bench/x.py", "", "", 3).parse_args(given)
+    report = Report(options, "python tools/bench/x.py", given, backend="gloo")
+    report.result |= {"rows": [{"rounds": [1.0, 2.5e-3]}], "claims": [make_claim("speed", 3.0, "at most", 1)]}
+    report.show(Table("Times", ["side", "ms"], [["ours", "1.0"]], ["a note"]))
+    report.show_claims()
+    report.save()
+    text = (tmp_path / "deep" / "r.json").read_text(encoding="utf-8")
+    result = json.loads(text)
+    assert result == report.result and "[ 1.0, 0.0025 ]" in text and str(tmp_path) not in text
+    assert {"hardware", "versions", "load_average_at_start", "date", "backend"} < set(result)
+    assert result["command"] == "python tools/bench/x.py --device cpu --output r.json --markdown=r.md"
+    shown = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert (
+        "| ours | 1.0 |" in shown
+        and "- a note" in shown
+        and "| DOES NOT HOLD | 3 | speed: at most 1 |" in shown
+    )
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["attention", "collectives", "norms", "offload"])
+def test_help_teaches_and_bad_options_are_refused(script, capsys, monkeypatch):
+    import importlib
+    import sys
+
+    main = importlib.import_module(script).main
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "Claim" in shown and "examples" in shown and f"python tools/bench/{script}.py" in shown
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = {
+        "--rounds": ("1", "--rounds must be at least 2"),
+        "--picture": ("p.png", "pip install matplotlib"),
+    }
+    if not harness.torch.cuda.is_available():
+        refused["--device"] = ("cuda", "--device cuda needs")
+    for option, (value, message) in refused.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["--device", "cpu", option, value])
+        assert message in " ".join(capsys.readouterr().err.split())

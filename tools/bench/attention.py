@@ -1,0 +1,728 @@
+"""Claims that attention over ranks is exact, sends the fewest bytes and is no slower than anybody's, and measures it.
+
+Claims, against full attention in fp64 and beside yunchang, DeepSpeed, diffusers, torch and ring-attention-pytorch:
+gradients right to 1e-9 on 2, 3 and 4 ranks in every case (uneven tokens and heads, S_kv that is not S_q, grouped heads,
+key masks, causal); a ring that sends 6 times its local q for each rank but one in fp32 and 8 times in bf16; a Ulysses
+of 4 collectives where others need 8. On two gloo ranks, forward and backward: 1.2 times as fast as diffusers' Ulysses,
+2 times torch's `context_parallel` with its MATH kernel, the zigzag 1.15 times the contiguous ring in a causal problem,
+slower than nobody within the spread, and at most 1.05 times the best case: 20 lines that check nothing.
+
+First comes what is the same in every run: the errors; then collectives, bytes on the wire and bytes kept for backward
+of one layer; last the times. A peer that needs an environment of its own runs in --environments/NAME, where
+--install-peers puts it; without it the peer is skipped, with the reason. A peer that raises, aborts or hangs does so
+in the table, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib.metadata
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from harness import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    Job,
+    Note,
+    Outcome,
+    Report,
+    Table,
+    World,
+    check_options,
+    count_traffic,
+    drawing,
+    make_claim,
+    make_parser,
+    progress,
+    ratios,
+    run_tasks,
+    show_spread,
+    slowest_rank,
+    spread,
+    take_turns,
+    time_ms,
+)
+from peers import SIDES, find_side
+from peers import ours as our
+from peers.environments import INSTALLS, SETTINGS, install, python_of
+from peers.side import Attention, Layout, Problem, Side, rows_of
+from torch import Tensor
+
+from opensora_accel.attention.balance import positions
+from opensora_accel.profiler import LiveBytes
+
+PROGRAM = "python tools/bench/attention.py"
+PARTS = ("errors", "bytes", "times", "best")
+NOT_OFFERED, SKIPPED = "not offered", "skipped"
+GRADIENTS = ("out", "dq", "dk", "dv")
+TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 3e-2}
+"""Largest error over largest value. Sums of 100 terms round to 1e-15, 1e-6 and 1e-2; what is wrong, is so by 0.1."""
+
+# 96 tokens and 12 heads divide by 2, 3 and 4 ranks, and the tokens by twice as many, which a zigzag needs. The
+# tokens outnumber the head dim on every rank: torch's `context_parallel` returns other shapes otherwise.
+SELF = Problem("self", queries=96, keys=96, heads=12, kv_heads=12, head_dim=8)
+CASES = (
+    SELF,
+    dataclasses.replace(SELF, name="causal", causal=True),
+    dataclasses.replace(SELF, name="uneven tokens", queries=97, keys=97),
+    dataclasses.replace(SELF, name="S_kv ≠ S_q", keys=60),
+    dataclasses.replace(SELF, name="uneven heads", heads=7, kv_heads=7),
+    dataclasses.replace(SELF, name="grouped heads", heads=24),
+    dataclasses.replace(SELF, name="key mask", masked=True),
+)
+COUNTED = Problem("counted", queries=384, keys=384, heads=12, kv_heads=12, head_dim=32, batch=1)
+BEST_SIZES = ((2048, 8, 64), (256, 8, 32), (64, 4, 16))
+LEAST_MS = 20.0
+"""Of a turn beside the best case: a shorter call is repeated."""
+
+EXAMPLES = f"""\
+{textwrap.fill("sides: " + ", ".join(SIDES), 118)}
+
+examples:
+  {PROGRAM} --install-peers                    make the peers' environments first (once, 1 GB each)
+  {PROGRAM}                                    everything, on 2, 3 and 4 ranks
+  {PROGRAM} --part errors --only ring          gradient errors of the sides whose name holds "ring"
+  {PROGRAM} --part times --only "diffusers ulysses"        one row of the table of times
+  {PROGRAM} --part best                        beside the best case, in two minutes
+  {PROGRAM} --quick --ranks 2                  checks that all runs; its times say nothing
+  {PROGRAM} --output result.json --markdown result.md --picture result.png
+  {PROGRAM} --also my_package.mine:SIDE        a Side of your own (peers/side.py), beside ours
+
+how to read the tables:
+  gradients  one number for out, dq, dk, dv and all ranks. WRONG: above what rounding explains. –: not offered by the
+             side's interface. raises, aborts, hangs: the reason is below the table
+  sent / q   bytes that the busiest rank sends in one forward and backward, over the bytes of its own q
+  kept / q   bytes that only the graph holds between forward and backward, its inputs included, over those of q
+  side ms    forward and backward of one attention; a barrier stands before each, the slowest rank counts
+  side / ours  median, over the rounds, of the ratio of two turns that follow each other, and its quartiles"""
+
+# ---- what a rank does
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Inputs and outer gradient over the whole sequence, [B, S, H, D], equal on all ranks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    mask: Tensor | None
+    """[B, S_kv], true where a key may be seen; every query sees one at least."""
+
+
+def make_whole(problem: Problem, device: torch.device) -> Whole:
+    """Drawn on the host, so that every rank draws the same, and rounded to the problem's dtype."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int, heads: int) -> Tensor:
+        shape = (problem.batch, tokens, heads, problem.head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, problem.torch_dtype)
+
+    q, grad = (draw(problem.queries, problem.heads) for _ in "qg")
+    k, v = (draw(problem.keys, problem.kv_heads) for _ in "kv")
+    mask = None
+    if problem.masked:
+        mask = torch.rand(problem.batch, problem.keys, generator=generator) < 0.7
+        mask[:, 0] = True
+        mask = mask.to(device)
+    return Whole(q, k, v, grad, mask)
+
+
+def full_attention(problem: Problem, whole: Whole) -> dict[str, Tensor]:
+    """out, dq, dk, dv of softmax(q kᵀ/√D) v on one device in fp64, written out."""
+    q, k, v = (t.double().requires_grad_() for t in (whole.q, whole.k, whole.v))
+    keys, values = (t.repeat_interleave(problem.heads // problem.kv_heads, dim=2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) / problem.head_dim**0.5
+    if whole.mask is not None:
+        scores = scores.masked_fill(~whole.mask[:, None, None, :], -torch.inf)
+    if problem.causal:
+        later = torch.ones(problem.queries, problem.keys, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), values)
+    gradients = torch.autograd.grad(out, (q, k, v), whole.grad.double())
+    return dict(zip(GRADIENTS, (out.detach(), *gradients), strict=True))
+
+
+class Prepared:
+    """A side with its own share of one problem's inputs."""
+
+    def __init__(self, world: World, name: str, problem: Problem, whole: Whole) -> None:
+        side = find_side(name)
+        self.q_rows, self.kv_rows = (
+            rows_of(world, total, side.layout(problem)).to(world.device)
+            for total in (problem.queries, problem.keys)
+        )
+        shares = (
+            (whole.q, self.q_rows),
+            (whole.k, self.kv_rows),
+            (whole.v, self.kv_rows),
+            (whole.grad, self.q_rows),
+        )
+        *inputs, self.grad = (tensor[:, rows].contiguous() for tensor, rows in shares)
+        self.inputs = [tensor.requires_grad_() for tensor in inputs]
+        self.attention: Attention = side.make(world, problem, whole.mask)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        """out, dq, dk, dv of this rank."""
+        out = self.attention.forward(*self.inputs)
+        if out.shape != self.grad.shape:
+            raise ValueError(
+                f"the output is {list(out.shape)}, but this rank's rows are {list(self.grad.shape)}"
+            )
+        return (out.detach(), *torch.autograd.grad(out, self.inputs, self.grad))
+
+
+def run_task(world: World, task: Mapping[str, Any], note: Note) -> Any:
+    """One measurement of the last side of the task; in times, beside the first."""
+    if task["part"] == "import":
+        side = find_side(task["sides"][-1])
+        side.check_import()
+        return importlib.metadata.version(side.package)
+    problem = Problem(**task["problem"])
+    whole = make_whole(problem, world.device)
+    if task["part"] in ("times", "best"):
+        return measure_times(world, task, problem, whole, note)
+    prepared = Prepared(world, task["sides"][-1], problem, whole)
+    return (measure_errors if task["part"] == "errors" else measure_bytes)(problem, whole, prepared)
+
+
+def measure_errors(problem: Problem, whole: Whole, prepared: Prepared) -> dict[str, float | None]:
+    """For out, dq, dk, dv: the largest error on this rank over the largest value of the whole; None if not finite."""
+    expected, errors = full_attention(problem, whole), {}
+    with prepared.attention.around():
+        found = prepared.forward_backward()
+    for key, tensor in zip(GRADIENTS, found, strict=True):
+        share = expected[key][:, prepared.kv_rows if key in ("dk", "dv") else prepared.q_rows]
+        error = float((tensor.double() - share).abs().max() / expected[key].abs().max())
+        errors[key] = error if error < torch.inf else None
+    return errors
+
+
+class KeptBytes(LiveBytes):
+    """Live storages, also those inside of tensor subclasses: a DTensor's operation takes it apart first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not Tensor for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def measure_bytes(problem: Problem, whole: Whole, prepared: Prepared) -> dict[str, Any]:
+    """Traffic of one forward and backward, and bytes alive for backward once q, k, v and the output are forgotten."""
+    with prepared.attention.around():
+        prepared.forward_backward()  # not counted: it may set groups up
+        traffic = count_traffic(prepared.forward_backward)
+        with KeptBytes() as live:
+            # As a projection makes them: nobody but the graph holds them once the forward has returned.
+            output = prepared.attention.forward(*(leaf.clone() for leaf in prepared.inputs))
+            node = output.grad_fn
+            assert node is not None, "the output needs no gradient"
+            del output
+            gc.collect()
+            kept_bytes = live.now_bytes
+            del node
+    return traffic | {"kept_bytes": kept_bytes, "q_bytes": prepared.inputs[0].nbytes}
+
+
+def measure_times(
+    world: World, task: Mapping[str, Any], problem: Problem, whole: Whole, note: Note
+) -> dict[str, list[float]]:
+    """For each side, the milliseconds of every round on its slowest rank."""
+    sides = {name: Prepared(world, name, problem, whole) for name in task["sides"]}
+
+    def turn(prepared: Prepared, calls: int) -> float:
+        with prepared.attention.around():
+            return time_ms(prepared.forward_backward, world.device, calls)
+
+    calls = 1
+    if task["part"] == "best":
+        first = [turn(sides[task["sides"][0]], 1) for _ in range(3)][-1]
+        calls = max(1, round(LEAST_MS / slowest_rank({"first": [first]}, world.device)["first"][0]))
+    turns = {name: lambda prepared=prepared: turn(prepared, calls) for name, prepared in sides.items()}
+    return slowest_rank(take_turns(turns, task["rounds"], note), world.device)
+
+
+# ---- which problems are put to which side, and what comes of it
+
+Row = dict[str, Any]
+Task = dict[str, Any]
+
+
+class Bench:
+    """The sides that were asked for, and which of them run here."""
+
+    def __init__(self, sides: Sequence[Side], options: argparse.Namespace) -> None:
+        self.sides, self.options = sides, options
+        self.versions: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self._pythons = {side.name: python_of(side, options.environments) for side in sides}
+        for python in dict.fromkeys(self._pythons.values()):
+            residents = [side for side in sides if self._pythons[side.name] == python]
+            if python is None:
+                reason = "it has no environment here; --install-peers makes it"
+                self.skipped |= {side.name: reason for side in residents}
+                continue
+            tasks: list[Task] = [{"part": "import", "sides": [side.name]} for side in residents]
+            job = dataclasses.replace(self._job(residents[0], 1), device="cpu", silence_s=180.0)
+            outcomes = run_tasks(job, tasks, lambda number, text: None)
+            for side, outcome in zip(residents, outcomes, strict=True):
+                if outcome.status == "done":
+                    self.versions[side.package] = outcome.by_rank[0]
+                else:
+                    self.skipped[side.name] = f"does not import: {outcome.reason}"
+        for name, reason in self.skipped.items():
+            print(f"{name} is skipped: {reason}", file=sys.stderr, flush=True)
+
+    def rows(self, part: str) -> list[Row]:
+        """Of one part, in the order of the sides; what is timed runs in processes that no other peer has been in."""
+        rows: list[Row] = []
+        timed = part in ("times", "best")
+        for num_ranks in self.options.time_ranks if timed else self.options.ranks:
+            planned = [
+                (side, problem) for side in self.sides for problem in problems(part, side, self.options)
+            ]
+            tasks = [(side, self._task(part, side, problem), problem) for side, problem in planned]
+            rows += self._run(part, tasks, num_ranks, timed)
+        order = [side.name for side in self.sides]
+        return rows if timed else sorted(rows, key=lambda row: order.index(row["side"]))
+
+    def _task(self, part: str, side: Side, problem: Problem) -> Task:
+        names = [side.name]
+        if part in ("times", "best"):
+            beside = side.beside_causal if problem.causal and side.beside_causal else side.beside
+            assert beside is not None
+            names = [beside, side.name]
+        return {
+            "part": part,
+            "sides": names,
+            "problem": dataclasses.asdict(problem),
+            "rounds": self.options.rounds,
+        }
+
+    def _run(
+        self, part: str, planned: list[tuple[Side, Task, Problem]], num_ranks: int, alone: bool
+    ) -> list[Row]:
+        outcomes: dict[int, Outcome] = {}
+        for number, (side, _, problem) in enumerate(planned):
+            refusal, reason = side.refusal(problem, num_ranks), self.skipped.get(side.name)
+            if refusal or reason:
+                outcomes[number] = (
+                    Outcome(NOT_OFFERED, refusal) if refusal else Outcome(SKIPPED, reason or "")
+                )
+        waiting = [number for number in range(len(planned)) if number not in outcomes]
+        with progress(f"{part}, {num_ranks} ranks", len(waiting)) as note:
+            # One group of processes for the sides of one environment; where it is timed, for one side.
+            groups: dict[Any, list[int]] = {}
+            for number in waiting:
+                name = planned[number][0].name
+                groups.setdefault((self._pythons[name], name if alone else None), []).append(number)
+            for numbers in groups.values():
+                tasks = [planned[number][1] for number in numbers]
+
+                def tell(at: int, text: str, tasks: list[Task] = tasks) -> None:
+                    note(" and ".join(tasks[at]["sides"]), f"{tasks[at]['problem']['name']} {text}")
+
+                found = run_tasks(self._job(planned[numbers[0]][0], num_ranks), tasks, tell)
+                outcomes |= dict(zip(numbers, found, strict=True))
+        return [make_row(task, num_ranks, outcomes[number]) for number, (_, task, _) in enumerate(planned)]
+
+    def _job(self, side: Side, num_ranks: int) -> Job:
+        settings = SETTINGS.get(side.environment or "", {})
+        python = self._pythons[side.name] or sys.executable
+        return Job("attention", num_ranks, self.options.device, self.options.timeout, python, settings)
+
+
+def problems(part: str, side: Side, options: argparse.Namespace) -> Iterator[Problem]:
+    """What is put to a side."""
+    if part == "errors":
+        dtype = side.cuda_dtype if options.device == "cuda" else side.dtype
+        yield from (dataclasses.replace(case, dtype=dtype) for case in CASES)
+    elif part == "bytes":
+        for dtype in ("float32", "bfloat16"):
+            yield dataclasses.replace(COUNTED, dtype=dtype, causal=side.causal_only)
+    elif part == "times" and side.beside and side.kind != "best case":
+        # Every query sees every key, and then causal.
+        o = options
+        full = Problem("full", o.tokens, o.tokens, o.heads, o.heads, o.head_dim, o.batch, o.dtype)
+        yield from [] if side.causal_only else [full]
+        yield dataclasses.replace(full, name="causal", causal=True)
+    elif part == "best" and side.kind == "best case":
+        for tokens, heads, head_dim in BEST_SIZES:
+            name = f"{tokens}·{heads}·{head_dim}"
+            yield Problem(name, tokens, tokens, heads, heads, head_dim, batch=1, dtype="float32")
+
+
+def make_row(task: Task, num_ranks: int, outcome: Outcome) -> Row:
+    """Plain data of one side, rank count and problem."""
+    part, side = task["part"], task["sides"][-1]
+    option = "time-ranks" if part in ("times", "best") else "ranks"
+    command = f'{PROGRAM} --part {part} --only "{side}" --{option} {num_ranks}'
+    row: Row = {"side": side, "ranks": num_ranks, "problem": task["problem"], "status": outcome.status}
+    row |= {"reason": outcome.reason, "command": command}
+    by_rank = outcome.by_rank
+    if outcome.status != "done":
+        return row
+    if part == "errors":
+        # The largest over ranks; None where any is not finite.
+        values = {key: [found[key] for found in by_rank] for key in GRADIENTS}
+        errors = {key: None if None in found else max(found) for key, found in values.items()}
+        tolerance = TOLERANCES[task["problem"]["dtype"]]
+        worst = None if None in errors.values() else max(errors.values())
+        right = worst is not None and worst <= tolerance
+        return row | {"errors": errors, "worst": worst, "right": right, "tolerance": tolerance}
+    if part == "bytes":
+        # Of the rank that sends most; what is kept, of the rank that keeps most.
+        busiest = max(by_rank, key=lambda found: found["sent_bytes"])
+        kept, q_bytes = (max(found[key] for found in by_rank) for key in ("kept_bytes", "q_bytes"))
+        in_q = {"sent_in_q": busiest["sent_bytes"] / q_bytes, "kept_in_q": kept / q_bytes}
+        return row | busiest | {"kept_bytes": kept, "q_bytes": q_bytes} | in_q
+    ours, theirs = (by_rank[0][name] for name in task["sides"])
+    times = {"ours_ms": spread(ours), "side_ms": spread(theirs), "ratio": ratios(theirs, ours)}
+    return row | {"beside": task["sides"][0]} | times
+
+
+# ---- claims
+
+LEAST_RATIOS = {("diffusers ulysses", "full"): 1.2, ("torch context_parallel", "full"): 2.0}
+"""Time of the side over ours. Every other side: not below 1 by more than the spread."""
+LEAST_ZIGZAG_GAIN, MOST_OVER_BEST = 1.15, 1.05
+RING_TENSORS = {"float32": 6, "bfloat16": 8}
+"""That a ring sends, in units of the local q, for each rank but one: k and v twice, their fp32 gradients once."""
+
+
+def is_ours(name: str) -> bool:
+    return name in SIDES and SIDES[name].kind == "ours"
+
+
+def was_put(row: Row) -> bool:
+    return row["status"] not in (NOT_OFFERED, SKIPPED)
+
+
+def claims(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What this run can tell of every claim."""
+    asked = [row for row in result["errors"] if is_ours(row["side"]) and was_put(row)]
+    for side in dict.fromkeys(row["side"] for row in asked):
+        rows = [row for row in asked if row["side"] == side]
+        worst = [row.get("worst") for row in rows]
+        value = float("nan") if None in worst else max(worst)
+        what = f"{side}: gradient error against full attention, {len(rows)} cases"
+        yield make_claim(what, value, "at most", rows[0].get("tolerance", 0.0))
+    done = [row for row in result["bytes"] if row["status"] == "done"]
+    for side in dict.fromkeys(row["side"] for row in done):
+        rows = [row for row in done if row["side"] == side]
+        where = f"{side}, {', '.join(dict.fromkeys(str(row['ranks']) for row in rows))} ranks"
+        if side in (our.RING, our.ZIGZAG, our.STRIPED):
+            for dtype, tensors in RING_TENSORS.items():
+                sent = [r["sent_in_q"] / (r["ranks"] - 1) for r in rows if r["problem"]["dtype"] == dtype]
+                what = f"{where}, {dtype}: bytes sent, over the local q's, for each rank but one"
+                yield make_claim(what, max(sent, key=lambda each: abs(each - tensors)), "exactly", tensors)
+        elif side == our.ULYSSES:
+            yield make_claim(f"{where}: collectives", max(r["collectives"] for r in rows), "exactly", 4)
+        elif side.endswith(" ulysses") and SIDES[side].kind == "peer":
+            yield make_claim(f"{where}: collectives", min(r["collectives"] for r in rows), "at least", 8)
+    for row in (row for row in result["times"] if row["status"] == "done"):
+        side, problem, ratio = row["side"], row["problem"]["name"], row["ratio"]
+        what = f"{row['ranks']} ranks, {problem}: {side} over {row['beside']}"
+        if side == our.ZIGZAG:
+            # The table's ratio is that of the zigzag to the contiguous ring: the claim is of its inverse.
+            what = f"{row['ranks']} ranks, {problem}: contiguous ring over zigzag"
+            yield make_claim(what, 1 / ratio["median"], "at least", LEAST_ZIGZAG_GAIN)
+        elif (side, problem) in LEAST_RATIOS:
+            yield make_claim(what, ratio["median"], "at least", LEAST_RATIOS[side, problem])
+        elif not is_ours(side):
+            yield make_claim(f"{what}, upper quartile", ratio["q3"], "at least", 1.0)
+    for row in (row for row in result["best"] if row["status"] == "done"):
+        what = f"{row['ranks']} ranks, {row['problem']['name']}: {row['beside']} over {row['side']}"
+        yield make_claim(what, 1 / row["ratio"]["median"], "at most", MOST_OVER_BEST)
+
+
+# ---- tables
+
+
+def error_table(rows: Sequence[Row]) -> Table:
+    cases = list(dict.fromkeys(row["problem"]["name"] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in filter(lambda row: row["status"] != NOT_OFFERED, rows):
+        key = (row["side"], str(row["ranks"]), row["problem"]["dtype"])
+        lines.setdefault(key, dict.fromkeys(cases, "–"))[row["problem"]["name"]] = error_cell(row)
+    wrong = [
+        f"{row['side']}, {row['ranks']} ranks, {row['problem']['name']}: "
+        + ", ".join(f"{k} {'NaN' if e is None else f'{e:.1e}'}" for k, e in row["errors"].items())
+        for row in rows
+        if row["status"] == "done" and not row["right"]
+    ]
+    title = "Gradients: largest error of out, dq, dk and dv over the largest value, against full attention in fp64"
+    cells = [[*key, *found.values()] for key, found in lines.items()]
+    return Table(
+        title, ["side", "ranks", "dtype", *cases], cells, [*wrong, *reasons(rows, "errors", "ranks")]
+    )
+
+
+def error_cell(row: Row) -> str:
+    if row["status"] != "done":
+        return str(row["status"])
+    worst = "NaN" if row["worst"] is None else f"{row['worst']:.0e}"
+    return worst if row["right"] else f"WRONG {worst}"
+
+
+def byte_table(rows: Sequence[Row]) -> Table:
+    header = [
+        "side",
+        "ranks",
+        "dtype",
+        "collectives",
+        "sends",
+        "barriers",
+        "sent KiB",
+        "sent / q",
+        "kept / q",
+    ]
+    lines = []
+    for row in filter(lambda row: row["status"] != NOT_OFFERED, rows):
+        line = [row["side"], str(row["ranks"]), row["problem"]["dtype"]]
+        if row["status"] != "done":
+            lines.append([*line, row["status"], *[""] * 5])
+            continue
+        sizes = f" + {row['size_exchanges']} of sizes" if row["size_exchanges"] else ""
+        calls = [f"{row['collectives']}{sizes}", str(row["sends"]), str(row["barriers"])]
+        sent = [f"{row['sent_bytes'] / 1024:.0f}", f"{row['sent_in_q']:.2f}", f"{row['kept_in_q']:.2f}"]
+        lines.append([*line, *calls, *sent])
+    title = (
+        "One layer, forward and backward: calls and bytes of the busiest rank, and bytes kept for backward"
+    )
+    unknown = [
+        f"{row['side']}: not counted are {set(row['uncounted'])}" for row in rows if row.get("uncounted")
+    ]
+    return Table(title, header, lines, [*unknown, *reasons(rows, "bytes", "ranks")])
+
+
+def time_table(rows: Sequence[Row], part: str = "times") -> Table:
+    header = ["side", "ranks", "problem", "beside", "ours ms", "side ms", "side / ours"]
+    lines = []
+    for row in filter(lambda row: row["status"] != NOT_OFFERED, rows):
+        p = row["problem"]
+        sizes = f"{p['name']} B{p['batch']} S{p['queries']} H{p['heads']} D{p['head_dim']} {p['dtype']}"
+        cells = [row["status"], *[""] * 3]
+        if row["status"] == "done":
+            cells = [row["beside"], show_spread(row["ours_ms"], 2), show_spread(row["side_ms"], 2)]
+            cells.append(show_spread(row["ratio"], 3))
+        lines.append([row["side"], str(row["ranks"]), sizes, *cells])
+    title = (
+        "Forward and backward, in turns: medians and quartiles, of the slowest rank; above 1, ours is faster"
+    )
+    title = "Beside the best case: " + title.lower() if part == "best" else title
+    return Table(title, header, lines, reasons(rows, part, "time-ranks"))
+
+
+def reasons(rows: Sequence[Row], part: str, option: str) -> list[str]:
+    """How to have any row again; and why rows failed, each reason once, with the cases and ranks it was given for."""
+    given: dict[tuple[str, str, str], list[Row]] = {}
+    for row in filter(lambda row: row["status"] not in ("done", NOT_OFFERED), rows):
+        # Those that differ in sizes alone are one.
+        given.setdefault((row["side"], row["status"], re.sub(r"\d+", "#", row["reason"])), []).append(row)
+    found = [f'any row again: {PROGRAM} --part {part} --only "NAME" --{option} P']
+    for (side, status, _), failed in given.items():
+        cases = {
+            row["problem"]["name"]: [r["ranks"] for r in failed if r["problem"] == row["problem"]]
+            for row in failed
+        }
+        where = "; ".join(
+            f"{case} on {', '.join(map(str, dict.fromkeys(ranks)))}" for case, ranks in cases.items()
+        )
+        found.append(f"{side} {status} ({where}): {failed[0]['reason']}")
+    return found
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
+    "errors": error_table,
+    "bytes": byte_table,
+    "times": time_table,
+    "best": lambda rows: time_table(rows, "best"),
+}
+
+# ---- the picture
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Whose gradients are right, what a layer sends, and who computes what under a causal mask."""
+    with drawing(path, 11, 9) as figure:
+        grid = figure.add_gridspec(
+            2,
+            2,
+            height_ratios=[1.5, 1],
+            left=0.19,
+            right=0.975,
+            top=0.87,
+            bottom=0.04,
+            hspace=0.4,
+            wspace=0.62,
+        )
+        figure.text(
+            0.02, 0.955, "Attention over ranks: whose gradients are right", fontsize=15, weight="bold"
+        )
+        where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {result['backend']}; {result['date']}"
+        figure.text(0.02, 0.928, f"against full attention on one device in fp64. {where}")
+        _draw_errors(figure.add_subplot(grid[0, 0]), result["errors"])
+        _draw_bytes(figure.add_subplot(grid[0, 1]), result["bytes"])
+        layouts: tuple[Layout, ...] = get_args(Layout)
+        lower = grid[1, :].subgridspec(1, len(layouts), wspace=0.12)
+        for column, layout in enumerate(layouts):
+            _draw_layout(figure.add_subplot(lower[0, column]), layout)
+
+
+def _of_most_ranks(rows: Sequence[Row]) -> list[Row]:
+    most = max((row["ranks"] for row in rows if was_put(row)), default=0)
+    return [row for row in rows if row["ranks"] == most]
+
+
+def _name_sides(axes: Any, sides: Sequence[str], title: str, rows: Sequence[Row]) -> None:
+    where = f"{rows[0]['ranks']} ranks" if rows else "not measured"
+    axes.set_title(f"{title}; {where}", loc="left", fontsize=10.5)
+    axes.set_yticks(range(len(sides)), sides)
+    axes.set_ylim(len(sides) - 0.45, -0.55)
+    for label in axes.get_yticklabels():
+        label.set_weight("bold" if is_ours(label.get_text()) else "normal")
+
+
+def _draw_errors(axes: Any, all_rows: Sequence[Row]) -> None:
+    rows = [row for row in _of_most_ranks(all_rows) if row["status"] != SKIPPED]
+    sides = list(dict.fromkeys(row["side"] for row in rows if was_put(row)))
+    cases = list(dict.fromkeys(row["problem"]["name"] for row in rows))
+    for row in rows:
+        x, text = cases.index(row["problem"]["name"]), row["status"]
+        colour = "#FFFFFF" if row["status"] == NOT_OFFERED else "#C9C9C9"
+        if row["status"] == "done":
+            colour, text = (
+                ("#9FD3C1", error_cell(row)) if row["right"] else (RED, error_cell(row).split()[-1])
+            )
+        if row["side"] in sides:
+            y = sides.index(row["side"])
+            axes.barh(y, 0.94, left=x, height=0.9, color=colour)
+            axes.text(x + 0.47, y, text.replace(NOT_OFFERED, "–"), ha="center", va="center", fontsize=7.2)
+    _name_sides(axes, sides, "largest error of out, dq, dk, dv", rows)
+    axes.set_xticks([at + 0.47 for at in range(len(cases))], [case.replace(" ", "\n", 1) for case in cases])
+    axes.tick_params(axis="x", labelsize=7.5)
+
+
+def _draw_bytes(axes: Any, all_rows: Sequence[Row]) -> None:
+    rows = [
+        row
+        for row in _of_most_ranks(all_rows)
+        if row["status"] == "done" and row["problem"]["dtype"] == "float32"
+    ]
+    for at, row in enumerate(rows):
+        axes.barh(at, row["sent_in_q"], height=0.66, color=BLUE if is_ours(row["side"]) else GREY)
+        text = f" {row['sent_in_q']:.3g} in {row['collectives'] + row['sends']} calls"
+        axes.text(row["sent_in_q"], at, text, va="center", fontsize=8)
+    axes.set_xlim(0, 1.45 * max((row["sent_in_q"] for row in rows), default=1))
+    _name_sides(axes, [row["side"] for row in rows], "sent, in units of the local q, fp32", rows)
+
+
+def _draw_layout(axes: Any, layout: Layout) -> None:
+    """Queries down, keys across, 16 tokens on 4 ranks; a score that is computed has the colour of its rank."""
+    scores = []
+    for rank, colour in enumerate((BLUE, ORANGE, GREEN, PURPLE)):
+        keys_seen = [row + 1 for row in positions(16, 4, rank, layout).tolist()]
+        axes.barh([number - 1 for number in keys_seen], keys_seen, height=0.94, color=colour)
+        scores.append(str(sum(keys_seen)))
+    axes.set(ylim=(16, -1), aspect="equal", xticks=[], yticks=[])
+    axes.set_title(f"{layout}, causal\nscores a rank: {', '.join(scores)}", fontsize=9.5, loc="left")
+
+
+# ---- the command
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """The options, with what was left out filled in for the device. Exits on what cannot be."""
+    parser = make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
+    add = parser.add_argument
+    add("--also", action="append", default=[], metavar="MODULE:SIDE", help="a Side that is defined elsewhere")
+    add("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    add("--ranks", type=int, nargs="+", default=[2, 3, 4], help="of errors and bytes (default: 2 3 4)")
+    add("--time-ranks", type=int, nargs="+", default=[2], help="of what is timed (default: 2)")
+    add("--tokens", type=int, help="of the whole sequence that is timed (2048; 32768 on CUDA)")
+    add("--heads", type=int, help="8; 24 on CUDA")
+    add("--head-dim", type=int, help="64; 128 on CUDA")
+    add("--batch", type=int, default=1, help="default: 1")
+    add("--dtype", choices=("float32", "bfloat16"), help="float32; bfloat16 on CUDA")
+    add("--install-peers", action="store_true", help=f"make the environments of {', '.join(INSTALLS)}")
+    add("--environments", type=Path, default=Path(".bench-venv"), metavar="DIR", help="default: .bench-venv")
+    add("--timeout", type=float, default=60.0, metavar="S", help="a silence that is a hang (default: 60)")
+    options = parser.parse_args(given)
+    defaults: dict[str, Any] = {"tokens": 2048, "heads": 8, "head_dim": 64, "dtype": "float32"}
+    if options.device == "cuda":
+        defaults = {"tokens": 32768, "heads": 24, "head_dim": 128, "dtype": "bfloat16"}
+    if options.quick:
+        options.rounds, defaults["tokens"] = 3, 192
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+        if name != "dtype" and getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    least = min(options.ranks + options.time_ranks)
+    if least < 2:
+        parser.error(
+            f"--ranks and --time-ranks must be at least 2: one rank has nobody to send to; got {least}"
+        )
+    for num_ranks in options.time_ranks:
+        if options.tokens % (2 * num_ranks) or options.heads % num_ranks:
+            parser.error(
+                f"--tokens ({options.tokens}) must be a multiple of {2 * num_ranks} and --heads ({options.heads}) "
+                f"of {num_ranks}, on {num_ranks} ranks: most peers know no other sizes"
+            )
+    check_options(parser, options, max(options.ranks + options.time_ranks))
+    options.sides = [
+        side for side in (*SIDES.values(), *map(find_side, options.also)) if options.only in side.name
+    ]
+    if not options.sides:
+        parser.error(
+            f"--only {options.only!r} is in no side's name; they are {', '.join((*SIDES, *options.also))}"
+        )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 when a side of ours is wrong or fails. Claims that do not hold are printed and stored."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(given)
+    for name in INSTALLS if options.install_peers else ():
+        wanted = [side for side in options.sides if side.environment == name]
+        if wanted and python_of(wanted[0], options.environments) is None:
+            try:
+                install(name, options.environments, lambda text: print(text, file=sys.stderr, flush=True))
+            except (OSError, subprocess.CalledProcessError) as error:  # it is skipped, then
+                print(f"{name} was not installed: {error}", file=sys.stderr, flush=True)
+    bench = Bench(options.sides, options)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    facts = {"backend": backend, "skipped": bench.skipped, **{part: list[Row]() for part in PARTS}}
+    report = Report(options, PROGRAM, given, versions=bench.versions, **facts)
+    result = report.result
+    for part in (part for part in PARTS if part in options.part):
+        result[part] = bench.rows(part)
+        if result[part]:
+            report.show(TABLES[part](result[part]))
+        # The times of a quick run say nothing.
+        result["claims"] = list(claims(result | {"times": [], "best": []} if options.quick else result))
+        report.save(draw)
+    report.show_claims()
+    mine = [row for row in result["errors"] if is_ours(row["side"]) and was_put(row)]
+    return 0 if all(row.get("right") for row in mine) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

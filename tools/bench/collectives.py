@@ -1,0 +1,319 @@
+"""Times this toolkit's collectives beside Open-Sora's scheme, and counts the bytes that each puts on the wire.
+
+Claim: an all-to-all of one tensor of 64 MB per rank on two gloo ranks of one machine is at least 1.5 times faster
+than cutting it into a list, `dist.all_to_all`, and concatenating (Open-Sora's scheme). The ratio that counts makes
+our result contiguous first, because it may be a strided view where the peer's never is. And every operation sends what
+theory says it must, and not a byte more.
+
+Outside the claim, because there is no such peer: where pieces differ in size gloo's list `all_to_all` raises, so
+Open-Sora's scheme does not run on it, and "plain" sends the pieces one by one (isend and irecv). The three tensors of
+`all_to_all_packed` are measured too, against three list all-to-alls; and split, gather and ring exchange, for sizes
+that divide and that do not, against the plain way to write them.
+
+Before the clock starts, each side's result and gradient must equal the other's bit for bit, and one run is counted:
+the bytes in every c10d call, on the busiest rank (sizes that a call exchanges by itself are shown apart).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import (
+    Job,
+    Note,
+    Report,
+    Table,
+    World,
+    check_options,
+    count_traffic,
+    make_claim,
+    make_parser,
+    progress,
+    ratios,
+    run_tasks,
+    show_spread,
+    slowest_rank,
+    spread,
+    take_turns,
+    time_ms,
+)
+from peers.open_sora import plain_all_to_all, plain_gather, plain_ring, plain_split
+from torch import Tensor
+
+from opensora_accel.communications import (
+    all_to_all,
+    all_to_all_packed,
+    gather_forward_split_backward,
+    ring_exchange,
+    share_sizes,
+    split_forward_gather_backward,
+)
+
+PROGRAM = "python tools/bench/collectives.py"
+LEAST_RATIO = 1.5
+HEAD_DIM = 128
+EXAMPLES = f"""\
+examples, from the repository root:
+  {PROGRAM}                        two gloo ranks, 64 MB, about two minutes
+  {PROGRAM} --only "all_to_all"    only the cases whose name holds this text
+  {PROGRAM} --ranks 4 --megabytes 16
+  {PROGRAM} --device cuda          NCCL, one rank per GPU, two or more GPUs
+
+how to read the table: times are medians in milliseconds over the rounds, with the quartiles in brackets. "ratio" is
+plain / ours with our result made contiguous; above 1, ours is faster. "sent" is what the busiest rank put on the wire
+in one run, and "theory" the least that the operation must send from it."""
+
+Operation = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on one layout, in two ways; both take the same inputs and give the same outputs."""
+
+    inputs: list[Tensor]
+    ours: Operation
+    plain: Operation
+    theory_bytes: int
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a case is made from; plain data, which the launcher makes and the ranks read."""
+
+    operation: str
+    dtype: str = "bfloat16"
+    heads: int = 24
+    batch: int = 1
+    scatter_dim: int = 2
+    uneven: bool = False
+    backward: bool = False
+
+    def name(self, num_ranks: int) -> str:
+        short = {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+        parts = [self.operation, f"B{self.batch} H{self.heads} {short}"]
+        if self.operation == "all_to_all":
+            parts[0] += f" scatter {self.scatter_dim} gather {3 - self.scatter_dim}"
+        parts += ["uneven"] if self.is_uneven(num_ranks) else []
+        return ", ".join(parts + (["forward+backward"] if self.backward else []))
+
+    def is_uneven(self, num_ranks: int) -> bool:
+        return self.uneven or (self.operation.startswith("all_to_all") and self.heads % num_ranks != 0)
+
+
+SETTINGS = (
+    Setting("all_to_all", "float32", 32),
+    Setting("all_to_all", heads=32),
+    Setting("all_to_all", heads=32, scatter_dim=1),
+    Setting("all_to_all", heads=32, batch=2),
+    Setting("all_to_all", heads=32, batch=2, scatter_dim=1),
+    Setting("all_to_all", uneven=True),
+    Setting("all_to_all", uneven=True, scatter_dim=1),
+    Setting("all_to_all", heads=25),
+    Setting("all_to_all", heads=32, backward=True),
+    Setting("all_to_all_packed q, k, v"),
+    Setting("split", backward=True),
+    Setting("split", backward=True, uneven=True),
+    Setting("gather", backward=True),
+    Setting("gather", backward=True, uneven=True),
+    Setting("ring_exchange"),
+    Setting("ring_exchange", uneven=True),
+)
+
+
+def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
+    """The inputs of one rank, of about `size_bytes` in all, and the two ways."""
+    rank, ranks, dtype = world.rank, world.num_ranks, getattr(torch, setting.dtype)
+    generator = torch.Generator(world.device).manual_seed(rank)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=world.device, generator=generator)
+
+    # Of the three tensors that travel packed each is a third; what is split or gathered is that large as a whole.
+    size_bytes //= {"all_to_all": 1, "ring_exchange": 1, "split": ranks, "gather": ranks}.get(
+        setting.operation, 3
+    )
+    width = setting.heads * HEAD_DIM
+    tokens = ranks * max(ranks, size_bytes // (setting.batch * width * dtype.itemsize)) - setting.uneven
+    shares = share_sizes(tokens, ranks)
+    if setting.operation.startswith("all_to_all"):
+        # [B, S/P, H, D] → [B, S, H/P, D] for scatter_dim 2, and the way back for scatter_dim 1.
+        scatter_dim, gather_dim = setting.scatter_dim, 3 - setting.scatter_dim
+        sizes = {1: shares, 2: share_sizes(setting.heads, ranks)}
+        full = {1: tokens, 2: setting.heads} | {gather_dim: sizes[gather_dim][rank]}
+        inputs = [
+            draw(setting.batch, full[1], full[2], HEAD_DIM)
+            for _ in range(3 if "packed" in setting.operation else 1)
+        ]
+        each = setting.batch * HEAD_DIM * dtype.itemsize
+        # Everything but the piece that stays leaves; the gradient travels the other way and keeps the same piece.
+        theory = each * full[gather_dim] * (full[scatter_dim] - sizes[scatter_dim][rank])
+        if setting.backward:
+            theory += each * sizes[scatter_dim][rank] * (sum(sizes[gather_dim]) - sizes[gather_dim][rank])
+        options = (scatter_dim, gather_dim, sizes[gather_dim], sizes[scatter_dim])
+        ours: Operation = lambda x: [all_to_all(x[0], None, scatter_dim, gather_dim)]  # noqa: E731
+        if len(inputs) > 1:
+            ours = lambda x: all_to_all_packed(x, None, scatter_dim, gather_dim)  # noqa: E731
+        plain: Operation = lambda x: [plain_all_to_all(each, *options) for each in x]  # noqa: E731
+        return Case(inputs, ours, plain, theory * len(inputs), setting.backward)
+    if setting.operation == "ring_exchange":
+        input_ = draw(1, shares[rank], setting.heads, HEAD_DIM)
+        dim = 1 if setting.uneven else None
+        return Case(
+            [input_],
+            lambda x: [ring_exchange(x[0], None, dim=dim)],
+            lambda x: [plain_ring(x[0], shares)],
+            input_.nbytes,
+        )
+    theory = (ranks - 1) * shares[rank] * width * dtype.itemsize
+    function, peer, rows = gather_forward_split_backward, plain_gather, shares[rank]
+    if setting.operation == "split":
+        function, peer, rows = split_forward_gather_backward, plain_split, tokens
+    input_ = draw(1, rows, width)
+    return Case(
+        [input_],
+        lambda x: [function(x[0], None, 1, None)],
+        lambda x: [peer(x[0], shares)],
+        theory,
+        backward=True,
+    )
+
+
+def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Of one setting: equality, bytes, and the times of three sides."""
+    setting = Setting(**task["setting"])
+    case = make_case(world, setting, task["size_bytes"])
+    gradient = None
+    if case.backward:
+        for input_ in case.inputs:
+            input_.requires_grad_()
+        gradient = [torch.randn_like(output) for output in case.plain(case.inputs)]
+
+    def run(operation: Operation, contiguous: bool) -> list[Tensor]:
+        outputs = list(operation(case.inputs))
+        if contiguous:
+            outputs = [output.contiguous() for output in outputs]
+        if gradient is None:
+            return outputs
+        gradients = torch.autograd.grad(outputs, case.inputs, gradient)
+        return outputs + [each.contiguous() if contiguous else each for each in gradients]
+
+    def largest(value: int) -> int:
+        return int(slowest_rank({"": [float(value)]}, world.device)[""][0])
+
+    sides: dict[str, Callable[[], list[Tensor]]] = {
+        "ours": lambda: run(case.ours, True),
+        "ours_as_returned": lambda: run(case.ours, False),
+        "plain": lambda: run(case.plain, False),
+    }
+    expected = sides["plain"]()
+    for name in ("ours", "ours_as_returned"):
+        found = sides[name]()
+        if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+            raise ValueError(f"{name} and plain differ on rank {world.rank}")
+    contiguous = all(tensor.is_contiguous() for tensor in found)
+    del found, expected
+    traffic = {name: count_traffic(sides[name]) for name in ("ours", "plain")}
+    unknown = traffic["ours"]["uncounted"] + traffic["plain"]["uncounted"]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is not counted; say in the verifier's recorder what it sends")
+    theory_bytes = largest(case.theory_bytes)
+    sent = {f"{name}_sent_bytes": largest(found["sent_bytes"]) for name, found in traffic.items()}
+    turns = {name: lambda side=side: time_ms(side, world.device) for name, side in sides.items()}
+    times = slowest_rank(take_turns(turns, task["rounds"], note), world.device)
+    return {
+        "case": setting.name(world.num_ranks),
+        "claimed": setting.operation == "all_to_all" and not setting.is_uneven(world.num_ranks),
+        "input_bytes": sum(input_.nbytes for input_ in case.inputs),
+        "ratio": ratios(times["plain"], times["ours"]),
+        "ratio_as_returned": ratios(times["plain"], times["ours_as_returned"]),
+        "returned_contiguous": contiguous,
+        "results_equal": True,
+        "theory_bytes": theory_bytes,
+        **sent,
+        **{f"{name}_sizes_bytes": largest(found["sizes_bytes"]) for name, found in traffic.items()},
+        "bytes_match": all(size_bytes == theory_bytes for size_bytes in sent.values()),
+        "times_ms": {name: spread(values) for name, values in times.items()},
+    }
+
+
+def make_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    header = [
+        "case",
+        "ours, contiguous ms",
+        "plain ms",
+        "as returned",
+        "ratio",
+        "sent MB",
+        "plain",
+        "theory",
+        "",
+    ]
+    lines = []
+    for row in results:
+        times, sizes = row["times_ms"], (row[f"{key}_bytes"] for key in ("ours_sent", "plain_sent", "theory"))
+        cells = [row["case"], show_spread(times["ours"], 2), show_spread(times["plain"], 2)]
+        cells += [f"{times['ours_as_returned']['median']:.2f}", show_spread(row["ratio"], 2)]
+        cells += [f"{size_bytes / 2**20:.2f}" for size_bytes in sizes]
+        lines.append([*cells, "" if row["bytes_match"] else "MISMATCH"])
+    return Table("Collectives beside the plain way, in turns", header, lines)
+
+
+def claims(results: Sequence[Mapping[str, Any]], timed: bool) -> list[dict[str, Any]]:
+    found = [
+        make_claim(
+            f"{row['case']}: plain over ours",
+            row["ratio"]["median"] if timed else None,
+            "at least",
+            LEAST_RATIO,
+        )
+        for row in results
+        if row["claimed"]
+    ]
+    wrong = sum(not row["bytes_match"] for row in results)
+    return [*found, make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 where results differ, bytes are not those of theory, or a case fails."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(PROGRAM, __doc__, EXAMPLES, rounds=21)
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: 2)")
+    parser.add_argument("--megabytes", type=float, default=64, help="bytes of a rank's input (default: 64)")
+    options = parser.parse_args(given)
+    if options.quick:
+        options.megabytes, options.rounds = 1, 3
+    if options.ranks < 2:
+        parser.error(f"--ranks must be at least 2; got {options.ranks}")
+    check_options(parser, options, options.ranks)
+    settings = [setting for setting in SETTINGS if options.only in setting.name(options.ranks)]
+    if not settings:
+        names = "; ".join(setting.name(options.ranks) for setting in SETTINGS)
+        parser.error(f"--only {options.only!r} is in no case's name; they are {names}")
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    report = Report(
+        options, PROGRAM, given, ranks=options.ranks, backend=backend, megabytes=options.megabytes
+    )
+    common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
+    tasks = [{"setting": dataclasses.asdict(setting), **common} for setting in settings]
+    with progress(f"collectives, {options.ranks} ranks", len(tasks)) as note:
+        job = Job("collectives", options.ranks, options.device, silence_s=120.0)
+        outcomes = run_tasks(job, tasks, lambda at, text: note(settings[at].name(options.ranks), text))
+    results = [outcome.by_rank[0] for outcome in outcomes if outcome.status == "done"]
+    report.result |= {"results": results, "claims": claims(results, timed=not options.quick)}
+    report.show(make_table(results))
+    report.show_claims()
+    report.save()
+    failed = [(s, outcome) for s, outcome in zip(settings, outcomes, strict=True) if outcome.status != "done"]
+    for setting, outcome in failed:
+        print(f"error: {setting.name(options.ranks)} {outcome.status}: {outcome.reason}", file=sys.stderr)
+    return 0 if not failed and all(row["bytes_match"] for row in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

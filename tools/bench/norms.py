@@ -1,0 +1,262 @@
+"""Times swapped norms beside what they replace, and counts the bytes that each keeps for backward.
+
+Claim, on a CPU: a norm that `swap_norms` puts in is no slower than the norm it replaces, forward alone and forward
+with backward, for hidden sizes from 128 (a head) to 5120. Its output is the original's bit for bit, or to the last bit
+of an fp32 sum, and no gradient is further from fp64. A norm that nothing here is faster than is kept, and its row says
+why.
+
+Claim, on a GPU: forward at 85 % of the bandwidth of a copy or more, for hidden 3072 and 5120. That part was never run:
+no GPU could be had. `--device cuda` measures the copy in the same run and prints the share.
+
+Each turn repeats a call until it takes 5 ms, and counts by its mean. "ratio" is original over swapped of the same
+turn; above 1, the swap is faster. A swap is slower where even the upper quartile is below 1. Sizes too small for a
+kernel run the original's own forward; they are marked "=", and no claim is about them: what they show is the
+microsecond that asking costs, and the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import (
+    Report,
+    Table,
+    check_options,
+    make_claim,
+    make_parser,
+    progress,
+    ratios,
+    show_spread,
+    spread,
+    take_turns,
+    time_ms,
+)
+from torch import Tensor, nn
+
+PROGRAM = "python tools/bench/norms.py"
+LEAST_MS, LEAST_SHARE = 5.0, 0.85
+PASSES = ("forward", "forward and backward")
+EXAMPLES = f"""\
+examples, from the repository root:
+  {PROGRAM}                          every norm and size, about ten minutes
+  {PROGRAM} --only "T5LayerNorm"     only the cases whose name holds this text
+  {PROGRAM} --device cuda            bf16, hidden 3072 and 5120, with the bandwidth of a copy"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One norm on one input; `heads` is 0, or the input is [B, H, S, C], transposed from [B, S, H, C]."""
+
+    norm: str
+    hidden: int
+    tokens: int
+    dtype: torch.dtype
+    mode: str
+    heads: int = 0
+
+    @property
+    def name(self) -> str:
+        rows = f"{self.tokens} tokens" + (f" × {self.heads} heads" if self.heads else "")
+        return f"{self.norm}, {rows} × {self.hidden}, {str(self.dtype).removeprefix('torch.')}, {self.mode}"
+
+
+def norms() -> dict[str, Callable[[int], nn.Module]]:
+    """By name: the original, for a hidden size. Imported here, because it takes seconds."""
+    from diffusers.models import normalization as diffusers
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    return {
+        "T5LayerNorm": T5LayerNorm,
+        "LlamaRMSNorm": LlamaRMSNorm,
+        "torch.nn.RMSNorm": lambda hidden: nn.RMSNorm(hidden, eps=1e-6),
+        "MochiRMSNorm": lambda hidden: diffusers.MochiRMSNorm(hidden, eps=1e-6),
+        "FP32LayerNorm": lambda hidden: diffusers.FP32LayerNorm(hidden, eps=1e-6, elementwise_affine=False),
+        "FP32LayerNorm, affine": lambda hidden: diffusers.FP32LayerNorm(hidden, eps=1e-6),
+        "AdaLayerNormContinuous": lambda n: diffusers.AdaLayerNormContinuous(n, 64, elementwise_affine=False),
+        "CogVideoXLayerNormZero": lambda hidden: diffusers.CogVideoXLayerNormZero(64, hidden),
+    }
+
+
+# ---- what is known here of how norms are swapped
+
+
+def swap(original: nn.Module, case: Case, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """The module that runs in the place of `original`, and what the report says of it."""
+    from shardformer import swap_norms
+
+    # A norm without parameters runs in the dtype and on the device of its model.
+    rest = nn.Linear(1, 1, dtype=case.dtype, device=device)
+    holder = nn.ModuleDict({"norm": copy.deepcopy(original), "rest": rest})
+    row = swap_norms(holder, case.mode).rows[0]  # type: ignore[arg-type]
+    facts = {"kernel": row.to, "reason": row.reason, "difference": row.difference}
+    return holder["norm"], facts | {"kept_before": row.saved_before, "kept_after": row.saved_after}
+
+
+def runs_on_kernel(module: nn.Module, x: Tensor, backward: bool) -> bool:
+    """Whether an input [..., C] of this size is worth a kernel; on others the original's own forward runs."""
+    from shardformer.modeling.norms import SwappedNorm
+    from shardformer.modeling.norms.layer_tiles import worth_tiling_layer_norm
+
+    if not isinstance(module, SwappedNorm):
+        return worth_tiling_layer_norm(x)
+    with torch.set_grad_enabled(backward):
+        return module.on_kernel(x.detach().requires_grad_(backward)) is not None
+
+
+# ---- measuring
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    on_cuda = options.device == "cuda"
+    sizes = [(512, 256, 0), (1024, 1024, 0), (3072, 2048, 0), (5120, 2048, 0), (128, 1024, 24)]
+    if options.quick:
+        sizes = [(96, 8, 0), (64, 5, 3)]
+    elif on_cuda:
+        sizes = [(3072, 32768, 0), (5120, 32768, 0)]
+    for norm in norms():
+        for hidden, tokens, heads in sizes:
+            if heads and norm.startswith(("Ada", "Cog")):
+                continue
+            for dtype in [torch.bfloat16] if on_cuda else [torch.float32, torch.bfloat16]:
+                # On a CPU fast mode has nothing that strict mode has not.
+                for mode in ("strict", "fast") if on_cuda else ("strict",):
+                    case = Case(norm, hidden, tokens, dtype, mode, heads)
+                    if options.only in case.name:
+                        yield case
+
+
+def measure(
+    case: Case, make: Callable[[int], nn.Module], options: argparse.Namespace, copied: float | None
+) -> dict[str, Any]:
+    """One row. `copied`: bytes a second of a copy."""
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    original = make(case.hidden).to(device, case.dtype)
+    for parameter in original.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    swapped, facts = swap(original, case, device)
+    row: dict[str, Any] = {"case": case.name, **facts}
+    if row["kernel"] is None:
+        return row
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=case.dtype, device=device)
+
+    arguments = [draw(1, case.tokens, case.hidden)]
+    if case.heads:
+        arguments = [draw(1, case.tokens, case.heads, case.hidden).transpose(1, 2)]
+    if case.norm.startswith("Cog"):
+        arguments.append(draw(1, 32, case.hidden))
+    if case.norm.startswith(("Ada", "Cog")):
+        arguments.append(draw(1, 64))
+    for name in PASSES:
+        backward = name != "forward"
+        steps = {
+            key: _step(norm, arguments, backward)
+            for key, norm in (("original", original), ("swapped", swapped))
+        }
+        calls = max(1, int(LEAST_MS / time_ms(steps["original"], device, 2)))
+        turns = {key: lambda step=step: time_ms(step, device, calls) for key, step in steps.items()}  # noqa: B023
+        times = take_turns(turns, options.rounds, lambda what, detail: None)
+        row[name] = {"on_kernel": runs_on_kernel(swapped, arguments[0], backward)}
+        row[name] |= {f"{key}_ms": spread(values)["median"] for key, values in times.items()}
+        row[name]["ratio"] = ratios(times["original"], times["swapped"])
+    if copied is not None:
+        row["share_of_copy_bandwidth"] = (
+            2 * arguments[0].nbytes / (row["forward"]["swapped_ms"] / 1e3) / copied
+        )
+    return row
+
+
+def _step(module: nn.Module, arguments: Sequence[Tensor], backward: bool) -> Callable[[], Any]:
+    leaves = [tensor.detach().requires_grad_(backward) for tensor in arguments]
+
+    def forward() -> Tensor:
+        with torch.set_grad_enabled(backward):
+            out = module(*leaves)
+        return out[0] if isinstance(out, tuple) else out
+
+    if not backward:
+        return forward
+    gradient, wanted = torch.randn_like(forward()), [*leaves, *module.parameters()]
+    return lambda: torch.autograd.grad(forward(), wanted, gradient, allow_unused=True)
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    source = torch.randn(32768, 5120, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    times = [time_ms(lambda: target.copy_(source), device, 10) for _ in range(15)]
+    return 2 * source.nbytes / (spread(times)["median"] / 1e3)
+
+
+def claims(rows: Sequence[Mapping[str, Any]], on_cuda: bool) -> list[dict[str, Any]]:
+    """The worst upper quartile of each pass decides; the names of those that are slower stand with the claim."""
+    swapped, found = [row for row in rows if row["kernel"]], []
+    for name in PASSES:
+        worst = {row["case"]: row[name]["ratio"]["q3"] for row in swapped if row[name]["on_kernel"]}
+        value = min(worst.values(), default=None)
+        claim = make_claim(f"{name}: original over swapped, least upper quartile", value, "at least", 1.0)
+        found.append(claim | {"fails": [case for case, q3 in worst.items() if q3 < 1]})
+    shares = {row["case"]: row["share_of_copy_bandwidth"] for row in swapped} if on_cuda else {}
+    claim = make_claim(
+        "forward: share of a copy's bandwidth", min(shares.values(), default=None), "at least", LEAST_SHARE
+    )
+    return [*found, claim | {"fails": [case for case, share in shares.items() if share < LEAST_SHARE]}]
+
+
+def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    header = [
+        "case",
+        *(f"{name}: {what}" for name in PASSES for what in ("ms", "ratio")),
+        "kept a token",
+        "of a copy",
+    ]
+    lines = []
+    for row in rows:
+        if not row["kernel"]:
+            lines.append([row["case"], f"kept: {row['reason']}", *[""] * 5])
+            continue
+        figures = []
+        for name in PASSES:
+            mark = "" if row[name]["on_kernel"] else "= "
+            figures += [f"{row[name]['swapped_ms']:.2f}", mark + show_spread(row[name]["ratio"], 2)]
+        share = f"{row['share_of_copy_bandwidth']:.0%}" if "share_of_copy_bandwidth" in row else "–"
+        lines.append([row["case"], *figures, f"{row['kept_before']} → {row['kept_after']} B", share])
+    return Table("Swapped norms beside what they replace", header, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; claims that do not hold are printed and stored."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
+    options = parser.parse_args(given)
+    if options.quick:
+        options.rounds = 2
+    check_options(parser, options)
+    torch.set_num_threads(options.threads)
+    on_cuda = options.device == "cuda"
+    copied = copy_bytes_per_s(torch.device("cuda")) if on_cuda else None
+    note = "" if on_cuda else "the claims for a GPU were not run: no GPU could be had"
+    facts = {"note": note, "rounds": options.rounds, "threads": options.threads, "copy_bytes_per_s": copied}
+    report, rows, made = Report(options, PROGRAM, given, **facts), [], norms()
+    with progress("norms") as tell:
+        for case in cases(options):
+            tell(case.name)
+            rows.append(measure(case, made[case.norm], options, copied))
+    report.result |= {"cases": rows, "claims": claims(rows, on_cuda)}
+    report.show(make_table(rows))
+    report.show_claims()
+    report.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

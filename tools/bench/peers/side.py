@@ -1,0 +1,139 @@
+"""What an attention benchmark compares: a problem, and a side that solves it over ranks.
+
+B batch, S sequence, H heads, D head dim, P ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from harness import World
+from torch import Tensor
+
+from opensora_accel.attention.balance import TokenLayout, positions
+
+
+CAUSAL, MASK, GROUPED, CROSS = "causal", "key mask", "grouped heads", "S_kv ≠ S_q"
+EVERYTHING = frozenset({CAUSAL, MASK, GROUPED, CROSS})
+"""That a problem may ask of an interface. Sizes that do not divide are none: every interface takes them, or raises."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention over the whole sequence, before it is spread over ranks."""
+
+    name: str
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 2
+    dtype: str = "float64"
+    causal: bool = False
+    masked: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A side, ready for one problem on one rank."""
+
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """This rank's q [B, S_q/P, H, D], k and v [B, S_kv/P, H_kv, D] → out [B, S_q/P, H, D]."""
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    """What a user enters once for a whole training step; it is never timed."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation, called as its own documentation says, and what its interface has."""
+
+    name: str
+    make: Callable[[World, Problem, Tensor | None], Attention]
+    """The tensor is the whole key mask [B, S_kv]. What the side needs is imported here, and not before."""
+    kind: str = "peer"
+    """Or "ours", or "best case"."""
+    environment: str | None = None
+    """A name in `environments.INSTALLS`, or None for the environment that the benchmark runs in."""
+    package: str = "torch"
+    """The distribution whose version is reported."""
+    imports: str = "torch"
+    """What has to import for the side to run; with a colon, an object of that module."""
+    offers: frozenset[str] = EVERYTHING
+    causal_layout: TokenLayout = "contiguous"
+    """How the sequence is spread in a causal problem; it is contiguous in every other."""
+    causal_only: bool = False
+    dtype: str = "float64"
+    """The finest that it computes in, on a CPU, ..."""
+    cuda_dtype: str = "float64"
+    """... and on a GPU, where flash kernels know bf16 and fp16 only."""
+    beside: str | None = None
+    """The side of ours that this one is timed beside."""
+    beside_causal: str | None = None
+    """The same for a causal problem, where it is another."""
+    num_ranks_rule: Callable[[int], str | None] = lambda num_ranks: None
+    """Why it does not run on so many ranks."""
+
+    def layout(self, problem: Problem) -> TokenLayout:
+        return self.causal_layout if problem.causal else "contiguous"
+
+    def refusal(self, problem: Problem, num_ranks: int) -> str | None:
+        """Why the problem is not put to this side, if it is not."""
+        asked = {
+            CAUSAL: problem.causal,
+            MASK: problem.masked,
+            GROUPED: problem.heads != problem.kv_heads,
+            CROSS: problem.queries != problem.keys,
+        }
+        missing = sorted(name for name, is_asked in asked.items() if is_asked and name not in self.offers)
+        if missing:
+            return f"its interface has no {' and no '.join(missing)}"
+        if self.causal_only and not problem.causal:
+            return "its layout is for causal attention"
+        return self.num_ranks_rule(num_ranks)
+
+    def check_import(self) -> None:
+        """Raises whatever the package raises, or ImportError where it lacks the object."""
+        module, _, name = self.imports.partition(":")
+        found = importlib.import_module(module)
+        if name and not hasattr(found, name):
+            raise ImportError(f"{module} has no {name}")
+
+
+def rows_of(world: World, total: int, layout: TokenLayout) -> Tensor:
+    """Places in the whole sequence of this rank's tokens."""
+    return positions(total, world.num_ranks, world.rank, layout)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    """torch's own kernel on [B, S, H, D]: what every Ulysses here, ours too, attends with locally."""
+    return F.scaled_dot_product_attention(
+        *(tensor.transpose(1, 2) for tensor in (q, k, v)),
+        attn_mask=None if mask is None else mask[:, None, None, :],
+        is_causal=causal,
+        enable_gqa=q.size(2) != k.size(2),
+    ).transpose(1, 2)
+
+
+def cpu_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """torch's flash kernel for CPUs: q, k, v [B, H, S, D] → out [B, H, S, D], log-sum-exp [B, H, S]."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)  # type: ignore[no-any-return]
+
+
+def cpu_flash_backward(
+    grad: Tensor, *saved: Tensor, causal: bool = False, **options: Any
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv [B, H, S, D] from the gradient of out and q, k, v, out, log-sum-exp."""
+    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return operation(grad, *saved, 0.0, causal, **options)  # type: ignore[no-any-return]

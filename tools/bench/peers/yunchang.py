@@ -1,0 +1,145 @@
+"""yunchang (USP): its Ulysses with torch's SDPA inside, and its rings.
+
+`UlyssesAttention` takes the local attention from a table. The table's torch entries are rings of CUDA-only kernels
+without a backward, so the layer is made with one of them and its public attribute `attn_fn` is then set to SDPA,
+which is called with the keyword arguments that the layer passes. It has no mask.
+
+"yunchang ring" is `ring_flash_attn_func`, and for causal problems its zigzag, on flash-attn (`AttnType.FA`) as its
+documentation uses it. Where flash-attn is missing, torch's CPU flash kernel is put in its place, with the same
+arguments and layouts. Its errors are measured in bf16, as flash-attn takes no fp32: in fp32 the sum of dQ would be
+the very buffer that the next block's part is written to (`block_dq_buffer.to(torch.float32)`, 0.6.4).
+
+"yunchang ring_pytorch" is `ring_pytorch_attn_func`, its ring for machines without flash-attn, with the same kernel in
+the place of one that is CUDA-only and of a backward that only raises. It returns five gradients for its six inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness import World
+from torch import Tensor
+
+from peers import ours
+from peers.side import CAUSAL, CROSS, GROUPED, Attention, Problem, Side, cpu_flash, cpu_flash_backward, sdpa
+
+
+def _ulysses(world: World, problem: Problem, mask: Tensor | None) -> Attention:
+    from yunchang import UlyssesAttention
+    from yunchang.kernels import AttnType
+
+    layer = UlyssesAttention(world.group, attn_type=AttnType.TORCH_EFFICIENT)
+    layer.attn_fn = lambda q, k, v, *, causal=False, **unused: sdpa(q, k, v, causal=causal)
+    return Attention(lambda q, k, v: layer(q, k, v, causal=problem.causal))
+
+
+def _ring(world: World, problem: Problem, mask: Tensor | None) -> Attention:
+    from yunchang import ring
+    from yunchang.globals import HAS_FLASH_ATTN
+
+    if not HAS_FLASH_ATTN:
+        stages = {"fwd-only": _forward, "bwd-only": _backward}
+        for module in (ring.ring_flash_attn, ring.zigzag_ring_flash_attn):
+            module.select_flash_attn_impl = lambda attn_type, stage, attn_processor=None: stages[stage]
+    function = ring.zigzag_ring_flash_attn_func if problem.causal else ring.ring_flash_attn_func
+    return Attention(lambda q, k, v: function(q, k, v, causal=problem.causal, group=world.group))
+
+
+def _ring_pytorch(world: World, problem: Problem, mask: Tensor | None) -> Attention:
+    from yunchang.ring import ring_pytorch_attn
+
+    if world.device.type == "cpu":
+        ring_pytorch_attn.pytorch_attn_forward = _forward
+        ring_pytorch_attn.pytorch_attn_backward = _gradients
+    function = ring_pytorch_attn.ring_pytorch_attn_func
+    return Attention(lambda q, k, v: function(q, k, v, causal=problem.causal, group=world.group))
+
+
+# In the place of flash-attn's functions, with their arguments; tensors are [B, S, H, D], log-sum-exp is [B, H, S].
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out, lse = cpu_flash(q, k, v, is_causal=causal, scale=softmax_scale)
+    return out.transpose(1, 2), lse
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, ...]:
+    heads_first = [tensor.transpose(1, 2).contiguous() for tensor in (grad, q, k, v, out)]
+    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale}
+    found = cpu_flash_backward(*heads_first, softmax_lse.contiguous(), **options)
+    return tuple(gradient.transpose(1, 2) for gradient in found)
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    *unused: Any,
+    **also_unused: Any,
+) -> None:
+    """Into dq, dk, dv."""
+    found = _gradients(grad, q, k, v, out, softmax_lse, softmax_scale, causal)
+    for buffer, gradient in zip((dq, dk, dv), found, strict=True):
+        buffer.copy_(gradient)
+
+
+def _side(name: str, make: Any, imports: str, offers: set[str], **options: Any) -> Side:
+    return Side(name, make, "peer", "yunchang", "yunchang", imports, frozenset(offers), **options)
+
+
+SIDES = (
+    _side(
+        "yunchang ulysses",
+        _ulysses,
+        "yunchang:UlyssesAttention",
+        {CAUSAL, GROUPED, CROSS},
+        beside=ours.ULYSSES,
+    ),
+    _side(
+        "yunchang ring",
+        _ring,
+        "yunchang.ring:zigzag_ring_flash_attn_func",
+        {CAUSAL, CROSS},
+        causal_layout="zigzag",
+        dtype="bfloat16",
+        cuda_dtype="bfloat16",
+        beside=ours.RING,
+        beside_causal=ours.ZIGZAG,
+    ),
+    _side(
+        "yunchang ring_pytorch",
+        _ring_pytorch,
+        "yunchang.ring.ring_pytorch_attn:ring_pytorch_attn_func",
+        {CAUSAL},
+        dtype="float32",
+        cuda_dtype="bfloat16",
+        beside=ours.RING,
+    ),
+)
