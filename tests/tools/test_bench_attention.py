@@ -1,14 +1,16 @@
 """The attention benchmark finds what is wrong and counts exactly. Its times are not tested: this machine is shared."""
 
+import dataclasses
 import json
 
 import attention
 import pytest
 import torch
-from attention import CASES, claims, full_attention, main, make_row, make_whole, problems
-from harness import Job, Outcome, ratios, run_tasks, spread
+from attention import CASES, claims, full_attention, main, make_row, make_task, make_whole, problems
+from harness import ratios
 from peers import SIDES, find_side
 from peers.environments import INSTALLS
+from ranks import Job, Outcome, run_tasks
 
 from tests.tools.test_harness import MISBEHAVING, SMALL, task
 
@@ -39,8 +41,9 @@ def test_a_wrong_side_is_told_from_a_right_one():
     assert rows[0]["worst"] < 1e-14 and rows[2]["worst"] is None
     # Only rank 1's values were off, by 1e-4: the largest error over all ranks counts.
     assert 1e-6 < rows[1]["errors"]["out"] < 1e-3 and rows[1]["errors"]["dv"] > 1e-6
-    table = attention.error_table(rows)
+    table = attention.make_table("errors", rows)
     assert ["WRONG NaN" in row for row in table.rows] == [False, False, True, False, False]
+    assert any("NOT_A_NUMBER, 2 ranks, small: out NaN" in note for note in table.notes)
     result = {
         "errors": [row | {"side": "ours ring"} for row in rows[:3]],
         "bytes": [],
@@ -74,9 +77,7 @@ def test_bytes_of_known_exchanges_are_counted_exactly():
 
 def test_the_table_of_sides_is_whole():
     for side in SIDES.values():
-        assert side.environment is None or side.environment in INSTALLS
-        for other in (side.beside, side.beside_causal):
-            assert other is None or SIDES[other].kind == "ours"
+        assert side.beside is None or SIDES[side.beside].kind == "ours"
     for steps in INSTALLS.values():
         peer = steps[-1]
         assert "--no-deps" in peer and "==" in peer[-1] and not any("torch==" in word for word in peer[:-1])
@@ -91,6 +92,9 @@ def test_a_problem_is_put_only_to_an_interface_that_has_it():
     assert refused["key mask"] == "its interface has no key mask"
     timed = {name: [p.name for p in problems("times", side, options)] for name, side in SIDES.items()}
     assert timed["torch ring"] == ["full", "causal"] and timed["ours ring zigzag"] == ["causal"]
+    causal = dataclasses.replace(CASES[0], causal=True)
+    tasks = [make_task("times", SIDES["torch ring"], problem, 3) for problem in (CASES[0], causal)]
+    assert [task["sides"][0] for task in tasks] == ["ours ring", "ours ring zigzag"]
     assert not timed["ours ring"] and not timed["best case ring"]
     best = [p.name for p in problems("best", SIDES["best case ring"], options)]
     assert best == ["2048·8·64", "256·8·32", "64·4·16"]
@@ -151,7 +155,7 @@ def test_the_command_end_to_end_with_a_peer_that_is_not_there(tmp_path, capsys):
         "any row again: python tools/bench/attention.py --part bytes" in (tmp_path / "result.md").read_text()
     )
     printed = capsys.readouterr()
-    assert "claims:" in printed.out and "deepspeed ulysses is skipped" in printed.err
+    assert "Claims" in printed.out and "deepspeed ulysses is skipped" in printed.err
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -183,7 +187,5 @@ def test_options_that_cannot_be(options, message, capsys):
 def test_a_failure_keeps_its_reason():
     row = make_row(task("errors", "RIGHT"), 2, Outcome("raises", "ValueError: no"))
     assert (row["status"], row["reason"]) == ("raises", "ValueError: no") and "right" not in row
-    assert attention.reasons([row], "errors", "ranks")[1].endswith(
-        "RIGHT raises (small on 2): ValueError: no"
-    )
-    assert spread([1.0, 2.0, 3.0])["rounds"] == [1.0, 2.0, 3.0]
+    notes = attention.make_table("errors", [row, row | {"ranks": 3}]).notes
+    assert notes[1].endswith("RIGHT raises (small on 2, small on 3): ValueError: no") and len(notes) == 2

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import offload
 import pytest
 import torch
-from offload import Case, CaseRun, claims, hidden_share, longest_tokens, main, merge, split_by_queue, subtract
+from dit_step import Case
+from offload import CaseRun, claims, longest_tokens, main
 from peers.offloaders import SynchronousStack
+from queues import hidden_share, merge, split_by_queue, subtract
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 
@@ -200,7 +202,7 @@ def test_options_that_cannot_be(capsys):
     for arguments, message in [
         (["--hidden", "100", "--heads", "3"], "must be divisible by --heads (3)"),
         (["--only", "nothing"], "is in no scheme's name"),
-        (["--tokens", "0"], "--tokens must be at least 1; got 0"),
+        (["--tokens", "0"], "argument --tokens: must be at least 1; got 0"),
         (["--keep-last", "-1"], "at least 0; got -1"),
     ]:
         with pytest.raises(SystemExit, match="2"):

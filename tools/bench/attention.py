@@ -23,50 +23,27 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import harness
 import torch
-from harness import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    Job,
-    Note,
-    Outcome,
-    Report,
-    Table,
-    World,
-    check_options,
-    count_traffic,
-    drawing,
-    make_claim,
-    make_parser,
-    progress,
-    ratios,
-    run_tasks,
-    show_spread,
-    slowest_rank,
-    spread,
-    take_turns,
-    time_ms,
-)
+from harness import Note, Report, Table, make_claim
 from peers import SIDES, find_side
 from peers import ours as our
 from peers.environments import INSTALLS, SETTINGS, install, python_of
-from peers.side import Attention, Layout, Problem, Side, rows_of
+from peers.side import Attention, Problem, Side, rows_of
+from pictures import draw_attention
+from ranks import Job, Outcome, World, count_traffic, run_tasks, slowest_rank
 from torch import Tensor
 
-from opensora_accel.attention.balance import positions
 from opensora_accel.profiler import LiveBytes
 
 PROGRAM = "python tools/bench/attention.py"
 PARTS = ("errors", "bytes", "times", "best")
+TIMED = PARTS[2:]
 NOT_OFFERED, SKIPPED = "not offered", "skipped"
 GRADIENTS = ("out", "dq", "dk", "dv")
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 3e-2}
@@ -195,7 +172,7 @@ def run_task(world: World, task: Mapping[str, Any], note: Note) -> Any:
         return importlib.metadata.version(side.package)
     problem = Problem(**task["problem"])
     whole = make_whole(problem, world.device)
-    if task["part"] in ("times", "best"):
+    if task["part"] in TIMED:
         return measure_times(world, task, problem, whole, note)
     prepared = Prepared(world, task["sides"][-1], problem, whole)
     return (measure_errors if task["part"] == "errors" else measure_bytes)(problem, whole, prepared)
@@ -247,39 +224,39 @@ def measure_times(
 
     def turn(prepared: Prepared, calls: int) -> float:
         with prepared.attention.around():
-            return time_ms(prepared.forward_backward, world.device, calls)
+            return harness.time_ms(prepared.forward_backward, world.device, calls)
 
     calls = 1
     if task["part"] == "best":
         first = [turn(sides[task["sides"][0]], 1) for _ in range(3)][-1]
         calls = max(1, round(LEAST_MS / slowest_rank({"first": [first]}, world.device)["first"][0]))
     turns = {name: lambda prepared=prepared: turn(prepared, calls) for name, prepared in sides.items()}
-    return slowest_rank(take_turns(turns, task["rounds"], note), world.device)
+    return slowest_rank(harness.take_turns(turns, task["rounds"], note), world.device)
 
 
 # ---- which problems are put to which side, and what comes of it
 
 Row = dict[str, Any]
-Task = dict[str, Any]
 
 
 class Bench:
     """The sides that were asked for, and which of them run here."""
 
-    def __init__(self, sides: Sequence[Side], options: argparse.Namespace) -> None:
-        self.sides, self.options = sides, options
-        self.versions: dict[str, str] = {}
-        self.skipped: dict[str, str] = {}
-        self._pythons = {side.name: python_of(side, options.environments) for side in sides}
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.versions, self.skipped = options, dict[str, str](), dict[str, str]()
+        self.sides = [
+            side for side in options.sides if any(any(problems(part, side, options)) for part in options.part)
+        ]
+        self._pythons = {side.name: python_of(side, options.environments) for side in self.sides}
         for python in dict.fromkeys(self._pythons.values()):
-            residents = [side for side in sides if self._pythons[side.name] == python]
+            residents = [side for side in self.sides if self._pythons[side.name] == python]
             if python is None:
                 reason = "it has no environment here; --install-peers makes it"
                 self.skipped |= {side.name: reason for side in residents}
                 continue
-            tasks: list[Task] = [{"part": "import", "sides": [side.name]} for side in residents]
+            tasks = [{"part": "import", "sides": [side.name]} for side in residents]
             job = dataclasses.replace(self._job(residents[0], 1), device="cpu", silence_s=180.0)
-            outcomes = run_tasks(job, tasks, lambda number, text: None)
+            outcomes = run_tasks(job, tasks, lambda at, text: None)
             for side, outcome in zip(residents, outcomes, strict=True):
                 if outcome.status == "done":
                     self.versions[side.package] = outcome.by_rank[0]
@@ -290,60 +267,39 @@ class Bench:
 
     def rows(self, part: str) -> list[Row]:
         """Of one part, in the order of the sides; what is timed runs in processes that no other peer has been in."""
-        rows: list[Row] = []
-        timed = part in ("times", "best")
+        timed, rows = part in TIMED, list[Row]()
         for num_ranks in self.options.time_ranks if timed else self.options.ranks:
-            planned = [
-                (side, problem) for side in self.sides for problem in problems(part, side, self.options)
-            ]
-            tasks = [(side, self._task(part, side, problem), problem) for side, problem in planned]
-            rows += self._run(part, tasks, num_ranks, timed)
+            put = [(side, problem) for side in self.sides for problem in problems(part, side, self.options)]
+            found: list[Outcome | None] = [self._unasked(side, problem, num_ranks) for side, problem in put]
+            tasks = [make_task(part, side, problem, self.options.rounds) for side, problem in put]
+            # One group of ranks for the sides of one environment; where it is timed, for one side.
+            groups: dict[Any, list[int]] = {}
+            for at in (at for at in range(len(put)) if found[at] is None):
+                name = put[at][0].name
+                groups.setdefault((self._pythons[name], name if timed else None), []).append(at)
+            with harness.progress(f"{part}, {num_ranks} ranks", sum(map(len, groups.values()))) as note:
+                for group in groups.values():
+
+                    def tell(at: int, text: str, group: list[int] = group) -> None:
+                        task = tasks[group[at]]  # noqa: B023 - called within this turn of the loop
+                        note(" and ".join(task["sides"]), f"{task['problem']['name']} {text}")
+
+                    job = self._job(put[group[0]][0], num_ranks)
+                    outcomes = run_tasks(job, [tasks[at] for at in group], tell)
+                    for at, outcome in zip(group, outcomes, strict=True):
+                        found[at] = outcome
+            rows += [make_row(task, num_ranks, each) for task, each in zip(tasks, found, strict=True) if each]
         order = [side.name for side in self.sides]
         return rows if timed else sorted(rows, key=lambda row: order.index(row["side"]))
 
-    def _task(self, part: str, side: Side, problem: Problem) -> Task:
-        names = [side.name]
-        if part in ("times", "best"):
-            beside = side.beside_causal if problem.causal and side.beside_causal else side.beside
-            assert beside is not None
-            names = [beside, side.name]
-        return {
-            "part": part,
-            "sides": names,
-            "problem": dataclasses.asdict(problem),
-            "rounds": self.options.rounds,
-        }
-
-    def _run(
-        self, part: str, planned: list[tuple[Side, Task, Problem]], num_ranks: int, alone: bool
-    ) -> list[Row]:
-        outcomes: dict[int, Outcome] = {}
-        for number, (side, _, problem) in enumerate(planned):
-            refusal, reason = side.refusal(problem, num_ranks), self.skipped.get(side.name)
-            if refusal or reason:
-                outcomes[number] = (
-                    Outcome(NOT_OFFERED, refusal) if refusal else Outcome(SKIPPED, reason or "")
-                )
-        waiting = [number for number in range(len(planned)) if number not in outcomes]
-        with progress(f"{part}, {num_ranks} ranks", len(waiting)) as note:
-            # One group of processes for the sides of one environment; where it is timed, for one side.
-            groups: dict[Any, list[int]] = {}
-            for number in waiting:
-                name = planned[number][0].name
-                groups.setdefault((self._pythons[name], name if alone else None), []).append(number)
-            for numbers in groups.values():
-                tasks = [planned[number][1] for number in numbers]
-
-                def tell(at: int, text: str, tasks: list[Task] = tasks) -> None:
-                    note(" and ".join(tasks[at]["sides"]), f"{tasks[at]['problem']['name']} {text}")
-
-                found = run_tasks(self._job(planned[numbers[0]][0], num_ranks), tasks, tell)
-                outcomes |= dict(zip(numbers, found, strict=True))
-        return [make_row(task, num_ranks, outcomes[number]) for number, (_, task, _) in enumerate(planned)]
+    def _unasked(self, side: Side, problem: Problem, num_ranks: int) -> Outcome | None:
+        refusal, reason = side.refusal(problem, num_ranks), self.skipped.get(side.name)
+        if refusal:
+            return Outcome(NOT_OFFERED, refusal)
+        return Outcome(SKIPPED, reason) if reason else None
 
     def _job(self, side: Side, num_ranks: int) -> Job:
-        settings = SETTINGS.get(side.environment or "", {})
-        python = self._pythons[side.name] or sys.executable
+        python, settings = self._pythons[side.name] or sys.executable, SETTINGS.get(side.package, {})
         return Job("attention", num_ranks, self.options.device, self.options.timeout, python, settings)
 
 
@@ -362,19 +318,26 @@ def problems(part: str, side: Side, options: argparse.Namespace) -> Iterator[Pro
         yield from [] if side.causal_only else [full]
         yield dataclasses.replace(full, name="causal", causal=True)
     elif part == "best" and side.kind == "best case":
-        for tokens, heads, head_dim in BEST_SIZES:
+        for tokens, heads, head_dim in BEST_SIZES[1 if options.quick else 0 :]:
             name = f"{tokens}·{heads}·{head_dim}"
             yield Problem(name, tokens, tokens, heads, heads, head_dim, batch=1, dtype="float32")
 
 
-def make_row(task: Task, num_ranks: int, outcome: Outcome) -> Row:
+def make_task(part: str, side: Side, problem: Problem, rounds: int) -> dict[str, Any]:
+    """Plain data; what is timed names the side of ours first."""
+    names = [side.name]
+    if part in TIMED:
+        balanced = side.kind == "peer" and side.layout(problem) != "contiguous"
+        names = [our.ZIGZAG if balanced else str(side.beside), side.name]
+    return {"part": part, "sides": names, "problem": dataclasses.asdict(problem), "rounds": rounds}
+
+
+def make_row(task: Mapping[str, Any], num_ranks: int, outcome: Outcome) -> Row:
     """Plain data of one side, rank count and problem."""
-    part, side = task["part"], task["sides"][-1]
-    option = "time-ranks" if part in ("times", "best") else "ranks"
-    command = f'{PROGRAM} --part {part} --only "{side}" --{option} {num_ranks}'
+    part, side, by_rank = task["part"], task["sides"][-1], outcome.by_rank
+    command = f'{PROGRAM} --part {part} --only "{side}" --{"time-" if part in TIMED else ""}ranks {num_ranks}'
     row: Row = {"side": side, "ranks": num_ranks, "problem": task["problem"], "status": outcome.status}
     row |= {"reason": outcome.reason, "command": command}
-    by_rank = outcome.by_rank
     if outcome.status != "done":
         return row
     if part == "errors":
@@ -382,7 +345,8 @@ def make_row(task: Task, num_ranks: int, outcome: Outcome) -> Row:
         values = {key: [found[key] for found in by_rank] for key in GRADIENTS}
         errors = {key: None if None in found else max(found) for key, found in values.items()}
         tolerance = TOLERANCES[task["problem"]["dtype"]]
-        worst = None if None in errors.values() else max(errors.values())
+        finite = [error for error in errors.values() if error is not None]
+        worst = max(finite) if len(finite) == len(errors) else None
         right = worst is not None and worst <= tolerance
         return row | {"errors": errors, "worst": worst, "right": right, "tolerance": tolerance}
     if part == "bytes":
@@ -392,8 +356,8 @@ def make_row(task: Task, num_ranks: int, outcome: Outcome) -> Row:
         in_q = {"sent_in_q": busiest["sent_bytes"] / q_bytes, "kept_in_q": kept / q_bytes}
         return row | busiest | {"kept_bytes": kept, "q_bytes": q_bytes} | in_q
     ours, theirs = (by_rank[0][name] for name in task["sides"])
-    times = {"ours_ms": spread(ours), "side_ms": spread(theirs), "ratio": ratios(theirs, ours)}
-    return row | {"beside": task["sides"][0]} | times
+    times = {"ours_ms": harness.spread(ours), "side_ms": harness.spread(theirs)}
+    return row | {"beside": task["sides"][0], **times, "ratio": harness.ratios(theirs, ours)}
 
 
 # ---- claims
@@ -453,24 +417,49 @@ def claims(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 # ---- tables
 
+TITLES = {
+    "errors": "Gradients: largest error of out, dq, dk and dv over the largest value, against full attention in fp64",
+    "bytes": "One layer, forward and backward: calls and MiB of the busiest rank, and bytes kept for backward",
+    "times": "Forward and backward, in turns, of the slowest rank: medians and quartiles; above 1, ours is faster",
+    "best": "Beside the best case, likewise",
+}
+CALLS = {"collectives": "collectives", "of sizes": "size_exchanges", "sends": "sends", "barriers": "barriers"}
+SENT = {
+    "sent MiB": "sent_bytes",
+    "sent / q": "sent_in_q",
+    "kept / q": "kept_in_q",
+    "not counted": "uncounted",
+}
+SIZES = {"B": "problem.batch", "S": "problem.queries", "H": "problem.heads", "D": "problem.head_dim"}
+TIMES = {"beside": "beside", "ours ms": "ours_ms", "side ms": "side_ms", "side / ours": "ratio"}
+COLUMNS = {"bytes": CALLS | SENT, "times": SIZES | TIMES, "best": SIZES | TIMES}
 
-def error_table(rows: Sequence[Row]) -> Table:
-    cases = list(dict.fromkeys(row["problem"]["name"] for row in rows))
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in filter(lambda row: row["status"] != NOT_OFFERED, rows):
-        key = (row["side"], str(row["ranks"]), row["problem"]["dtype"])
-        lines.setdefault(key, dict.fromkeys(cases, "–"))[row["problem"]["name"]] = error_cell(row)
-    wrong = [
-        f"{row['side']}, {row['ranks']} ranks, {row['problem']['name']}: "
-        + ", ".join(f"{k} {'NaN' if e is None else f'{e:.1e}'}" for k, e in row["errors"].items())
-        for row in rows
-        if row["status"] == "done" and not row["right"]
+
+def make_table(part: str, rows: Sequence[Row]) -> Table:
+    """The rows of one part; below them why rows failed, each reason once, with the cases it was given for."""
+    rows = [row | {"case": row["problem"]["name"], "dtype": row["problem"]["dtype"]} for row in rows]
+    asked = [row for row in rows if row["status"] != NOT_OFFERED]
+    notes = [
+        f'any row again: {PROGRAM} --part {part} --only "NAME" --{"time-" if part in TIMED else ""}ranks P'
     ]
-    title = "Gradients: largest error of out, dq, dk and dv over the largest value, against full attention in fp64"
-    cells = [[*key, *found.values()] for key, found in lines.items()]
-    return Table(
-        title, ["side", "ranks", "dtype", *cases], cells, [*wrong, *reasons(rows, "errors", "ranks")]
-    )
+    for row in (row for row in asked if row.get("right") is False):
+        errors = ", ".join(f"{k} {'NaN' if e is None else f'{e:.1e}'}" for k, e in row["errors"].items())
+        notes.append(f"{row['side']}, {row['ranks']} ranks, {row['case']}: {errors}")
+    given: dict[tuple[str, ...], list[Row]] = {}
+    for row in (row for row in asked if row["status"] != "done"):
+        # Those that differ in sizes alone are one.
+        given.setdefault((row["side"], row["status"], re.sub(r"\d+", "#", row["reason"])), []).append(row)
+    for (side, status, _), failed in given.items():
+        where = ", ".join(dict.fromkeys(f"{row['case']} on {row['ranks']}" for row in failed))
+        notes.append(f"{side} {status} ({where}): {failed[0]['reason']}")
+    columns = {"side": "side", "ranks": "ranks", "dtype": "dtype"}
+    if part != "errors":
+        return Table.of(TITLES[part], columns | {"case": "case", "": "status"} | COLUMNS[part], asked, notes)
+    lines: dict[tuple[str, ...], Row] = {}
+    for row in asked:
+        line = lines.setdefault((row["side"], row["ranks"], row["dtype"]), {key: row[key] for key in columns})
+        line[row["case"]] = error_cell(row)
+    return Table.of(TITLES[part], columns | {row["case"]: row["case"] for row in rows}, lines.values(), notes)
 
 
 def error_cell(row: Row) -> str:
@@ -480,185 +469,22 @@ def error_cell(row: Row) -> str:
     return worst if row["right"] else f"WRONG {worst}"
 
 
-def byte_table(rows: Sequence[Row]) -> Table:
-    header = [
-        "side",
-        "ranks",
-        "dtype",
-        "collectives",
-        "sends",
-        "barriers",
-        "sent KiB",
-        "sent / q",
-        "kept / q",
-    ]
-    lines = []
-    for row in filter(lambda row: row["status"] != NOT_OFFERED, rows):
-        line = [row["side"], str(row["ranks"]), row["problem"]["dtype"]]
-        if row["status"] != "done":
-            lines.append([*line, row["status"], *[""] * 5])
-            continue
-        sizes = f" + {row['size_exchanges']} of sizes" if row["size_exchanges"] else ""
-        calls = [f"{row['collectives']}{sizes}", str(row["sends"]), str(row["barriers"])]
-        sent = [f"{row['sent_bytes'] / 1024:.0f}", f"{row['sent_in_q']:.2f}", f"{row['kept_in_q']:.2f}"]
-        lines.append([*line, *calls, *sent])
-    title = (
-        "One layer, forward and backward: calls and bytes of the busiest rank, and bytes kept for backward"
-    )
-    unknown = [
-        f"{row['side']}: not counted are {set(row['uncounted'])}" for row in rows if row.get("uncounted")
-    ]
-    return Table(title, header, lines, [*unknown, *reasons(rows, "bytes", "ranks")])
-
-
-def time_table(rows: Sequence[Row], part: str = "times") -> Table:
-    header = ["side", "ranks", "problem", "beside", "ours ms", "side ms", "side / ours"]
-    lines = []
-    for row in filter(lambda row: row["status"] != NOT_OFFERED, rows):
-        p = row["problem"]
-        sizes = f"{p['name']} B{p['batch']} S{p['queries']} H{p['heads']} D{p['head_dim']} {p['dtype']}"
-        cells = [row["status"], *[""] * 3]
-        if row["status"] == "done":
-            cells = [row["beside"], show_spread(row["ours_ms"], 2), show_spread(row["side_ms"], 2)]
-            cells.append(show_spread(row["ratio"], 3))
-        lines.append([row["side"], str(row["ranks"]), sizes, *cells])
-    title = (
-        "Forward and backward, in turns: medians and quartiles, of the slowest rank; above 1, ours is faster"
-    )
-    title = "Beside the best case: " + title.lower() if part == "best" else title
-    return Table(title, header, lines, reasons(rows, part, "time-ranks"))
-
-
-def reasons(rows: Sequence[Row], part: str, option: str) -> list[str]:
-    """How to have any row again; and why rows failed, each reason once, with the cases and ranks it was given for."""
-    given: dict[tuple[str, str, str], list[Row]] = {}
-    for row in filter(lambda row: row["status"] not in ("done", NOT_OFFERED), rows):
-        # Those that differ in sizes alone are one.
-        given.setdefault((row["side"], row["status"], re.sub(r"\d+", "#", row["reason"])), []).append(row)
-    found = [f'any row again: {PROGRAM} --part {part} --only "NAME" --{option} P']
-    for (side, status, _), failed in given.items():
-        cases = {
-            row["problem"]["name"]: [r["ranks"] for r in failed if r["problem"] == row["problem"]]
-            for row in failed
-        }
-        where = "; ".join(
-            f"{case} on {', '.join(map(str, dict.fromkeys(ranks)))}" for case, ranks in cases.items()
-        )
-        found.append(f"{side} {status} ({where}): {failed[0]['reason']}")
-    return found
-
-
-TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
-    "errors": error_table,
-    "bytes": byte_table,
-    "times": time_table,
-    "best": lambda rows: time_table(rows, "best"),
-}
-
-# ---- the picture
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Whose gradients are right, what a layer sends, and who computes what under a causal mask."""
-    with drawing(path, 11, 9) as figure:
-        grid = figure.add_gridspec(
-            2,
-            2,
-            height_ratios=[1.5, 1],
-            left=0.19,
-            right=0.975,
-            top=0.87,
-            bottom=0.04,
-            hspace=0.4,
-            wspace=0.62,
-        )
-        figure.text(
-            0.02, 0.955, "Attention over ranks: whose gradients are right", fontsize=15, weight="bold"
-        )
-        where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {result['backend']}; {result['date']}"
-        figure.text(0.02, 0.928, f"against full attention on one device in fp64. {where}")
-        _draw_errors(figure.add_subplot(grid[0, 0]), result["errors"])
-        _draw_bytes(figure.add_subplot(grid[0, 1]), result["bytes"])
-        layouts: tuple[Layout, ...] = get_args(Layout)
-        lower = grid[1, :].subgridspec(1, len(layouts), wspace=0.12)
-        for column, layout in enumerate(layouts):
-            _draw_layout(figure.add_subplot(lower[0, column]), layout)
-
-
-def _of_most_ranks(rows: Sequence[Row]) -> list[Row]:
-    most = max((row["ranks"] for row in rows if was_put(row)), default=0)
-    return [row for row in rows if row["ranks"] == most]
-
-
-def _name_sides(axes: Any, sides: Sequence[str], title: str, rows: Sequence[Row]) -> None:
-    where = f"{rows[0]['ranks']} ranks" if rows else "not measured"
-    axes.set_title(f"{title}; {where}", loc="left", fontsize=10.5)
-    axes.set_yticks(range(len(sides)), sides)
-    axes.set_ylim(len(sides) - 0.45, -0.55)
-    for label in axes.get_yticklabels():
-        label.set_weight("bold" if is_ours(label.get_text()) else "normal")
-
-
-def _draw_errors(axes: Any, all_rows: Sequence[Row]) -> None:
-    rows = [row for row in _of_most_ranks(all_rows) if row["status"] != SKIPPED]
-    sides = list(dict.fromkeys(row["side"] for row in rows if was_put(row)))
-    cases = list(dict.fromkeys(row["problem"]["name"] for row in rows))
-    for row in rows:
-        x, text = cases.index(row["problem"]["name"]), row["status"]
-        colour = "#FFFFFF" if row["status"] == NOT_OFFERED else "#C9C9C9"
-        if row["status"] == "done":
-            colour, text = (
-                ("#9FD3C1", error_cell(row)) if row["right"] else (RED, error_cell(row).split()[-1])
-            )
-        if row["side"] in sides:
-            y = sides.index(row["side"])
-            axes.barh(y, 0.94, left=x, height=0.9, color=colour)
-            axes.text(x + 0.47, y, text.replace(NOT_OFFERED, "–"), ha="center", va="center", fontsize=7.2)
-    _name_sides(axes, sides, "largest error of out, dq, dk, dv", rows)
-    axes.set_xticks([at + 0.47 for at in range(len(cases))], [case.replace(" ", "\n", 1) for case in cases])
-    axes.tick_params(axis="x", labelsize=7.5)
-
-
-def _draw_bytes(axes: Any, all_rows: Sequence[Row]) -> None:
-    rows = [
-        row
-        for row in _of_most_ranks(all_rows)
-        if row["status"] == "done" and row["problem"]["dtype"] == "float32"
-    ]
-    for at, row in enumerate(rows):
-        axes.barh(at, row["sent_in_q"], height=0.66, color=BLUE if is_ours(row["side"]) else GREY)
-        text = f" {row['sent_in_q']:.3g} in {row['collectives'] + row['sends']} calls"
-        axes.text(row["sent_in_q"], at, text, va="center", fontsize=8)
-    axes.set_xlim(0, 1.45 * max((row["sent_in_q"] for row in rows), default=1))
-    _name_sides(axes, [row["side"] for row in rows], "sent, in units of the local q, fp32", rows)
-
-
-def _draw_layout(axes: Any, layout: Layout) -> None:
-    """Queries down, keys across, 16 tokens on 4 ranks; a score that is computed has the colour of its rank."""
-    scores = []
-    for rank, colour in enumerate((BLUE, ORANGE, GREEN, PURPLE)):
-        keys_seen = [row + 1 for row in positions(16, 4, rank, layout).tolist()]
-        axes.barh([number - 1 for number in keys_seen], keys_seen, height=0.94, color=colour)
-        scores.append(str(sum(keys_seen)))
-    axes.set(ylim=(16, -1), aspect="equal", xticks=[], yticks=[])
-    axes.set_title(f"{layout}, causal\nscores a rank: {', '.join(scores)}", fontsize=9.5, loc="left")
-
-
 # ---- the command
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
     """The options, with what was left out filled in for the device. Exits on what cannot be."""
-    parser = make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
+    parser = harness.make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
     add = parser.add_argument
     add("--also", action="append", default=[], metavar="MODULE:SIDE", help="a Side that is defined elsewhere")
     add("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    add("--ranks", type=int, nargs="+", default=[2, 3, 4], help="of errors and bytes (default: 2 3 4)")
-    add("--time-ranks", type=int, nargs="+", default=[2], help="of what is timed (default: 2)")
-    add("--tokens", type=int, help="of the whole sequence that is timed (2048; 32768 on CUDA)")
-    add("--heads", type=int, help="8; 24 on CUDA")
-    add("--head-dim", type=int, help="64; 128 on CUDA")
-    add("--batch", type=int, default=1, help="default: 1")
+    positive = harness.positive
+    add("--ranks", type=positive, nargs="+", default=[2, 3, 4], help="of errors and bytes (default: 2 3 4)")
+    add("--time-ranks", type=positive, nargs="+", default=[2], help="of what is timed (default: 2)")
+    add("--tokens", type=positive, help="of the whole sequence that is timed (2048; 32768 on CUDA)")
+    add("--heads", type=positive, help="8; 24 on CUDA")
+    add("--head-dim", type=positive, help="64; 128 on CUDA")
+    add("--batch", type=positive, default=1, help="default: 1")
     add("--dtype", choices=("float32", "bfloat16"), help="float32; bfloat16 on CUDA")
     add("--install-peers", action="store_true", help=f"make the environments of {', '.join(INSTALLS)}")
     add("--environments", type=Path, default=Path(".bench-venv"), metavar="DIR", help="default: .bench-venv")
@@ -669,11 +495,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         defaults = {"tokens": 32768, "heads": 24, "head_dim": 128, "dtype": "bfloat16"}
     if options.quick:
         options.rounds, defaults["tokens"] = 3, 192
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-        if name != "dtype" and getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    harness.check_options(parser, options, defaults, max(options.ranks + options.time_ranks))
     least = min(options.ranks + options.time_ranks)
     if least < 2:
         parser.error(
@@ -685,7 +507,6 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
                 f"--tokens ({options.tokens}) must be a multiple of {2 * num_ranks} and --heads ({options.heads}) "
                 f"of {num_ranks}, on {num_ranks} ranks: most peers know no other sizes"
             )
-    check_options(parser, options, max(options.ranks + options.time_ranks))
     options.sides = [
         side for side in (*SIDES.values(), *map(find_side, options.also)) if options.only in side.name
     ]
@@ -701,13 +522,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     for name in INSTALLS if options.install_peers else ():
-        wanted = [side for side in options.sides if side.environment == name]
+        wanted = [side for side in options.sides if side.package == name]
         if wanted and python_of(wanted[0], options.environments) is None:
             try:
                 install(name, options.environments, lambda text: print(text, file=sys.stderr, flush=True))
             except (OSError, subprocess.CalledProcessError) as error:  # it is skipped, then
                 print(f"{name} was not installed: {error}", file=sys.stderr, flush=True)
-    bench = Bench(options.sides, options)
+    bench = Bench(options)
     backend = "nccl" if options.device == "cuda" else "gloo"
     facts = {"backend": backend, "skipped": bench.skipped, **{part: list[Row]() for part in PARTS}}
     report = Report(options, PROGRAM, given, versions=bench.versions, **facts)
@@ -715,11 +536,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in (part for part in PARTS if part in options.part):
         result[part] = bench.rows(part)
         if result[part]:
-            report.show(TABLES[part](result[part]))
+            report.show(make_table(part, result[part]))
         # The times of a quick run say nothing.
         result["claims"] = list(claims(result | {"times": [], "best": []} if options.quick else result))
-        report.save(draw)
-    report.show_claims()
+        report.save()
+    report.finish(draw_attention)
     mine = [row for row in result["errors"] if is_ours(row["side"]) and was_put(row)]
     return 0 if all(row.get("right") for row in mine) else 1
 

@@ -22,27 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import harness
 import torch
-from harness import (
-    Job,
-    Note,
-    Report,
-    Table,
-    World,
-    check_options,
-    count_traffic,
-    make_claim,
-    make_parser,
-    progress,
-    ratios,
-    run_tasks,
-    show_spread,
-    slowest_rank,
-    spread,
-    take_turns,
-    time_ms,
-)
+from harness import Note, Report, Table, make_claim
 from peers.open_sora import plain_all_to_all, plain_gather, plain_ring, plain_split
+from ranks import Job, World, count_traffic, run_tasks, slowest_rank
 from torch import Tensor
 
 from opensora_accel.communications import (
@@ -224,44 +208,29 @@ def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any
         raise ValueError(f"{', '.join(unknown)} is not counted; say in the verifier's recorder what it sends")
     theory_bytes = largest(case.theory_bytes)
     sent = {f"{name}_sent_bytes": largest(found["sent_bytes"]) for name, found in traffic.items()}
-    turns = {name: lambda side=side: time_ms(side, world.device) for name, side in sides.items()}
-    times = slowest_rank(take_turns(turns, task["rounds"], note), world.device)
+    turns = {name: lambda side=side: harness.time_ms(side, world.device) for name, side in sides.items()}
+    times = slowest_rank(harness.take_turns(turns, task["rounds"], note), world.device)
     return {
         "case": setting.name(world.num_ranks),
         "claimed": setting.operation == "all_to_all" and not setting.is_uneven(world.num_ranks),
         "input_bytes": sum(input_.nbytes for input_ in case.inputs),
-        "ratio": ratios(times["plain"], times["ours"]),
-        "ratio_as_returned": ratios(times["plain"], times["ours_as_returned"]),
+        "ratio": harness.ratios(times["plain"], times["ours"]),
+        "ratio_as_returned": harness.ratios(times["plain"], times["ours_as_returned"]),
         "returned_contiguous": contiguous,
         "results_equal": True,
         "theory_bytes": theory_bytes,
         **sent,
         **{f"{name}_sizes_bytes": largest(found["sizes_bytes"]) for name, found in traffic.items()},
         "bytes_match": all(size_bytes == theory_bytes for size_bytes in sent.values()),
-        "times_ms": {name: spread(values) for name, values in times.items()},
+        "times_ms": {name: harness.spread(values) for name, values in times.items()},
     }
 
 
-def make_table(results: Sequence[Mapping[str, Any]]) -> Table:
-    header = [
-        "case",
-        "ours, contiguous ms",
-        "plain ms",
-        "as returned",
-        "ratio",
-        "sent MB",
-        "plain",
-        "theory",
-        "",
-    ]
-    lines = []
-    for row in results:
-        times, sizes = row["times_ms"], (row[f"{key}_bytes"] for key in ("ours_sent", "plain_sent", "theory"))
-        cells = [row["case"], show_spread(times["ours"], 2), show_spread(times["plain"], 2)]
-        cells += [f"{times['ours_as_returned']['median']:.2f}", show_spread(row["ratio"], 2)]
-        cells += [f"{size_bytes / 2**20:.2f}" for size_bytes in sizes]
-        lines.append([*cells, "" if row["bytes_match"] else "MISMATCH"])
-    return Table("Collectives beside the plain way, in turns", header, lines)
+COLUMNS = {
+    **{"case": "case", "ours, contiguous ms": "times_ms.ours", "plain ms": "times_ms.plain"},
+    **{"ours as returned ms": "times_ms.ours_as_returned", "ratio": "ratio", "sent MB": "ours_sent_bytes"},
+    **{"plain": "plain_sent_bytes", "theory": "theory_bytes", "bytes match": "bytes_match"},
+}
 
 
 def claims(results: Sequence[Mapping[str, Any]], timed: bool) -> list[dict[str, Any]]:
@@ -282,7 +251,7 @@ def claims(results: Sequence[Mapping[str, Any]], timed: bool) -> list[dict[str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 where results differ, bytes are not those of theory, or a case fails."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser(PROGRAM, __doc__, EXAMPLES, rounds=21)
+    parser = harness.make_parser(PROGRAM, __doc__, EXAMPLES, rounds=21)
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: 2)")
     parser.add_argument("--megabytes", type=float, default=64, help="bytes of a rank's input (default: 64)")
     options = parser.parse_args(given)
@@ -290,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.megabytes, options.rounds = 1, 3
     if options.ranks < 2:
         parser.error(f"--ranks must be at least 2; got {options.ranks}")
-    check_options(parser, options, options.ranks)
+    harness.check_options(parser, options, {}, options.ranks)
     settings = [setting for setting in SETTINGS if options.only in setting.name(options.ranks)]
     if not settings:
         names = "; ".join(setting.name(options.ranks) for setting in SETTINGS)
@@ -301,14 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
     tasks = [{"setting": dataclasses.asdict(setting), **common} for setting in settings]
-    with progress(f"collectives, {options.ranks} ranks", len(tasks)) as note:
+    with harness.progress(f"collectives, {options.ranks} ranks", len(tasks)) as note:
         job = Job("collectives", options.ranks, options.device, silence_s=120.0)
         outcomes = run_tasks(job, tasks, lambda at, text: note(settings[at].name(options.ranks), text))
     results = [outcome.by_rank[0] for outcome in outcomes if outcome.status == "done"]
     report.result |= {"results": results, "claims": claims(results, timed=not options.quick)}
-    report.show(make_table(results))
-    report.show_claims()
-    report.save()
+    report.show(Table.of("Collectives beside the plain way, in turns", COLUMNS, results))
+    report.finish()
     failed = [(s, outcome) for s, outcome in zip(settings, outcomes, strict=True) if outcome.status != "done"]
     for setting, outcome in failed:
         print(f"error: {setting.name(options.ranks)} {outcome.status}: {outcome.reason}", file=sys.stderr)

@@ -23,20 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import harness
 import torch
-from harness import (
-    Report,
-    Table,
-    check_options,
-    make_claim,
-    make_parser,
-    progress,
-    ratios,
-    show_spread,
-    spread,
-    take_turns,
-    time_ms,
-)
+from harness import Report, Table, make_claim
 from torch import Tensor, nn
 
 PROGRAM = "python tools/bench/norms.py"
@@ -162,12 +151,12 @@ def measure(
             key: _step(norm, arguments, backward)
             for key, norm in (("original", original), ("swapped", swapped))
         }
-        calls = max(1, int(LEAST_MS / time_ms(steps["original"], device, 2)))
-        turns = {key: lambda step=step: time_ms(step, device, calls) for key, step in steps.items()}  # noqa: B023
-        times = take_turns(turns, options.rounds, lambda what, detail: None)
+        calls = max(1, int(LEAST_MS / harness.time_ms(steps["original"], device, 2)))
+        turns = {key: lambda step=step: harness.time_ms(step, device, calls) for key, step in steps.items()}  # noqa: B023
+        times = harness.take_turns(turns, options.rounds, lambda what, detail: None)
         row[name] = {"on_kernel": runs_on_kernel(swapped, arguments[0], backward)}
-        row[name] |= {f"{key}_ms": spread(values)["median"] for key, values in times.items()}
-        row[name]["ratio"] = ratios(times["original"], times["swapped"])
+        row[name] |= {f"{key}_ms": harness.spread(values)["median"] for key, values in times.items()}
+        row[name]["ratio"] = harness.ratios(times["original"], times["swapped"])
     if copied is not None:
         row["share_of_copy_bandwidth"] = (
             2 * arguments[0].nbytes / (row["forward"]["swapped_ms"] / 1e3) / copied
@@ -192,8 +181,8 @@ def _step(module: nn.Module, arguments: Sequence[Tensor], backward: bool) -> Cal
 def copy_bytes_per_s(device: torch.device) -> float:
     source = torch.randn(32768, 5120, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    times = [time_ms(lambda: target.copy_(source), device, 10) for _ in range(15)]
-    return 2 * source.nbytes / (spread(times)["median"] / 1e3)
+    times = [harness.time_ms(lambda: target.copy_(source), device, 10) for _ in range(15)]
+    return 2 * source.nbytes / (harness.spread(times)["median"] / 1e3)
 
 
 def claims(rows: Sequence[Mapping[str, Any]], on_cuda: bool) -> list[dict[str, Any]]:
@@ -211,50 +200,41 @@ def claims(rows: Sequence[Mapping[str, Any]], on_cuda: bool) -> list[dict[str, A
     return [*found, claim | {"fails": [case for case, share in shares.items() if share < LEAST_SHARE]}]
 
 
-def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    header = [
-        "case",
-        *(f"{name}: {what}" for name in PASSES for what in ("ms", "ratio")),
-        "kept a token",
-        "of a copy",
-    ]
-    lines = []
-    for row in rows:
-        if not row["kernel"]:
-            lines.append([row["case"], f"kept: {row['reason']}", *[""] * 5])
-            continue
-        figures = []
-        for name in PASSES:
-            mark = "" if row[name]["on_kernel"] else "= "
-            figures += [f"{row[name]['swapped_ms']:.2f}", mark + show_spread(row[name]["ratio"], 2)]
-        share = f"{row['share_of_copy_bandwidth']:.0%}" if "share_of_copy_bandwidth" in row else "–"
-        lines.append([row["case"], *figures, f"{row['kept_before']} → {row['kept_after']} B", share])
-    return Table("Swapped norms beside what they replace", header, lines)
+COLUMNS = {
+    **{
+        "case": "case",
+        "forward ms": "forward.swapped_ms",
+        "ratio": "forward.ratio",
+        "kernel": "forward.on_kernel",
+    },
+    **{"and backward ms": "forward and backward.swapped_ms", "ratio ": "forward and backward.ratio"},
+    **{"kernel ": "forward and backward.on_kernel", "bytes kept a token": "kept_before", "now": "kept_after"},
+    **{"of a copy": "share_of_copy_bandwidth", "not swapped, because": "reason"},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; claims that do not hold are printed and stored."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
+    parser = harness.make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
     options = parser.parse_args(given)
     if options.quick:
         options.rounds = 2
-    check_options(parser, options)
+    harness.check_options(parser, options, {})
     torch.set_num_threads(options.threads)
     on_cuda = options.device == "cuda"
     copied = copy_bytes_per_s(torch.device("cuda")) if on_cuda else None
     note = "" if on_cuda else "the claims for a GPU were not run: no GPU could be had"
     facts = {"note": note, "rounds": options.rounds, "threads": options.threads, "copy_bytes_per_s": copied}
     report, rows, made = Report(options, PROGRAM, given, **facts), [], norms()
-    with progress("norms") as tell:
+    with harness.progress("norms") as tell:
         for case in cases(options):
             tell(case.name)
             rows.append(measure(case, made[case.norm], options, copied))
     report.result |= {"cases": rows, "claims": claims(rows, on_cuda)}
-    report.show(make_table(rows))
-    report.show_claims()
-    report.save()
+    report.show(Table.of("Swapped norms beside what they replace", COLUMNS, rows))
+    report.finish()
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import World
+from ranks import World
 from torch import Tensor
 
 from peers import ours
@@ -83,7 +83,7 @@ class BestRing(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group, grad, kv = ctx.group, grads[0].transpose(1, 2), torch.stack((k, v))
         # A block's gradient starts one rank after its owner, follows the block, and ends at the owner after P−1 hops.
-        travelling, leaving = None, []
+        travelling, leaving = None, list[Any]()
         for step in range(group.size()):
             arriving, transfers = _pass_on(kv, group) if step < group.size() - 1 else (kv, [])
             parts = cpu_flash_backward(grad, q, *kv.transpose(2, 3), out, lse)

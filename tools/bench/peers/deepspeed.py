@@ -8,7 +8,7 @@ made is made for it. `num_kv_heads` is left out, so that it is read from the key
 
 from __future__ import annotations
 
-from harness import World
+from ranks import World
 from torch import Tensor
 
 from peers import ours
@@ -33,7 +33,6 @@ SIDES = (
     Side(
         "deepspeed ulysses",
         _ulysses,
-        environment="deepspeed",
         package="deepspeed",
         imports="deepspeed.sequence.layer:DistributedAttention",
         beside=ours.ULYSSES,

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import World
+from ranks import World
 from torch import Tensor
 
 from opensora_accel.verify.on_cpu import cpu_flash_backward, cpu_flash_forward
@@ -52,7 +52,7 @@ def _make(world: World, problem: Problem, mask: Tensor | None, kind: str) -> Att
     elif world.device.type == "cuda":
         options |= {"backend": "_native_flash"}
     else:
-        operations = {"forward_op": cpu_flash_forward, "backward_op": cpu_flash_backward}
+        operations: dict[str, Any] = {"forward_op": cpu_flash_forward, "backward_op": cpu_flash_backward}
         ring = attention_dispatch._templated_context_parallel_attention
         parallel = options["parallel_config"]
         return Attention(lambda q, k, v: ring(q, k, v, **operations, _parallel_config=parallel))

@@ -33,9 +33,9 @@ INSTALLED = "installed"
 
 def python_of(side: Side, folder: Path) -> str | None:
     """The interpreter that a side runs with; None where its environment has not been made."""
-    if side.environment is None:
+    if side.package not in INSTALLS:
         return sys.executable
-    environment = folder / side.environment
+    environment = folder / side.package
     return str((environment / "bin/python").absolute()) if (environment / INSTALLED).exists() else None
 
 

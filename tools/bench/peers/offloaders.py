@@ -118,7 +118,7 @@ class _StackedCheckpoint(torch.autograd.Function):
         stack.traffic.out_bytes += hidden.nbytes
         ctx.save_for_backward(timestep)
         with torch.no_grad():
-            return block(hidden, timestep)  # type: ignore[no-any-return]
+            return block(hidden, timestep)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:

@@ -53,7 +53,7 @@ def plain_all_to_all(
                 work.wait()
         return torch.cat(received, gather_dim).contiguous()
 
-    return Plain.apply(  # type: ignore[no-any-return]
+    return Plain.apply(
         input_,
         lambda tensor: exchange(tensor, scatter_dim, gather_dim, gather_sizes),
         lambda tensor: exchange(tensor, gather_dim, scatter_dim, scatter_sizes),
@@ -62,12 +62,12 @@ def plain_all_to_all(
 
 def plain_gather(input_: Tensor, sizes: Sequence[int]) -> Tensor:
     """[B, S/P, C] → [B, S, C]; backward splits the gradient."""
-    return Plain.apply(input_, lambda t: _gather(t, sizes), lambda t: _split(t, sizes))  # type: ignore[no-any-return]
+    return Plain.apply(input_, lambda t: _gather(t, sizes), lambda t: _split(t, sizes))
 
 
 def plain_split(input_: Tensor, sizes: Sequence[int]) -> Tensor:
     """[B, S, C] → [B, S/P, C]; backward gathers the gradient."""
-    return Plain.apply(input_, lambda t: _split(t, sizes), lambda t: _gather(t, sizes))  # type: ignore[no-any-return]
+    return Plain.apply(input_, lambda t: _split(t, sizes), lambda t: _gather(t, sizes))
 
 
 def _gather(input_: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -88,7 +88,7 @@ def plain_ring(input_: Tensor, sizes: Sequence[int]) -> Tensor:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     received = input_.new_empty((input_.size(0), sizes[rank - 1], *input_.shape[2:]))
     # Even ranks send first: posted in one order, two NCCL ranks would wait for each other.
-    operations = [
+    operations: list[Callable[[], Any]] = [
         lambda: dist.isend(input_.contiguous(), (rank + 1) % num_ranks),
         lambda: dist.irecv(received, (rank - 1) % num_ranks),
     ]

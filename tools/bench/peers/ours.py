@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from harness import World
+from ranks import World
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,8 +43,8 @@ def _usp_rule(num_ranks: int) -> str | None:
 
 
 def _balanced(name: str, layout: Any) -> Side:
-    function, options = partial(make, kind="ring", layout=layout), {"causal_only": True, "beside": RING}
-    return Side(name, function, kind="ours", causal_layout=layout, **options)
+    function = partial(make, kind="ring", layout=layout)
+    return Side(name, function, kind="ours", causal_layout=layout, causal_only=True, beside=RING)
 
 
 SIDES = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from harness import World
+from ranks import World
 from torch import Tensor
 
 from peers import ours
@@ -48,7 +48,6 @@ SIDES = (
     Side(
         "ring-attention-pytorch",
         _ring,
-        environment="ring-attention-pytorch",
         package="ring-attention-pytorch",
         imports="ring_attention_pytorch",
         offers=frozenset({CAUSAL, MASK, GROUPED}),
@@ -56,6 +55,5 @@ SIDES = (
         dtype="float32",
         cuda_dtype="bfloat16",
         beside=ours.RING,
-        beside_causal=ours.ZIGZAG,
     ),
 )

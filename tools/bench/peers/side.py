@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from harness import World
+from ranks import World
 from torch import Tensor
 
 from opensora_accel.attention.balance import TokenLayout, positions
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ class Side:
     """The tensor is the whole key mask [B, S_kv]. What the side needs is imported here, and not before."""
     kind: str = "peer"
     """Or "ours", or "best case"."""
-    environment: str | None = None
-    """A name in `environments.INSTALLS`, or None for the environment that the benchmark runs in."""
     package: str = "torch"
-    """The distribution whose version is reported."""
+    """The distribution whose version is reported. Those of `environments.INSTALLS` have an environment of their own."""
     imports: str = "torch"
     """What has to import for the side to run; with a colon, an object of that module."""
     offers: frozenset[str] = EVERYTHING
@@ -79,9 +77,7 @@ class Side:
     cuda_dtype: str = "float64"
     """... and on a GPU, where flash kernels know bf16 and fp16 only."""
     beside: str | None = None
-    """The side of ours that this one is timed beside."""
-    beside_causal: str | None = None
-    """The same for a causal problem, where it is another."""
+    """The side of ours that this one is timed beside; a causal problem that is balanced, beside our zigzag."""
     num_ranks_rule: Callable[[int], str | None] = lambda num_ranks: None
     """Why it does not run on so many ranks."""
 
@@ -119,7 +115,9 @@ def rows_of(world: World, total: int, layout: TokenLayout) -> Tensor:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     """torch's own kernel on [B, S, H, D]: what every Ulysses here, ours too, attends with locally."""
     return F.scaled_dot_product_attention(
-        *(tensor.transpose(1, 2) for tensor in (q, k, v)),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=None if mask is None else mask[:, None, None, :],
         is_causal=causal,
         enable_gqa=q.size(2) != k.size(2),
@@ -128,7 +126,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor 
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """torch's flash kernel for CPUs: q, k, v [B, H, S, D] → out [B, H, S, D], log-sum-exp [B, H, S]."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)
 
 
 def cpu_flash_backward(
@@ -136,4 +134,4 @@ def cpu_flash_backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv [B, H, S, D] from the gradient of out and q, k, v, out, log-sum-exp."""
     operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return operation(grad, *saved, 0.0, causal, **options)  # type: ignore[no-any-return]
+    return operation(grad, *saved, 0.0, causal, **options)

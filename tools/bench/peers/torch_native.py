@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import World
+from ranks import World
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -52,7 +52,7 @@ class _TemplatedRing(torch.autograd.Function):
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        inputs = {"query": q, "key": k, "value": v, "is_causal": causal}
+        inputs: dict[str, Any] = {"query": q, "key": k, "value": v, "is_causal": causal}
         out, lse = _attention._templated_ring_attention(world.group, SEQUENCE_DIM, kernel, **inputs)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.world, ctx.causal = world, causal
@@ -80,7 +80,7 @@ def _ring(world: World, problem: Problem, mask: Tensor | None) -> Attention:
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return _TemplatedRing.apply(q, k, v, world, problem.causal).transpose(1, 2)  # type: ignore[no-any-return]
+        return _TemplatedRing.apply(q, k, v, world, problem.causal).transpose(1, 2)
 
     return Attention(forward, lambda: _settings(problem.causal, problem.torch_dtype != torch.float64))
 
@@ -126,13 +126,11 @@ SIDES = (
         causal_layout="zigzag",
         cuda_dtype="bfloat16",
         beside=ours.RING,
-        beside_causal=ours.ZIGZAG,
     ),
     Side(
         "torch context_parallel",
         _context_parallel,
         imports=f"{_MODULE}:context_parallel",
         beside=ours.RING,
-        beside_causal=ours.ZIGZAG,
     ),
 )

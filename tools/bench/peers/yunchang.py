@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness import World
+from ranks import World
 from torch import Tensor
 
 from peers import ours
@@ -111,9 +111,10 @@ def _backward(
 
 
 def _side(name: str, make: Any, imports: str, offers: set[str], **options: Any) -> Side:
-    return Side(name, make, "peer", "yunchang", "yunchang", imports, frozenset(offers), **options)
+    return Side(name, make, "peer", "yunchang", imports, frozenset(offers), **options)
 
 
+_RING = {"beside": ours.RING, "cuda_dtype": "bfloat16"}
 SIDES = (
     _side(
         "yunchang ulysses",
@@ -129,9 +130,7 @@ SIDES = (
         {CAUSAL, CROSS},
         causal_layout="zigzag",
         dtype="bfloat16",
-        cuda_dtype="bfloat16",
-        beside=ours.RING,
-        beside_causal=ours.ZIGZAG,
+        **_RING,
     ),
     _side(
         "yunchang ring_pytorch",
@@ -139,7 +138,6 @@ SIDES = (
         "yunchang.ring.ring_pytorch_attn:ring_pytorch_attn_func",
         {CAUSAL},
         dtype="float32",
-        cuda_dtype="bfloat16",
-        beside=ours.RING,
+        **_RING,
     ),
 )
