@@ -277,7 +277,8 @@ class Bench:
             for at in (at for at in range(len(put)) if found[at] is None):
                 name = put[at][0].name
                 groups.setdefault((self._pythons[name], name if timed else None), []).append(at)
-            with harness.progress(f"{part}, {num_ranks} ranks", sum(map(len, groups.values()))) as note:
+            names = {put[at][0].name for group in groups.values() for at in group}
+            with harness.progress(f"{part}, {num_ranks} ranks", len(names)) as note:
                 for group in groups.values():
 
                     def tell(at: int, text: str, group: list[int] = group) -> None:
@@ -491,7 +492,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=60.0, metavar="S", help="a silence that is a hang (default: 60)")
     options = parser.parse_args(given)
     defaults: dict[str, Any] = {"tokens": 2048, "heads": 8, "head_dim": 64, "dtype": "float32"}
-    if options.device == "cuda":
+    if harness.choose_device(options, max(options.ranks + options.time_ranks)):
         defaults = {"tokens": 32768, "heads": 24, "head_dim": 128, "dtype": "bfloat16"}
     if options.quick:
         options.rounds, defaults["tokens"] = 3, 192

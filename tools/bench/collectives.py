@@ -119,9 +119,8 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
         return torch.randn(shape, dtype=dtype, device=world.device, generator=generator)
 
     # Of the three tensors that travel packed each is a third; what is split or gathered is that large as a whole.
-    size_bytes //= {"all_to_all": 1, "ring_exchange": 1, "split": ranks, "gather": ranks}.get(
-        setting.operation, 3
-    )
+    parts = {"all_to_all": 1, "ring_exchange": 1, "split": ranks, "gather": ranks}
+    size_bytes //= parts.get(setting.operation, 3)
     width = setting.heads * HEAD_DIM
     tokens = ranks * max(ranks, size_bytes // (setting.batch * width * dtype.itemsize)) - setting.uneven
     shares = share_sizes(tokens, ranks)
@@ -130,20 +129,23 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
         scatter_dim, gather_dim = setting.scatter_dim, 3 - setting.scatter_dim
         sizes = {1: shares, 2: share_sizes(setting.heads, ranks)}
         full = {1: tokens, 2: setting.heads} | {gather_dim: sizes[gather_dim][rank]}
-        inputs = [
-            draw(setting.batch, full[1], full[2], HEAD_DIM)
-            for _ in range(3 if "packed" in setting.operation else 1)
-        ]
+        shape = (setting.batch, full[1], full[2], HEAD_DIM)
+        inputs = [draw(*shape) for _ in range(3 if "packed" in setting.operation else 1)]
         each = setting.batch * HEAD_DIM * dtype.itemsize
         # Everything but the piece that stays leaves; the gradient travels the other way and keeps the same piece.
         theory = each * full[gather_dim] * (full[scatter_dim] - sizes[scatter_dim][rank])
         if setting.backward:
             theory += each * sizes[scatter_dim][rank] * (sum(sizes[gather_dim]) - sizes[gather_dim][rank])
         options = (scatter_dim, gather_dim, sizes[gather_dim], sizes[scatter_dim])
-        ours: Operation = lambda x: [all_to_all(x[0], None, scatter_dim, gather_dim)]  # noqa: E731
-        if len(inputs) > 1:
-            ours = lambda x: all_to_all_packed(x, None, scatter_dim, gather_dim)  # noqa: E731
-        plain: Operation = lambda x: [plain_all_to_all(each, *options) for each in x]  # noqa: E731
+
+        def ours(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            if len(tensors) > 1:
+                return all_to_all_packed(tensors, None, scatter_dim, gather_dim)
+            return [all_to_all(tensors[0], None, scatter_dim, gather_dim)]
+
+        def plain(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [plain_all_to_all(tensor, *options) for tensor in tensors]
+
         return Case(inputs, ours, plain, theory * len(inputs), setting.backward)
     if setting.operation == "ring_exchange":
         input_ = draw(1, shares[rank], setting.heads, HEAD_DIM)
@@ -259,12 +261,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.megabytes, options.rounds = 1, 3
     if options.ranks < 2:
         parser.error(f"--ranks must be at least 2; got {options.ranks}")
+    on_cuda = harness.choose_device(options, options.ranks)
     harness.check_options(parser, options, {}, options.ranks)
     settings = [setting for setting in SETTINGS if options.only in setting.name(options.ranks)]
     if not settings:
         names = "; ".join(setting.name(options.ranks) for setting in SETTINGS)
         parser.error(f"--only {options.only!r} is in no case's name; they are {names}")
-    backend = "nccl" if options.device == "cuda" else "gloo"
+    backend = "nccl" if on_cuda else "gloo"
     report = Report(
         options, PROGRAM, given, ranks=options.ranks, backend=backend, megabytes=options.megabytes
     )

@@ -50,7 +50,7 @@ def make_parser(program: str, description: str, examples: str, rounds: int) -> a
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where every rank has a GPU")
     add("--only", default="", metavar="TEXT", help="only what has TEXT in its name")
     add("--rounds", type=int, default=rounds, help=f"timed turns of each side (default: {rounds})")
     add("--quick", action="store_true", help="small and short: checks that all runs; its times say nothing")
@@ -69,6 +69,12 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
     return int(text)
+
+
+def choose_device(options: argparse.Namespace, ranks: int = 1) -> bool:
+    """Fills in the device, which other defaults hang on; whether it is CUDA."""
+    options.device = options.device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    return bool(options.device == "cuda")
 
 
 def check_options(
@@ -237,7 +243,8 @@ class Report:
         words = {True: "holds", False: "DOES NOT HOLD", None: "not measured"}
         rows = [claim | {"told": words[claim["held"]]} for claim in self.result["claims"]]
         columns = {"": "told", "value": "value", "asked": "comparison", "of": "threshold", "claim": "claim"}
-        self.show(Table.of("Claims", columns, rows))
+        if rows:
+            self.show(Table.of("Claims", columns, rows))
         self.save(draw)
 
     def save(self, draw: Callable[[dict[str, Any], Path], None] | None = None) -> None:

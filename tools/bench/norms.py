@@ -221,9 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.quick:
         options.rounds = 2
+    on_cuda = harness.choose_device(options)
     harness.check_options(parser, options, {})
     torch.set_num_threads(options.threads)
-    on_cuda = options.device == "cuda"
     copied = copy_bytes_per_s(torch.device("cuda")) if on_cuda else None
     note = "" if on_cuda else "the claims for a GPU were not run: no GPU could be had"
     facts = {"note": note, "rounds": options.rounds, "threads": options.threads, "copy_bytes_per_s": copied}

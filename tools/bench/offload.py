@@ -497,7 +497,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--budget-gib", type=float, help="device memory to fill (1; 90 %% of the device on CUDA)")
     add("--verify-longest", action="store_true", help="run the extrapolated lengths too, which takes long")
     options = parser.parse_args(given)
-    on_cuda = options.device == "cuda"
+    on_cuda = harness.choose_device(options)
     defaults: dict[str, Any] = {"hidden": [128], "tokens": [512], "blocks": 6, "dtype": "float32"}
     if on_cuda:
         defaults = {"hidden": [3072, 5120], "tokens": [30_000, 75_000], "blocks": 8, "dtype": "bfloat16"}
