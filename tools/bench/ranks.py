@@ -123,9 +123,8 @@ def _run_group(
             if process.poll() is None:
                 process.kill()
             process.wait()
-    done = [
-        Outcome("done", by_rank=found) for found in zip(*results, strict=False)
-    ]  # what every rank has done
+    # Not strict: what every rank has done.
+    done = [Outcome("done", by_rank=found) for found in zip(*results, strict=False)]
     if len(done) == len(tasks):
         return done
     if not failures and not codes:
@@ -141,6 +140,8 @@ def _failure(failures: Sequence[str], codes: Mapping[int, int], folder: Path) ->
         return Outcome("aborts", f"{signal.Signals(-codes[aborted]).name}: {_last_words(folder, aborted)}")
     if failures:
         return Outcome("raises", _shorten([*causes, *failures][0]))
+    if not any(codes.values()):
+        return Outcome("aborts", "the ranks ended before they had told what they found")
     return Outcome("raises", _last_words(folder, max(codes, key=lambda rank: codes[rank])))
 
 
