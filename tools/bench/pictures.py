@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from peers import SIDES
-from peers.side import Layout
 
-from opensora_accel.attention.balance import positions
+from opensora_accel.attention.balance import TokenLayout, positions
 
 # Colours that the colour-blind tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#8A8A8A"
@@ -67,7 +66,7 @@ def draw_attention(result: dict[str, Any], path: Path) -> None:
         figure.text(0.02, 0.928, f"against full attention on one device in fp64. {where}")
         _draw_errors(figure.add_subplot(grid[0, 0]), result["errors"])
         _draw_bytes(figure.add_subplot(grid[0, 1]), result["bytes"])
-        layouts: tuple[Layout, ...] = get_args(Layout)
+        layouts: tuple[TokenLayout, ...] = get_args(TokenLayout)
         lower = grid[1, :].subgridspec(1, len(layouts), wspace=0.12)
         for column, layout in enumerate(layouts):
             _draw_layout(figure.add_subplot(lower[0, column]), layout)
@@ -120,7 +119,7 @@ def _draw_bytes(axes: Any, all_rows: Sequence[Row]) -> None:
     _name_sides(axes, [row["side"] for row in rows], "sent, in units of the local q, fp32", rows)
 
 
-def _draw_layout(axes: Any, layout: Layout) -> None:
+def _draw_layout(axes: Any, layout: TokenLayout) -> None:
     """Queries down, keys across, 16 tokens on 4 ranks; a score that is computed has the colour of its rank."""
     scores = []
     for rank, colour in enumerate((BLUE, ORANGE, GREEN, PURPLE)):

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from ranks import World
 from torch import Tensor
 
 from opensora_accel.attention.balance import TokenLayout, positions
-
 
 CAUSAL, MASK, GROUPED, CROSS = "causal", "key mask", "grouped heads", "S_kv ≠ S_q"
 EVERYTHING = frozenset({CAUSAL, MASK, GROUPED, CROSS})
