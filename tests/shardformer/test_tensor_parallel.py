@@ -1,6 +1,5 @@
 """Tensor parallelism: output, input gradient and every parameter gradient equal those of one device."""
 
-import dataclasses
 import gc
 import weakref
 from unittest import mock
@@ -16,8 +15,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import checkpoint_blocks, set_grad_checkpoint
 from opensora_accel.sharding import Chain, Invariant, Shard
 from opensora_accel.verify import lift_casts
-from shardformer.modeling.norms import tiles
-from shardformer.modeling.norms.kernels import KERNELS
+from shardformer.modeling.norms import KERNELS
 from shardformer.policy.open_sora import MMDIT_TENSORS
 from shardformer.policy.t5 import T5_TENSORS
 from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
@@ -36,6 +34,7 @@ from shardformer.tensor_parallel.layers import Entrance
 from shardformer.tensor_parallel.plan import plan_region
 from tests.attention.counting import counted
 from tests.opensora_models import mmdit, mmdit_inputs
+from tests.shardformer.modeling.conftest import STAND_IN
 from tests.shardformer.test_t5 import encoder
 from tests.tolerances import RELATIVE, relative_error, relative_errors
 
@@ -175,13 +174,12 @@ def test_a_tensor_that_was_written_to_enters_again():
 
 
 def with_swapped_norms():
-    """On kernels, however small: the largest error in fp32, what was swapped, and what ranks have of their own."""
+    """On a stand-in for a kernel: the largest error in fp32, what was swapped, and what ranks have of their own."""
     model, inputs = mmdit().float(), {name: tensor.float() for name, tensor in mmdit_inputs().items()}
     inputs["img"].requires_grad_()
     expected, plan = step(model, inputs), Plan(tp=2)
     init_parallel(plan)
-    kernel = dataclasses.replace(KERNELS["tiles"], least_elements=0)
-    with mock.patch.dict(KERNELS, tiles=kernel), mock.patch.object(tiles, "LEAST_ELEMENTS", 0):
+    with mock.patch.dict(KERNELS, {"stand-in": STAND_IN}):
         shardformer.shard(model, plan, norms="strict")
         found = step(model, inputs)
     scales = {name: found[name].clone() for name in found if name.endswith("scale")}

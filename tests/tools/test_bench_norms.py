@@ -13,21 +13,20 @@ def test_every_norm_is_measured_or_kept_with_a_reason(tmp_path):
         if case["kernel"] is None:
             assert case["reason"]
             continue
-        assert case["kept_after"] <= 4 <= case["kept_before"] and case["difference"] <= 0.02
-        assert not case["forward"]["on_kernel"], "an input this small is not worth a kernel"
-    kept = {case["case"].split(",")[0] for case in result["cases"] if case["kernel"] is None}
-    assert kept == {"FP32LayerNorm", "AdaLayerNormContinuous", "CogVideoXLayerNormZero"}
-    assert {claim["held"] for claim in result["claims"]} == {None}
+        assert case["kept_after"] < case["kept_before"] and case["difference"] <= 0.02
+    swapped = {case["case"].split(",")[0] for case in result["cases"] if case["kernel"]}
+    assert swapped <= {"FP32LayerNorm"}, "torch has no other kernel for a CPU that keeps less"
+    assert result["claims"][2]["held"] is None
 
 
-def test_a_claim_is_about_kernels_only_and_fails_where_one_is_slower():
-    def row(name, ratio, on_kernel=True):
-        timed = {"on_kernel": on_kernel, "ratio": {"median": ratio, "q1": ratio, "q3": ratio}}
+def test_a_claim_fails_where_a_kernel_is_slower():
+    def row(name, ratio):
+        timed = {"ratio": {"median": ratio, "q1": ratio, "q3": ratio}}
         figures = {"forward": timed, "forward and backward": timed, "share_of_copy_bandwidth": ratio}
-        return {"case": name, "kernel": "tiles", **figures}
+        return {"case": name, "kernel": "F.rms_norm", **figures}
 
-    rows = [row("a", 2.0), row("b", 0.8), row("c", 0.8, on_kernel=False)]
+    rows = [row("a", 2.0), row("b", 0.8), {"case": "kept", "kernel": None}]
     found = claims(rows, on_cuda=False)
     assert [(claim["held"], claim["fails"]) for claim in found] == [(False, ["b"])] * 2 + [(None, [])]
     assert [claim["held"] for claim in claims(rows[:1], on_cuda=True)] == [True] * 3
-    assert claims(rows, on_cuda=True)[2]["fails"] == ["b", "c"]
+    assert claims(rows, on_cuda=True)[2]["fails"] == ["b"]

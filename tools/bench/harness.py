@@ -176,7 +176,7 @@ def look_up(row: Any, path: str) -> Any:
 
 def show(value: Any, path: str = "") -> str:
     """A cell: bytes in MiB, a spread as median and quartiles, nothing as a dash."""
-    if value is None:
+    if value is None or value == []:
         return "–"
     if isinstance(value, Mapping):
         return f"{value['median']:.4g} [{value['q1']:.4g}, {value['q3']:.4g}]"

@@ -1,17 +1,14 @@
 """Times swapped norms beside what they replace, and counts the bytes that each keeps for backward.
 
-Claim, on a CPU: a norm that `swap_norms` puts in is no slower than the norm it replaces, forward alone and forward
-with backward, for hidden sizes from 128 (a head) to 5120. Its output is the original's bit for bit, or to the last bit
-of an fp32 sum, and no gradient is further from fp64. A norm that nothing here is faster than is kept, and its row says
-why.
+Claim: a norm that `swap_norms` swaps is no slower than before, forward alone and forward with backward, for hidden
+sizes from 128 (a head) to 5120. Its output is the original's bit for bit, or to the last bit of an fp32 sum, and no
+gradient is further from fp64. On a CPU torch has a kernel for one of these norms only; the rows of the others say so.
 
-Claim, on a GPU: forward at 85 % of the bandwidth of a copy or more, for hidden 3072 and 5120. That part was never run:
-no GPU could be had. `--device cuda` measures the copy in the same run and prints the share.
+Claim, on a GPU: forward at 85 % of the bandwidth of a copy or more, for hidden 3072 and 5120. That part was never
+run: no GPU could be had. `--device cuda` measures the copy in the same run and prints the share.
 
 Each turn repeats a call until it takes 5 ms, and counts by its mean. "ratio" is original over swapped of the same
-turn; above 1, the swap is faster. A swap is slower where even the upper quartile is below 1. Sizes too small for a
-kernel run the original's own forward; they are marked "=", and no claim is about them: what they show is the
-microsecond that asking costs, and the noise.
+turn; above 1, the swap is faster. A swap is slower where even the upper quartile is below 1.
 """
 
 from __future__ import annotations
@@ -68,8 +65,6 @@ def norms() -> dict[str, Callable[[int], nn.Module]]:
         "MochiRMSNorm": lambda hidden: diffusers.MochiRMSNorm(hidden, eps=1e-6),
         "FP32LayerNorm": lambda hidden: diffusers.FP32LayerNorm(hidden, eps=1e-6, elementwise_affine=False),
         "FP32LayerNorm, affine": lambda hidden: diffusers.FP32LayerNorm(hidden, eps=1e-6),
-        "AdaLayerNormContinuous": lambda n: diffusers.AdaLayerNormContinuous(n, 64, elementwise_affine=False),
-        "CogVideoXLayerNormZero": lambda hidden: diffusers.CogVideoXLayerNormZero(64, hidden),
     }
 
 
@@ -88,17 +83,6 @@ def swap(original: nn.Module, case: Case, device: torch.device) -> tuple[nn.Modu
     return holder["norm"], facts | {"kept_before": row.saved_before, "kept_after": row.saved_after}
 
 
-def runs_on_kernel(module: nn.Module, x: Tensor, backward: bool) -> bool:
-    """Whether an input [..., C] of this size is worth a kernel; on others the original's own forward runs."""
-    from shardformer.modeling.norms import SwappedNorm
-    from shardformer.modeling.norms.layer_tiles import worth_tiling_layer_norm
-
-    if not isinstance(module, SwappedNorm):
-        return worth_tiling_layer_norm(x)
-    with torch.set_grad_enabled(backward):
-        return module.on_kernel(x.detach().requires_grad_(backward)) is not None
-
-
 # ---- measuring
 
 
@@ -111,8 +95,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         sizes = [(3072, 32768, 0), (5120, 32768, 0)]
     for norm in norms():
         for hidden, tokens, heads in sizes:
-            if heads and norm.startswith(("Ada", "Cog")):
-                continue
             for dtype in [torch.bfloat16] if on_cuda else [torch.float32, torch.bfloat16]:
                 # On a CPU fast mode has nothing that strict mode has not.
                 for mode in ("strict", "fast") if on_cuda else ("strict",):
@@ -138,44 +120,35 @@ def measure(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=case.dtype, device=device)
 
-    arguments = [draw(1, case.tokens, case.hidden)]
-    if case.heads:
-        arguments = [draw(1, case.tokens, case.heads, case.hidden).transpose(1, 2)]
-    if case.norm.startswith("Cog"):
-        arguments.append(draw(1, 32, case.hidden))
-    if case.norm.startswith(("Ada", "Cog")):
-        arguments.append(draw(1, 64))
+    x = draw(1, case.tokens, case.heads, case.hidden).transpose(1, 2) if case.heads else None
+    x = draw(1, case.tokens, case.hidden) if x is None else x
     for name in PASSES:
         backward = name != "forward"
         steps = {
-            key: _step(norm, arguments, backward)
-            for key, norm in (("original", original), ("swapped", swapped))
+            key: _step(norm, x, backward) for key, norm in (("original", original), ("swapped", swapped))
         }
         calls = max(1, int(LEAST_MS / harness.time_ms(steps["original"], device, 2)))
         turns = {key: lambda step=step: harness.time_ms(step, device, calls) for key, step in steps.items()}  # noqa: B023
         times = harness.take_turns(turns, options.rounds, lambda what, detail: None)
-        row[name] = {"on_kernel": runs_on_kernel(swapped, arguments[0], backward)}
-        row[name] |= {f"{key}_ms": harness.spread(values)["median"] for key, values in times.items()}
+        row[name] = {f"{key}_ms": harness.spread(values)["median"] for key, values in times.items()}
         row[name]["ratio"] = harness.ratios(times["original"], times["swapped"])
     if copied is not None:
-        row["share_of_copy_bandwidth"] = (
-            2 * arguments[0].nbytes / (row["forward"]["swapped_ms"] / 1e3) / copied
-        )
+        row["share_of_copy_bandwidth"] = 2 * x.nbytes / (row["forward"]["swapped_ms"] / 1e3) / copied
     return row
 
 
-def _step(module: nn.Module, arguments: Sequence[Tensor], backward: bool) -> Callable[[], Any]:
-    leaves = [tensor.detach().requires_grad_(backward) for tensor in arguments]
+def _step(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], Any]:
+    leaf = x.detach().requires_grad_(backward)
 
     def forward() -> Tensor:
         with torch.set_grad_enabled(backward):
-            out = module(*leaves)
-        return out[0] if isinstance(out, tuple) else out
+            out: Tensor = module(leaf)
+        return out
 
     if not backward:
         return forward
-    gradient, wanted = torch.randn_like(forward()), [*leaves, *module.parameters()]
-    return lambda: torch.autograd.grad(forward(), wanted, gradient, allow_unused=True)
+    gradient, wanted = torch.randn_like(forward()), [leaf, *module.parameters()]
+    return lambda: torch.autograd.grad(forward(), wanted, gradient)
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
@@ -189,7 +162,7 @@ def claims(rows: Sequence[Mapping[str, Any]], on_cuda: bool) -> list[dict[str, A
     """The worst upper quartile of each pass decides; the names of those that are slower stand with the claim."""
     swapped, found = [row for row in rows if row["kernel"]], []
     for name in PASSES:
-        worst = {row["case"]: row[name]["ratio"]["q3"] for row in swapped if row[name]["on_kernel"]}
+        worst = {row["case"]: row[name]["ratio"]["q3"] for row in swapped}
         value = min(worst.values(), default=None)
         claim = make_claim(f"{name}: original over swapped, least upper quartile", value, "at least", 1.0)
         found.append(claim | {"fails": [case for case, q3 in worst.items() if q3 < 1]})
@@ -201,15 +174,16 @@ def claims(rows: Sequence[Mapping[str, Any]], on_cuda: bool) -> list[dict[str, A
 
 
 COLUMNS = {
-    **{
-        "case": "case",
-        "forward ms": "forward.swapped_ms",
-        "ratio": "forward.ratio",
-        "kernel": "forward.on_kernel",
-    },
-    **{"and backward ms": "forward and backward.swapped_ms", "ratio ": "forward and backward.ratio"},
-    **{"kernel ": "forward and backward.on_kernel", "bytes kept a token": "kept_before", "now": "kept_after"},
-    **{"of a copy": "share_of_copy_bandwidth", "not swapped, because": "reason"},
+    "case": "case",
+    "kernel": "kernel",
+    "forward ms": "forward.swapped_ms",
+    "ratio": "forward.ratio",
+    "and backward ms": "forward and backward.swapped_ms",
+    "ratio ": "forward and backward.ratio",
+    "bytes kept a token": "kept_before",
+    "now": "kept_after",
+    "of a copy": "share_of_copy_bandwidth",
+    "not swapped, because": "reason",
 }
 
 

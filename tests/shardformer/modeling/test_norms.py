@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.modeling import NORMS, FusedT5LayerNorm, T5LayerNorm, swap_norms
-from shardformer.modeling.norms import SwappedNorm
-from shardformer.modeling.norms.saved import run_and_count
+from shardformer.modeling import T5LayerNorm, swap_norms
+from shardformer.modeling.norms import KERNELS, Kernel, SwappedNorm, Unfit
 from tests.models import wan, wan_inputs
 from tests.shardformer.modeling.zoo import Lookalike, published, t5
 from tests.shardformer.test_t5 import encoder
-from tests.tolerances import assert_close
 
 
 def hunyuan(dtype):
@@ -72,37 +70,12 @@ def ltx(dtype):
     return model, inputs
 
 
-def cogvideox(dtype):
-    from diffusers import CogVideoXTransformer3DModel
-
-    torch.manual_seed(0)
-    model = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=4,
-        text_embed_dim=8,
-        num_layers=2,
-        sample_width=8,
-        sample_height=8,
-        sample_frames=9,
-        max_text_seq_length=6,
-    ).to(dtype)
-    inputs = {
-        "hidden_states": torch.randn(2, 3, 4, 8, 8, dtype=dtype),
-        "encoder_hidden_states": torch.randn(2, 6, 8, dtype=dtype),
-        "timestep": torch.tensor([100, 700]),
-    }
-    return model, inputs
-
-
 def real(name, dtype=torch.float32):
     if name == "wan":
         return wan(dtype), wan_inputs(dtype)
     if name in ("t5", "umt5"):
         return encoder(name, dtype), {"input_ids": torch.arange(18).view(2, 9)}
-    return {"hunyuan": hunyuan, "ltx": ltx, "cogvideox": cogvideox}[name](dtype)
+    return {"hunyuan": hunyuan, "ltx": ltx}[name](dtype)
 
 
 def run(model, inputs):
@@ -113,19 +86,18 @@ def run(model, inputs):
 
 
 @pytest.mark.parametrize(
-    ("name", "exact", "num_swapped"),
+    ("name", "num_swapped"),
     [
-        ("wan", True, 8),
-        ("hunyuan", True, 10),
-        ("ltx", True, 12),
-        ("cogvideox", False, 5),
-        ("t5", True, 5),
-        ("umt5", True, 5),
+        ("wan", 8),
+        ("hunyuan", 6),
+        ("ltx", 12),
+        ("t5", 5),
+        ("umt5", 5),
     ],
 )
-def test_a_real_model_gives_the_same_and_comes_back_as_it_was(small_tiles, name, exact, num_swapped):
+def test_a_real_model_gives_the_same_and_comes_back_as_it_was(stand_in, name, num_swapped):
     model, inputs = real(name)
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    kinds, parameters = {n: type(m) for n, m in model.named_modules()}, dict(model.named_parameters())
     keys = list(model.state_dict())
     out, grads = run(model, inputs)
     report = swap_norms(model)
@@ -133,19 +105,19 @@ def test_a_real_model_gives_the_same_and_comes_back_as_it_was(small_tiles, name,
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     assert list(model.state_dict()) == keys
     mine, my_grads = run(model, inputs)
-    assert torch.equal(mine, out) if exact else (assert_close(mine, out) is None)
+    assert torch.equal(mine, out)
     assert my_grads.keys() == grads.keys()
     for key, grad in grads.items():
         torch.testing.assert_close(my_grads[key], grad, rtol=1e-4, atol=1e-5 * grad.abs().max().item() + 1e-9)
     report.undo()
-    assert {n: id(m) for n, m in model.named_modules()} == {n: id(m) for n, m in modules.items()}
-    assert not any("forward" in vars(module) for module in modules.values())
+    assert {n: type(m) for n, m in model.named_modules()} == kinds
+    assert not any("_runs_on" in vars(module) for module in model.modules())
     with pytest.raises(ValueError, match="these swaps were undone already"):
         report.undo()
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan", "ltx", "t5"])
-def test_a_real_model_in_bf16_gives_the_same_bits(small_tiles, name):
+def test_a_real_model_in_bf16_gives_the_same_bits(stand_in, name):
     model, inputs = real(name, torch.bfloat16)
     out, _ = run(model, inputs)
     report = swap_norms(model)
@@ -154,13 +126,11 @@ def test_a_real_model_in_bf16_gives_the_same_bits(small_tiles, name):
     assert torch.equal(mine, out) and all(torch.isfinite(grad).all() for grad in grads.values())
 
 
-def test_the_kernels_did_run(small_tiles, monkeypatch):
-    from shardformer.modeling.norms.tiles import TiledRMSNorm
-
-    calls, original = [], TiledRMSNorm.apply
+def test_the_kernels_did_run(stand_in, kernels, monkeypatch):
+    calls, original = [], kernels["stand-in"]
     model, inputs = real("wan")
     swap_norms(model)
-    monkeypatch.setattr(TiledRMSNorm, "apply", lambda *args: calls.append(1) or original(*args))
+    kernels["stand-in"] = Kernel(lambda *args: calls.append(1) or original.run(*args))
     model(**inputs)
     assert len(calls) == 8
 
@@ -169,25 +139,25 @@ ALL = [entry[:2] for entry in published()]
 
 
 @pytest.mark.parametrize(("name", "norm"), ALL, ids=[name for name, _ in ALL])
-def test_a_swapped_norm_is_of_its_class_on_its_parameters(small_tiles, name, norm):
+def test_a_swapped_norm_is_itself_and_of_its_class(stand_in, name, norm):
     holder = nn.ModuleDict({"norm": norm, "rest": nn.Linear(1, 1)})
+    kind, parameters, x = type(norm), dict(norm.named_parameters()), torch.randn(23, 24)
+    expected = norm(x)
     report = swap_norms(holder)
-    made = holder["norm"]
     (row,) = report.rows
+    assert holder["norm"] is norm and dict(norm.named_parameters()) == parameters
     if row.to is None:
-        assert made is norm and ("layer norm is one pass" in row.reason or "no bias" in row.reason)
+        assert type(norm) is kind and "no less than the norm itself" in row.reason
         return
-    assert type(made) is not type(norm) and isinstance(made, type(norm)) and isinstance(made, SwappedNorm)
-    assert all(getattr(made, key) is parameter for key, parameter in norm.named_parameters())
-    x = torch.randn(23, 24).requires_grad_()
-    _, saved = run_and_count(lambda: norm(x), [x], num_tokens=23)
-    assert row.difference == 0 and row.saved_after == 4 <= row.saved_before == saved
-    assert torch.equal(made(x), norm(x)) and torch.equal(made(x.double()), norm(x.double()))
+    assert type(norm) is not kind and isinstance(norm, kind) and isinstance(norm, SwappedNorm)
+    assert row.difference == 0 and row.saved_after == 0 < row.saved_before
+    assert torch.equal(norm(x), expected)
+    wide = norm(x.double())
     report.undo()
-    assert holder["norm"] is norm
+    assert type(norm) is kind and torch.equal(norm(x.double()), wide)
 
 
-def test_a_swapped_norm_can_be_copied_pickled_cast_and_loaded(small_tiles):
+def test_a_swapped_norm_can_be_copied_pickled_cast_and_loaded(stand_in):
     holder = nn.ModuleDict({"norm": nn.RMSNorm(24, eps=1e-6)})
     swap_norms(holder)
     x = torch.randn(5, 24)
@@ -202,25 +172,18 @@ def test_a_swapped_norm_can_be_copied_pickled_cast_and_loaded(small_tiles):
     )
 
 
-@pytest.mark.parametrize("way", ["set", "assigned", "off meta"])
-def test_another_parameter_of_the_swapped_norm_is_the_originals_too(way):
-    """So that `undo` brings back no weights of before; hooks are each one's own."""
-    holder, state = nn.ModuleDict({"norm": nn.RMSNorm(24)}), {"norm.weight": torch.full((24,), 2.0)}
-    norm, report = holder["norm"], swap_norms(holder)
+def test_what_happens_to_a_swapped_norm_stays_when_it_is_undone(stand_in):
+    """It is the same module: parameters that were assigned, and hooks."""
+    holder = nn.ModuleDict({"norm": nn.RMSNorm(24)})
+    report = swap_norms(holder)
     holder["norm"].register_forward_hook(lambda *_: None)
-    if way == "set":
-        holder["norm"].weight = nn.Parameter(state["norm.weight"])
-    elif way == "assigned":
-        holder.load_state_dict(state, assign=True)
-    else:
-        holder.to("meta").to_empty(device="cpu").load_state_dict(state)
+    holder.load_state_dict({"norm.weight": torch.full((24,), 2.0)}, assign=True)
     report.undo()
-    assert (
-        holder["norm"] is norm and torch.equal(norm.weight, state["norm.weight"]) and not norm._forward_hooks
-    )
+    assert type(holder["norm"]) is nn.RMSNorm and holder["norm"]._forward_hooks
+    assert torch.equal(holder["norm"].weight, torch.full((24,), 2.0))
 
 
-def test_norms_are_swapped_alike_where_gradients_are_off():
+def test_norms_are_swapped_alike_where_gradients_are_off(stand_in):
     """As in code that loads a model."""
     for off in (torch.no_grad, torch.inference_mode):
         holder = nn.ModuleDict({"norm": nn.RMSNorm(24)})
@@ -229,7 +192,7 @@ def test_norms_are_swapped_alike_where_gradients_are_off():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_swapped_norm_returns_may_be_written_to(small_tiles, dtype):
+def test_what_a_swapped_norm_returns_may_be_written_to(stand_in, dtype):
     norm, x = nn.RMSNorm(24).to(dtype), torch.randn(2, 3, 5, 24, dtype=dtype).transpose(1, 2)
     holder, grads = nn.ModuleDict({"norm": norm}), []
     for _ in range(2):
@@ -239,13 +202,13 @@ def test_what_a_swapped_norm_returns_may_be_written_to(small_tiles, dtype):
         out.mul_(2).square().sum().backward()
         grads.append(leaf.grad)
         swap_norms(holder)
-    assert holder["norm"].on_kernel(x) is not None
+    assert isinstance(holder["norm"], SwappedNorm)
     assert (grads[1] - grads[0]).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-6) * grads[
         0
     ].abs().max()
 
 
-def test_the_default_dtype_is_not_what_a_norm_computes_in(small_tiles):
+def test_the_default_dtype_is_not_what_a_norm_computes_in(stand_in):
     holder, x = nn.ModuleDict({"norm": nn.RMSNorm(24)}), torch.randn(5, 24, requires_grad=True)
     swap_norms(holder)
     found = []
@@ -259,16 +222,16 @@ def test_the_default_dtype_is_not_what_a_norm_computes_in(small_tiles):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_norm_found_in_two_places_stays_one():
+def test_a_norm_found_in_two_places_stays_one(stand_in):
     norm = nn.RMSNorm(24)
     holder = nn.ModuleDict({"a": norm, "b": nn.ModuleDict({"c": norm})})
     report = swap_norms(holder)
-    assert holder["a"] is holder["b"]["c"] and holder["a"] is not norm and report.num_swapped == 2
+    assert isinstance(norm, SwappedNorm) and [row.name for row in report.rows] == ["a", "b.c"]
     report.undo()
-    assert holder["a"] is holder["b"]["c"] is norm
+    assert type(norm) is nn.RMSNorm
 
 
-def test_within_limits_the_swap_to_paths():
+def test_within_limits_the_swap_to_paths(stand_in):
     model, _ = real("wan")
     report = swap_norms(model, within=("blocks.*.attn1", "blocks.0.attn2.norm_q"))
     assert [row.name for row in report.rows] == [
@@ -281,34 +244,31 @@ def test_within_limits_the_swap_to_paths():
         swap_norms(model, "loose")
 
 
-def test_swapping_twice_changes_nothing_more():
+def test_swapping_twice_changes_nothing_more(stand_in):
     model, _ = real("wan")
     swap_norms(model)
-    before = {name: id(module) for name, module in model.named_modules()}
+    before = [type(module) for module in model.modules()]
     assert swap_norms(model).num_swapped == 0
-    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert [type(module) for module in model.modules()] == before
 
 
-def test_an_exception_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+def test_an_exception_on_the_way_leaves_the_model_as_it_was(stand_in, kernels):
     model, _ = real("wan")
-    before = {name: id(module) for name, module in model.named_modules()}
-    from shardformer.modeling.norms import swap
+    before, calls, original = [type(module) for module in model.modules()], [], kernels["stand-in"]
 
-    original, calls = swap._Swaps.of, []
-
-    def failing(self, module, path):
-        calls.append(path)
-        if len(calls) == 60:
+    def interrupted(x, *rest):
+        calls.append(x)
+        if x.dim() == 3 and sum(call.dim() == 3 for call in calls) == 4:  # the fourth norm, in its own dtype
             raise KeyboardInterrupt
-        return original(self, module, path)
+        return original.run(x, *rest)
 
-    monkeypatch.setattr(swap._Swaps, "of", failing)
+    kernels["stand-in"] = Kernel(interrupted)
     with pytest.raises(KeyboardInterrupt):
         swap_norms(model)
-    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert [type(module) for module in model.modules()] == before
 
 
-def test_the_report_groups_what_is_the_same_and_says_why_something_was_kept():
+def test_the_report_groups_what_is_the_same_and_says_why_something_was_kept(stand_in):
     hooked = nn.RMSNorm(24, eps=1e-6)  # else as those of the blocks
     hooked.register_forward_hook(lambda *_: None)
     model = nn.ModuleDict(
@@ -324,20 +284,22 @@ def test_the_report_groups_what_is_the_same_and_says_why_something_was_kept():
     assert str(report).splitlines() == [
         "norms swapped (strict): 3 of 6",
         "     module         class        order    eps    now",
-        "3 ×  blocks.*.norm  RMSNorm      product  1e-06  tiles, bit for bit, keeps 4 B a token for backward, not 100",
+        "3 ×  blocks.*.norm  RMSNorm      product  1e-06  "
+        "stand-in, bit for bit, keeps 0 B a token for backward, not 100",
         "1 ×  odd            T5LayerNorm                  kept: its values fit no known order of normalisation",
-        "1 ×  out            LayerNorm    layer    1e-05  kept: torch's layer norm is one pass already",
+        "1 ×  out            LayerNorm    layer    1e-05  "
+        "kept: F.layer_norm: it keeps 8 B a token for backward, no less than the norm itself",
         "1 ×  late.hooked    RMSNorm                      kept: it has hooks",
     ]
     told = json.loads(json.dumps(report.as_dict()))
     assert told["mode"] == "strict" and len(told["norms"]) == 6
     assert told["norms"][0] == {
-        **{"name": "blocks.0.norm", "was": "RMSNorm", "order": "product", "eps": 1e-6, "to": "tiles"},
-        **{"reason": "", "difference": 0.0, "saved_before": 100, "saved_after": 4},
+        **{"name": "blocks.0.norm", "was": "RMSNorm", "order": "product", "eps": 1e-6, "to": "stand-in"},
+        **{"reason": "", "difference": 0.0, "saved_before": 100, "saved_after": 0},
     }
 
 
-def test_a_norm_whose_own_weights_give_other_values_is_kept():
+def test_a_norm_whose_own_weights_give_other_values_is_kept(stand_in):
     """Two norms of one class and the same attributes, one of which was changed where a probe does not look."""
 
     class Sly(nn.Module):
@@ -354,7 +316,7 @@ def test_a_norm_whose_own_weights_give_other_values_is_kept():
 
 
 @pytest.mark.parametrize("state", ["autocast", "compile", "no_grad"])
-def test_elsewhere_the_original_forward_runs(small_tiles, state):
+def test_elsewhere_the_original_forward_runs(stand_in, state):
     model, inputs = real("t5")
 
     def outcome():
@@ -373,7 +335,7 @@ def test_elsewhere_the_original_forward_runs(small_tiles, state):
     assert torch.equal(outcome(), expected)
 
 
-def test_checkpointing_a_swapped_model_keeps_its_gradients(small_tiles):
+def test_checkpointing_a_swapped_model_keeps_its_gradients(stand_in):
     model, inputs = real("wan")
     swap_norms(model)
     _, expected = run(model, inputs)
@@ -382,7 +344,7 @@ def test_checkpointing_a_swapped_model_keeps_its_gradients(small_tiles):
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
-def test_a_model_on_the_meta_device_is_swapped_too():
+def test_a_model_on_the_meta_device_is_swapped_too(stand_in):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(24, 24), nn.RMSNorm(24, eps=1e-6))
     report = swap_norms(model)
@@ -393,39 +355,87 @@ def test_a_model_on_the_meta_device_is_swapped_too():
     assert torch.equal(model[1](x), nn.functional.rms_norm(x, (24,), model[1].weight, 1e-6))
 
 
-# ---- T5's norm, both ways
+WRONG = {
+    "its values differ by": lambda x, w, b, order, eps: order(x, w, b, eps) * 1.001,
+    "it returns (23, 24) torch.float64": lambda x, w, b, order, eps: order(x, w, b, eps).double(),
+    "a gradient's error is": lambda x, w, b, order, eps: order(x, w, b, eps).detach() + 0 * (x * w),
+    "it failed: KeyError: 'no such kernel'": lambda x, w, b, order, eps: {}["no such kernel"],
+    "no less than the norm itself": lambda x, w, b, order, eps: order(x, w, b, eps),
+}
 
 
-def test_t5_goes_from_plain_to_fused_and_back(small_tiles):
+@pytest.mark.parametrize("reason", WRONG)
+def test_a_kernel_that_does_not_agree_is_not_taken(kernels, reason):
+    kernels.clear()
+    kernels["wrong"] = Kernel(WRONG[reason])
+    (row,) = swap_norms(nn.ModuleDict({"norm": nn.RMSNorm(24, eps=1e-6)})).rows
+    assert row.to is None and reason in row.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "mode", "is_taken"),
+    [
+        (torch.float32, "F.rms_norm", "strict", True),
+        (torch.bfloat16, "F.rms_norm", "strict", False),  # it rounds after the product
+        (torch.bfloat16, "F.rms_norm", "fast", True),
+        (torch.bfloat16, "F.rms_norm × weight", "strict", True),
+    ],
+)
+def test_torchs_kernels_compute_t5s_order(kernels, dtype, kernel, mode, is_taken):
+    """Their values and gradients; what they keep for backward is less on a GPU alone."""
+    torch_kernel = kernels[kernel].run
+
+    class Kept(torch.autograd.Function):
+        """The kernel, keeping its inputs alone."""
+
+        @staticmethod
+        def forward(ctx, x, weight, order, eps):
+            ctx.save_for_backward(x, weight)
+            ctx.options = order, eps
+            return torch_kernel(x, weight, None, order, eps)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            with torch.enable_grad():
+                out = torch_kernel(x, weight, None, *ctx.options)
+            return *torch.autograd.grad(out, (x, weight), grad), None, None
+
+    kernels.clear()
+    kernels["kept"] = Kernel(lambda x, w, b, order, eps: Kept.apply(x, w, order, eps))
+    holder = nn.ModuleDict({"norm": T5LayerNorm(24).to(dtype)})
+    (row,) = swap_norms(holder, mode).rows
+    assert (row.to is not None) == is_taken, row.reason
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"), [("quack", "quack is not installed"), ("apex", "another of that name")]
+)
+def test_a_package_that_is_not_the_kernels_is_told(monkeypatch, package, reason):
+    import types
+
+    from shardformer.modeling.norm_orders import ORDERS
+
+    monkeypatch.setitem(
+        __import__("sys").modules, package, types.ModuleType("apex") if package == "apex" else None
+    )
+    with pytest.raises(Unfit, match=reason):
+        KERNELS[package].run(torch.ones(2, 24), torch.ones(24), None, ORDERS[0], 1e-6)
+
+
+# ---- T5's norm in plain PyTorch
+
+
+def test_t5s_norm_replaces_another_on_its_parameter():
     from transformers.models.t5.modeling_t5 import T5LayerNorm as Reference
 
     reference = Reference(24, eps=1e-5).bfloat16()
     nn.init.normal_(reference.weight)
     x = torch.randn(4, 24).bfloat16()
     plain = T5LayerNorm.from_native_module(reference, process_group=None)
-    fused = FusedT5LayerNorm.from_native_module(plain, process_group=None)
-    back = T5LayerNorm.from_native_module(fused)
-    assert type(fused) is FusedT5LayerNorm and isinstance(fused, T5LayerNorm) and type(back) is T5LayerNorm
-    for norm in (plain, fused, back, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+    assert type(plain) is T5LayerNorm and plain.weight is reference.weight
+    for norm in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
         assert torch.equal(norm(x), reference(x)) and norm.variance_epsilon == 1e-5
-    assert fused.weight is plain.weight is back.weight is reference.weight
-    assert fused.on_kernel(x) is not None and NORMS["FusedT5LayerNorm"] is FusedT5LayerNorm
-
-
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (nn.LayerNorm(24), "it computes the order 'layer', and T5's norm is another"),
-        (nn.RMSNorm(24), "it computes the order 'product', and T5's norm is another"),
-        (nn.SiLU(), "it does not normalise its last dimension"),
-        (Lookalike(lambda x, w: t5(x, w, 3e-6)), "its eps, measured as 3e-06, is in no attribute"),
-    ],
-)
-def test_what_is_not_t5s_norm_is_refused(module, reason):
-    with pytest.raises(
-        ValueError, match=f"FusedT5LayerNorm cannot replace this {type(module).__name__}: {reason}"
-    ):
-        FusedT5LayerNorm.from_native_module(module)
 
 
 def test_an_eps_of_none_is_that_of_fp32():
@@ -440,8 +450,3 @@ def test_what_is_no_rms_norm_or_has_no_eps_is_refused():
     del nameless.variance_epsilon
     with pytest.raises(ValueError, match="finds no eps on this T5LayerNorm, neither `eps` nor"):
         T5LayerNorm.from_native_module(nameless)
-
-
-def test_an_option_is_not_swallowed():
-    with pytest.raises(TypeError, match="epsilon"):
-        FusedT5LayerNorm.from_native_module(T5LayerNorm(24), epsilon=1e-5)

@@ -1,0 +1,302 @@
+"""Finds out what a norm computes by running it: which order of operations, which eps, which parameter is the weight.
+
+Two norms with the same formula, x / rms(x) · w, differ in a quarter of their bf16 outputs if they round in different
+places. For x / rms(x) = 1.238 and w = 3, T5 rounds 1.238 to 1.2344 and multiplies: 3.7031. torch.nn.RMSNorm
+multiplies first and rounds 3.714 to 3.7188. So names decide nothing. A copy of the module with random parameters is
+run in fp32 and both halves, on values around 1, around 30, and so small that eps shows. An order fits if it gives all
+of these outputs, bit for bit or to the last bit of an fp32 sum. A module that fits none is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALVES)
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_USUAL_EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
+
+_SHARE_OF_FLIPS = 0.01
+"""How many half values may round the other way because the fp32 value before them lies a last bit off. Sums in another
+order flip 5e-6 of bf16 and 1e-4 of fp16 values, and an order that rounds elsewhere a quarter (CPU, 2026-11)."""
+
+
+class NotANorm(Exception):
+    """The module does not normalise its last dimension."""
+
+
+class LeftAlone(Exception):
+    """The module may be a norm, but is not to be replaced; the message says why."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A normalisation as somebody published it, operation by operation. In fp64 it computes in fp64 throughout.
+
+    Attributes:
+        rounds: where a normalised value is rounded: to the dtype of a half `"weight"` before the product (T5), to
+            the `"input"`'s before the product (Llama), or at the `"end"`, after it (Mochi, F.rms_norm). `"native"` is
+            F.layer_norm as it is, and `"float"` F.layer_norm on fp32 copies (FP32LayerNorm).
+        offset: what is added to the weight: 1 in Gemma.
+    """
+
+    name: str
+    rounds: Literal["weight", "input", "end", "native", "float"]
+    offset: float = 0.0
+
+    @property
+    def centres(self) -> bool:
+        """Whether the mean is subtracted: a layer norm."""
+        return self.rounds in ("native", "float")
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
+        """x: [..., C]; weight, bias: [C]; returns [..., C]."""
+        if self.rounds == "native":
+            return F.layer_norm(x, x.shape[-1:], weight, bias, eps or 0.0)
+        if self.rounds == "float":
+            weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
+            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps or 0.0).to(x.dtype)
+        out = x if x.dtype == torch.float64 else x.float()
+        out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + resolve_eps(eps, x.dtype))
+        if weight is None:
+            out = out.to(x.dtype)
+        elif self.rounds == "end":
+            out = (out * (self.offset + weight.to(out.dtype) if self.offset else weight)).to(x.dtype)
+        elif self.rounds == "input":
+            out = weight * out.to(x.dtype)
+        else:
+            out = weight * (out.to(weight.dtype) if weight.dtype in HALVES else out)
+        return out if bias is None else out + bias
+
+
+ORDERS = (
+    Order("t5", "weight"),
+    Order("llama", "input"),
+    Order("product", "end"),
+    Order("gemma", "end", offset=1.0),
+    Order("layer", "native"),
+    Order("layer, fp32", "float"),
+)
+"""Named after who published it. Orders that give the same numbers in a case are told by the first."""
+
+
+def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
+    """torch.nn.RMSNorm(eps=None) takes that of the dtype it computes in: 1.19e-7 for fp32 and halves."""
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a module computes.
+
+    Attributes:
+        exact: bit for bit the order, in every probe; else to the last bit of its fp32 sums.
+        weight, bias: the parameters' names in the module, or None.
+        num_features: C; for a module that takes any, the number it was probed with.
+    """
+
+    order: Order
+    eps: float | None
+    exact: bool
+    weight: str | None
+    bias: str | None
+    num_features: int
+
+
+def find_meaning(module: nn.Module) -> Meaning:
+    """The order, eps and parameters of a norm. Changes nothing of it, and draws no global random number.
+
+    Raises:
+        NotANorm: it normalises nothing.
+        LeftAlone: it cannot be probed, or fits no order.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
+    is_leaf = next(module.children(), None) is None
+    if not is_leaf or len(parameters) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise NotANorm
+    refuse_unseen(module)
+    num_features = _num_features(module, parameters)
+    try:
+        twin = copy.deepcopy(module).requires_grad_(False)
+    except Exception as error:  # whatever a foreign class raises when it is copied
+        raise LeftAlone(f"it cannot be copied to be probed: {error}") from error
+    if any(parameter.is_meta for parameter in twin.parameters()):
+        twin.to_empty(device="cpu")
+    probes = list(_probes(twin, num_features))
+    if not probes or not _ignores_magnitude(probes):
+        raise NotANorm
+    if next(twin.buffers(), None) is not None:
+        raise LeftAlone("it keeps state in buffers")
+    for training in (True, False):
+        out = _run(twin.train(training), probes[0].x, probes[0].parameters)
+        if out is None or not torch.equal(out, probes[0].out):
+            raise LeftAlone("it gives the same input other values in training or at a second call")
+    measured = _measure_eps(twin, num_features)
+    candidates = _eps_candidates(module, measured)
+    if not candidates:
+        raise LeftAlone(f"its eps, measured as {measured:.3g}, is in no attribute and not a usual one")
+    names: list[str | None] = [*parameters, None, None]
+    roles = list(dict.fromkeys(permutations(names[: max(2, len(parameters))], 2)))
+    for exact, eps, order, (weight, bias) in product((True, False), candidates, ORDERS, roles):
+        if _fits(order, eps, weight, bias, probes, exact):
+            return Meaning(order, eps, exact, weight, bias, num_features)
+    raise LeftAlone("its values fit no known order of normalisation")
+
+
+def refuse_unseen(module: nn.Module) -> None:
+    """Raises LeftAlone for what running the module would not show, and replacing it would lose."""
+    if "forward" in vars(module):
+        raise LeftAlone("its forward is wrapped")
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        raise LeftAlone("it has hooks")
+    for name, parameter in module.named_parameters(recurse=False):
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+            raise LeftAlone(
+                f"its {name} is a {type(parameter.data).__name__}; swap before sharding or quantising"
+            )
+        if not parameter.is_floating_point():
+            raise LeftAlone(f"its {name} is {parameter.dtype}")
+
+
+def agree(out: Tensor, expected: Tensor, mode: Literal["strict", "fast"] = "strict") -> bool:
+    """Whether `out` [..., C] may stand for `expected` [..., C].
+
+    `strict`: fp32 to 4 units in the last place of its row's largest value; of halves at most one in a hundred off,
+    by one unit. `fast`: fp32 to 16 units, halves to two, any number of them.
+    """
+    if out.dtype != expected.dtype or out.shape != expected.shape:
+        return False
+    if torch.equal(out, expected):
+        return True
+    difference = (out.double() - expected.double()).abs()
+    row = expected.double().abs().amax(-1, keepdim=True)
+    slack = row * torch.finfo(torch.float32).eps * (4 if mode == "strict" else 16)
+    if out.dtype not in HALVES:
+        return bool((difference <= slack).all())
+    unit = torch.finfo(out.dtype).eps * expected.double().abs().clamp_min(torch.finfo(out.dtype).tiny)
+    if mode == "fast":
+        return bool((difference <= slack + 2 * unit).all())
+    num_flips = int((difference > 0).sum())
+    return bool((difference <= slack + unit).all()) and num_flips <= max(1, _SHARE_OF_FLIPS * out.numel())
+
+
+def _num_features(module: nn.Module, parameters: dict[str, nn.Parameter]) -> int:
+    if parameters:
+        return next(iter(parameters.values())).numel()
+    for name in ("normalized_shape", "dim", "hidden_size"):
+        size = getattr(module, name, None)
+        if isinstance(size, (tuple, list)):
+            if len(size) != 1:
+                raise LeftAlone(f"it normalises {len(size)} dimensions")
+            size = size[0]
+        if isinstance(size, int) and size > 1:
+            return size
+    return 64
+
+
+@dataclass
+class _Probe:
+    magnitude: float
+    x: Tensor
+    parameters: dict[str, Tensor]
+    out: Tensor
+
+
+def _probes(twin: nn.Module, num_features: int) -> Iterator[_Probe]:
+    device = next((p.device for p in twin.parameters()), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    drawn = {name: 0.5 + draw(num_features) for name, _ in twin.named_parameters()}
+    x = draw(2, max(3, 512 // num_features + 1), num_features)
+    for magnitude in (1.0, 30.0, 1e-3):
+        for x_dtype in FLOATS:
+            for dtype in FLOATS if drawn else (x_dtype,):
+                values = (x * magnitude).to(device, x_dtype)
+                parameters = {name: value.to(device, dtype) for name, value in drawn.items()}
+                out = _run(twin, values, parameters)
+                if out is not None:
+                    yield _Probe(magnitude, values, parameters, out)
+
+
+@torch.no_grad()
+def _run(twin: nn.Module, x: Tensor, parameters: dict[str, Tensor]) -> Tensor | None:
+    """The output, or None where the module does not take these dtypes."""
+    for name, value in parameters.items():
+        getattr(twin, name).data = value
+    try:
+        out = twin(x.clone())
+    except Exception:  # noqa: BLE001  (foreign code; what it refuses is not compared)
+        return None
+    return out if isinstance(out, Tensor) and out.shape == x.shape else None
+
+
+def _ignores_magnitude(probes: list[_Probe]) -> bool:
+    """A normalisation gives x and 30 x the same values, up to eps; an activation does not."""
+    first = probes[0]
+    dtypes = {name: value.dtype for name, value in first.parameters.items()}
+    for probe in probes:
+        same = {name: value.dtype for name, value in probe.parameters.items()} == dtypes
+        if same and probe.x.dtype == first.x.dtype and probe.magnitude == 30 * first.magnitude:
+            return torch.allclose(probe.out, first.out, rtol=0.02, atol=0.02)
+    return False
+
+
+def _measure_eps(twin: nn.Module, num_features: int) -> float:
+    """From how much smaller a tiny input's output is: sqrt(m / (m + eps)) for a mean square m."""
+    device = next((p.device for p in twin.parameters()), torch.device("cpu"))
+    ones = {name: torch.ones(num_features, device=device) for name, _ in twin.named_parameters()}
+    row = torch.linspace(-1, 1, num_features, dtype=torch.float64)
+    row = (row / row.square().mean().sqrt()).to(device, torch.float32)
+    mean_square = 1e-8
+    spans = []
+    for magnitude in (mean_square**0.5, 1e4):
+        above, below = (_run(twin, sign * magnitude * row[None], ones) for sign in (1, -1))
+        if above is None or below is None:
+            raise LeftAlone("it does not take fp32, in which its eps is measured")
+        spans.append((above - below).double().norm().item())  # a bias cancels
+    return mean_square * ((spans[1] / max(spans[0], 1e-30)) ** 2 - 1)
+
+
+def _eps_candidates(module: nn.Module, measured: float) -> list[float | None]:
+    """Values near the measured one. Those that attributes hold come first, whatever their name: they are exact."""
+    held: list[float | None] = [value for value in vars(module).values() if isinstance(value, float)]
+    if getattr(module, "eps", 0.0) is None:
+        held.append(None)
+    found: list[float | None] = []
+    for eps in dict.fromkeys([*held, *_USUAL_EPS]):
+        value = resolve_eps(eps, torch.float32)
+        if abs(value - measured) <= 0.02 * value + 1e-14:
+            found.append(eps)
+    return found
+
+
+def _fits(
+    order: Order, eps: float | None, weight: str | None, bias: str | None, probes: list[_Probe], exact: bool
+) -> bool:
+    if eps is None and order.centres:
+        return False
+    for probe in probes:
+        w, b = (None if name is None else probe.parameters[name] for name in (weight, bias))
+        try:
+            expected = order(probe.x, w, b, eps)
+        except RuntimeError:  # dtypes that this order does not take, but the module does
+            return False
+        is_equal = expected.dtype == probe.out.dtype and torch.equal(expected, probe.out)
+        if not (is_equal or (not exact and agree(probe.out, expected))):
+            return False
+    return True
