@@ -1,10 +1,11 @@
 # Each target makes .venv and installs what it needs by itself; constraints.txt pins every version.
 # Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), BENCH (which benchmarks),
-# ARGS (more options).
+# PART (which folder of tests `make prove` takes), ARGS (more options).
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
 BENCH ?= collectives norms offload attention
+PART ?=
 ARGS ?=
 
 BIN := .venv/bin
@@ -16,10 +17,11 @@ export HF_HUB_OFFLINE ?= 1
 export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 
-.PHONY: help train test bench lint clean
+.PHONY: help train test prove bench lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
-	@echo "make test    run every test"
+	@echo "make test    run every behaviour once, in about eight minutes"
+	@echo "make prove   run every test: all matrices, defects, peers and launchers (PART=verify: those of tests/verify)"
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make lint    ruff and mypy"
@@ -28,7 +30,10 @@ train: .venv/.train data/bunny/metadata.jsonl
 	$(LAUNCH) --nproc-per-node $(NPROC) -m opensora_accel.cli train --config $(CONFIG) $(ARGS)
 
 test: .venv/.dev data/bunny/metadata.jsonl
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not prove" $(ARGS)
+
+prove: .venv/.dev data/bunny/metadata.jsonl
+	OPENSORA_ACCEL_FUZZ=whole $(BIN)/python -m pytest tests/$(PART) $(ARGS)
 
 bench: .venv/.dev
 	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from opensora_accel.attention import ring, ring_attention
 from opensora_accel.communications import share_sizes
 from tests.attention.reference import full_attention, random_inputs
+from tests.tiers import some
 
 
 class OutOfMemory(RuntimeError):
@@ -163,8 +164,9 @@ def one_message_fails(direction, at_call):
     return time.monotonic() - start < 20 and ("no memory" in str(caught.value)) == (rank == 1)
 
 
-@pytest.mark.parametrize(("direction", "at_call"), [("forward", 1), ("backward", 3)])
-def test_the_first_failure_is_the_one_that_is_raised(ranks, direction, at_call):
+@pytest.mark.parametrize("direction", some(["backward", "forward"]))
+def test_the_first_failure_is_the_one_that_is_raised(ranks, direction):
+    at_call = {"forward": 1, "backward": 3}[direction]
     assert ranks(2, one_message_fails, direction, at_call) == [True] * 2
 
 

@@ -12,6 +12,7 @@ from opensora_accel import checkpoint as ck
 from opensora_accel.offload import ActivationManager
 from tests.offload.devices import Compute, LateQueues, RaceQueues
 from tests.offload.scenarios import ENTRY_BYTES, Aborted, engine, forward, model
+from tests.tiers import some
 
 ACTIONS = (
     "forward",
@@ -86,7 +87,7 @@ def offloaded(queues, mode, room, actions):
     return found
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", some(["full", "selective"]))
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3)), min_size=2, max_size=9),

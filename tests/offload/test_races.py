@@ -12,6 +12,7 @@ import torch
 from opensora_accel.offload import ActivationManager, manager
 from tests.offload.devices import Compute, LateQueues, RaceQueues
 from tests.offload.scenarios import SCENARIOS, engine
+from tests.tiers import PROVE
 
 SOURCE = Path(importlib.util.find_spec(manager.__name__).origin)
 MODES = ("full", "selective")
@@ -106,6 +107,7 @@ def test_all_orders_of_the_engine_are_known():
     assert len(SITES) >= 12, SITES
 
 
+@PROVE
 @pytest.mark.parametrize("site", SITES)
 def test_without_any_one_order_there_is_a_race(site):
     assert any(races(scenario, mode, without(site)) for mode in MODES for scenario in SCENARIOS), site

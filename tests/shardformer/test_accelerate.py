@@ -21,6 +21,7 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.on_cpu import launcher_environment
 from opensora_accel.with_accelerate import data_parallel_dataloader
+from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE, relative_errors
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,7 @@ def losses(script, *launcher):
     return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
 
 
+@PROVE
 def test_the_example_runs_under_both_launchers_as_in_one_process(tmp_path):
     rel = RELATIVE[torch.float32]
     script, single = tmp_path / "train.py", tmp_path / "single.py"
@@ -157,8 +159,8 @@ def fsdp_on_cpu():
         (Plan(ulysses=2), None),
         (Plan(ulysses=2), "FSDP2"),
         (Plan(ring=2, checkpoint="full"), "FSDP2"),
-        (Plan(dp_replicate=2, ulysses=2), None),
-        (Plan(dp_replicate=2, ulysses=2), "FSDP2"),
+        pytest.param(Plan(dp_replicate=2, ulysses=2), None, marks=PROVE),
+        pytest.param(Plan(dp_replicate=2, ulysses=2), "FSDP2", marks=PROVE),
         (Plan(dp_replicate=2, ulysses=2), "HSDP"),
     ],
     ids=str,
@@ -215,7 +217,7 @@ def dealt(plan, kind, **options):
         return epochs, loader.generator.initial_seed()
 
 
-@pytest.mark.parametrize("plan", [Plan(ulysses=2), Plan(dp_replicate=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize("plan", some([Plan(dp_replicate=2, ulysses=2), Plan(ulysses=2)]), ids=str)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -16,6 +16,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.verify.communication.record import Recorder
 from tests.opensora_models.mmdit import flash_attention
 from tests.shardformer.conformance import compare, errors, fp64_model, in_double, step
+from tests.tiers import each_once, some
 from tests.tolerances import RELATIVE
 from tests.video_models import CASES
 
@@ -38,7 +39,7 @@ def compiled(name, plan):
     return found, list(torch._dynamo.utils.counters["graph_break"]), torch._dynamo.utils.counters["stats"]
 
 
-@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "SANA-Video"])
+@pytest.mark.parametrize("name", some(["Wan", "HunyuanVideo", "SANA-Video"]))
 @pytest.mark.parametrize("plan", [Plan(ulysses=2), Plan(ring=2, checkpoint="full")], ids=str)
 def test_blocks_compile_around_attention(ranks, name, plan):
     for found, breaks, stats in ranks(2, compiled, name, plan):
@@ -47,14 +48,16 @@ def test_blocks_compile_around_attention(ranks, name, plan):
         assert all("sequence-parallel attention communicates" in reason for reason in breaks)
 
 
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(ulysses=2, sharding="zero3"),
-        Plan(dp_shard=2, ring=2, sharding="zero3", checkpoint="full", offload=1.0),
-        Plan(dp_replicate=2, ulysses=2, sharding="zero2"),
-    ],
+    ("name", "plan"),
+    each_once(
+        KINDS,
+        [
+            Plan(dp_shard=2, ring=2, sharding="zero3", checkpoint="full", offload=1.0),
+            Plan(ulysses=2, sharding="zero3"),
+            Plan(dp_replicate=2, ulysses=2, sharding="zero2"),
+        ],
+    ),
     ids=str,
 )
 def test_gradients_under_fsdp2(ranks, name, plan):

@@ -1,0 +1,29 @@
+"""Two tiers: `make test` runs every behaviour once, `make prove` every case of it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+PROVE = pytest.mark.prove
+
+
+def some(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All values of one parameter; those that are not among the chosen, or not the first, are left to `make prove`."""
+    values = list(values)
+    chosen = chosen or tuple(values[:1])
+    return [_param((value,), value in chosen) for value in values]
+
+
+def each_once(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
+    """Every (row, column), of which `make test` has each row once and the columns in turn."""
+    rows, columns = list(rows), list(columns)
+    return [
+        _param((row, column), i % len(columns) == j)
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
+
+
+def _param(values: tuple[Any, ...], by_default: bool) -> Any:
+    return pytest.param(*values, marks=() if by_default else PROVE)
