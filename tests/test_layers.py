@@ -1,6 +1,7 @@
 """Imports run downward between the layers of the house, and importing it starts nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +158,9 @@ for name in ("diffusers", "transformers", "colossalai", "apex", "matplotlib", "a
 def test_importing_starts_nothing_and_needs_torch_only():
     done = subprocess.run([sys.executable, "-c", IMPORT_CHECK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_of_the_house_names_files_that_are_there():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = {text for text in re.findall(r"`([a-z_/0-9]+(?:\.py)?)`", page) if "/" in text}
+    assert len(named) > 20 and sorted(path for path in named if not (ROOT / path).exists()) == []
