@@ -10,72 +10,20 @@ from torch import nn
 
 from shardformer.modeling import T5LayerNorm, swap_norms
 from shardformer.modeling.norms import KERNELS, Kernel, SwappedNorm, Unfit
-from tests.models import wan, wan_inputs
 from tests.shardformer.modeling.zoo import Lookalike, published, t5
 from tests.shardformer.test_t5 import encoder
-
-
-def hunyuan(dtype):
-    from diffusers import HunyuanVideoTransformer3DModel
-
-    torch.manual_seed(0)
-    model = HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=10,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=1,
-        patch_size_t=1,
-        guidance_embeds=True,
-        text_embed_dim=16,
-        pooled_projection_dim=8,
-        rope_axes_dim=(2, 4, 4),
-    ).to(dtype)
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 3, 5, 5, dtype=dtype),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 6, 16, dtype=dtype),
-        "encoder_attention_mask": torch.ones(1, 6),
-        "pooled_projections": torch.randn(1, 8, dtype=dtype),
-        "guidance": torch.tensor([6000.0], dtype=dtype),
-    }
-    return model, inputs
-
-
-def ltx(dtype):
-    from diffusers import LTXVideoTransformer3DModel
-
-    torch.manual_seed(0)
-    model = LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        num_layers=2,
-        caption_channels=12,
-    ).to(dtype)
-    inputs = {
-        "hidden_states": torch.randn(2, 12, 8, dtype=dtype),
-        "timestep": torch.tensor([100, 700]),
-        "encoder_hidden_states": torch.randn(2, 5, 12, dtype=dtype),
-        "encoder_attention_mask": torch.ones(2, 5),
-        "num_frames": 2,
-        "height": 2,
-        "width": 3,
-    }
-    return model, inputs
+from tests.video_models import CASES
 
 
 def real(name, dtype=torch.float32):
-    if name == "wan":
-        return wan(dtype), wan_inputs(dtype)
     if name in ("t5", "umt5"):
         return encoder(name, dtype), {"input_ids": torch.arange(18).view(2, 9)}
-    return {"hunyuan": hunyuan, "ltx": ltx}[name](dtype)
+    case = CASES[name]
+    inputs = {
+        key: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in case.inputs().items()
+    }
+    return case.make().to(dtype), {**inputs, "return_dict": False}
 
 
 def run(model, inputs):
@@ -88,9 +36,9 @@ def run(model, inputs):
 @pytest.mark.parametrize(
     ("name", "num_swapped"),
     [
-        ("wan", 8),
-        ("hunyuan", 6),
-        ("ltx", 12),
+        ("Wan", 8),
+        ("HunyuanVideo", 12),
+        ("LTX-Video", 12),
         ("t5", 5),
         ("umt5", 5),
     ],
@@ -116,7 +64,7 @@ def test_a_real_model_gives_the_same_and_comes_back_as_it_was(stand_in, name, nu
         report.undo()
 
 
-@pytest.mark.parametrize("name", ["wan", "hunyuan", "ltx", "t5"])
+@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "LTX-Video", "t5"])
 def test_a_real_model_in_bf16_gives_the_same_bits(stand_in, name):
     model, inputs = real(name, torch.bfloat16)
     out, _ = run(model, inputs)
@@ -128,7 +76,7 @@ def test_a_real_model_in_bf16_gives_the_same_bits(stand_in, name):
 
 def test_the_kernels_did_run(stand_in, kernels, monkeypatch):
     calls, original = [], kernels["stand-in"]
-    model, inputs = real("wan")
+    model, inputs = real("Wan")
     swap_norms(model)
     kernels["stand-in"] = Kernel(lambda *args: calls.append(1) or original.run(*args))
     model(**inputs)
@@ -232,7 +180,7 @@ def test_a_norm_found_in_two_places_stays_one(stand_in):
 
 
 def test_within_limits_the_swap_to_paths(stand_in):
-    model, _ = real("wan")
+    model, _ = real("Wan")
     report = swap_norms(model, within=("blocks.*.attn1", "blocks.0.attn2.norm_q"))
     assert [row.name for row in report.rows] == [
         *(f"blocks.0.{name}" for name in ("attn1.norm_q", "attn1.norm_k", "attn2.norm_q")),
@@ -245,7 +193,7 @@ def test_within_limits_the_swap_to_paths(stand_in):
 
 
 def test_swapping_twice_changes_nothing_more(stand_in):
-    model, _ = real("wan")
+    model, _ = real("Wan")
     swap_norms(model)
     before = [type(module) for module in model.modules()]
     assert swap_norms(model).num_swapped == 0
@@ -253,7 +201,7 @@ def test_swapping_twice_changes_nothing_more(stand_in):
 
 
 def test_an_exception_on_the_way_leaves_the_model_as_it_was(stand_in, kernels):
-    model, _ = real("wan")
+    model, _ = real("Wan")
     before, calls, original = [type(module) for module in model.modules()], [], kernels["stand-in"]
 
     def interrupted(x, *rest):
@@ -336,7 +284,7 @@ def test_elsewhere_the_original_forward_runs(stand_in, state):
 
 
 def test_checkpointing_a_swapped_model_keeps_its_gradients(stand_in):
-    model, inputs = real("wan")
+    model, inputs = real("Wan")
     swap_norms(model)
     _, expected = run(model, inputs)
     model.enable_gradient_checkpointing()
