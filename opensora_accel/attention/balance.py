@@ -1,9 +1,17 @@
 """Which tokens a rank holds, so that all have the same work under a causal mask, and what each sees of another's keys.
 
-Layouts, for the P ranks of a ring:
-    contiguous: rank r holds the r-th run of tokens. Causal, the last rank does 2P−1 times the work of the first.
-    zigzag: rank r holds the r-th run from the front and the r-th from the rear.
-    striped: rank r holds tokens r, r + P, r + 2P, …
+Query i sees the keys 0…i. Of 12 tokens on P = 3 ranks, the layouts and the number of scores that a rank computes are
+
+    contiguous    rank 0: 0 1 2 3 (10)      rank 1: 4 5 6 7 (26)     rank 2: 8 9 10 11 (42)
+    zigzag        rank 0: 0 1 10 11 (26)    rank 1: 2 3 8 9 (26)     rank 2: 4 5 6 7 (26)
+    striped       rank 0: 0 3 6 9 (22)      rank 1: 1 4 7 10 (26)    rank 2: 2 5 8 11 (30)
+
+A zigzag is a run from the front and one from the rear. Stripes differ by less than one token's keys a row; every
+block of theirs is a triangle, whoever owns its keys.
+
+What the queries of one rank see of the keys of another is cut into tiles for the kernels, each seen wholly or as a
+square triangle. In the zigzag above, rank 1 sees of rank 0's keys 0 1 10 11: for its queries 2 3 the keys 0 1, and
+for its queries 8 9 the keys 0 1 too. So that is one tile of four rows and two keys.
 
 Bring the whole sequence, and whatever belongs to a token (rotary tables, masks, targets), into a layout with
 `rearrange` before it is split by the rule of `torch.tensor_split`, and back with `restore` after it is gathered.

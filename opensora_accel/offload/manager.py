@@ -1,5 +1,13 @@
 """The offload engine: moves what checkpointed calls save to host memory, and brings it back in time.
 
+Four blocks, of which the last one stays on the device. `out i` and `in i` are the copies of block i's input:
+
+    compute     forward 0  | forward 1  | forward 2  | forward 3  | backward 3 | backward 2 | backward 1 | backward 0
+    copies out  out 0      | out 1      | out 2      |            |            |            |            |
+    copies in              |            |            |            | in 2       | in 1       | in 0       |
+    slot A                 |            |            |            | 2          | 2          | 0          | 0
+    slot B                 |            |            |            |            | 1          | 1          |
+
 Copies out start when a block starts and are waited for when it ends. In backward, while one block computes, the one
 before it is fetched into the other of two device slots. A ticket is the only handle to what was moved. Its bytes are
 free again when nothing refers to it any more, which autograd decides: after backward, when a graph is dropped

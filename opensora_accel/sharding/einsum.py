@@ -7,6 +7,14 @@
        in each operand; a largest or smallest term only where nothing is added or multiplied.
     4. Everything else needs a collective first. The error names it.
 
+A linear layer, `sbi,io->sbo`, on three ranks, as column- and then as row-parallel:
+
+    weight cut along o    rank r holds a third of the columns. The label o is kept: the output is S(o)      (rule 2)
+    weight cut along i    the input must be cut along i as well. The label i is summed: each rank has a
+                          term of every output, P, and an all-reduce makes it whole                         (rule 2)
+    only the weight cut   the input has the label i too and is whole: a rank would multiply its third with
+    along i               all of it. The error says: split the input along i                                (rule 4)
+
 Mesh axes are independent of each other: each rule holds for the shares that the other axes leave.
 
 The gradient of an operand is an einsum too, with the letters swapped: of the output's gradient and the other
