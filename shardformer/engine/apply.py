@@ -6,7 +6,6 @@ Order: policy, checkpointing, sharding of parameters. Parameters keep their name
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -25,7 +24,7 @@ from opensora_accel.parallel_states import (
 )
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
-from shardformer.engine.spread import spread_tokens
+from shardformer.engine.splits import spread_tokens
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import NORMS, SwapReport, swap_norms
 from shardformer.paths import children, find
@@ -77,12 +76,12 @@ def shard(
     # Left by an exception, the stack takes back what was done: a policy that fails leaves the model as it was.
     with ExitStack() as undo:
         for swap in policy.norm_swaps:
-            undo.callback(_swap_norms(model, swap))
+            _swap_norms(model, swap, undo)
         report = None if norms is None else swap_norms(model, norms, within=policy.norms)
         if report is not None:
             undo.callback(report.undo)
         if plan.tp > 1:
-            undo.callback(_shard_tensors(model, plan, policy))
+            _shard_tensors(model, plan, policy, undo)
         if group is not None:
             spread_tokens(model, plan, policy, Tokens(group), undo)
         if plan.mlp_chunks > 1:
@@ -170,13 +169,14 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     return group
 
 
-def _shard_tensors(model: nn.Module, plan: Plan, policy: Policy) -> Callable[[], None]:
+def _shard_tensors(model: nn.Module, plan: Plan, policy: Policy, undo: ExitStack) -> None:
     if not policy.tensors:
         raise ValueError(
             f"tp={plan.tp} needs a policy that says where the layers of {type(model).__name__} are cut, and its policy "
             "does not; use tp=1 and put its ranks on ulysses"
         )
-    return shard_tensors(model, policy.tensors, _registered("tensor", get_tensor_parallel_group(), plan.tp))
+    group = _registered("tensor", get_tensor_parallel_group(), plan.tp)
+    undo.callback(shard_tensors(model, policy.tensors, group))
 
 
 def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.ProcessGroup:
@@ -236,7 +236,7 @@ def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitSta
         )
 
 
-def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:
+def _swap_norms(model: nn.Module, swap: NormSwap, undo: ExitStack) -> None:
     target = NORMS[swap.target]
     parents = [each for _name, module in find(model, swap.module) for each in module.modules()]
     held = [(parent, *each) for parent in parents for each in parent.named_children()]
@@ -249,12 +249,12 @@ def _swap_norms(model: nn.Module, swap: NormSwap) -> Callable[[], None]:
     replaced = [each for each in named if type(each[2]) is not target]
     # All are made before any is set: one that cannot be replaced leaves the model as it was.
     made = [target.from_native_module(child) for _parent, _name, child in replaced]
-    for (parent, name, _child), norm in zip(replaced, made, strict=True):
-        setattr(parent, name, norm)
 
-    def undo() -> None:
+    def restore() -> None:
         for (parent, name, child), norm in zip(replaced, made, strict=True):
             child.weight = norm.weight  # another one, where a checkpoint was assigned or meta left since
             setattr(parent, name, child)
 
-    return undo
+    undo.callback(restore)
+    for (parent, name, _child), norm in zip(replaced, made, strict=True):
+        setattr(parent, name, norm)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +27,21 @@ from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.paths import find
 from shardformer.policy.base import JointAttention, Policy
 
-Undo = Callable[[], None]
 Projected = tuple[Tensor, Tensor, Tensor]
 """q, k and v."""
 
 
-def redirect_attentions(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
+def redirect_attentions(
+    model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack
+) -> None:
     """Leads the kernel calls of every attention module that the policy names to sequence-parallel ones."""
     for path in policy.linear_attention:
         for name, module in find(model, path):
-            yield redirect_linear_attention(module, name, tokens.group)
+            undo.callback(redirect_linear_attention(module, name, tokens.group))
     for name, module, attention in _attentions(model, plan, policy, tokens):
-        yield redirect_attention(module, name, attention, tokens.own_counts)
+        undo.callback(redirect_attention(module, name, attention, tokens.own_counts))
     for function in policy.kernel_functions:
-        yield replace_function(model, function, lambda f: lead_to_attention(f, running_attention))
+        undo.callback(replace_function(model, function, lambda f: lead_to_attention(f, running_attention)))
 
 
 def _attentions(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
+import math
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +17,72 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from shardformer.engine.boundaries import Arguments, Undo, change_arguments, uncompiled
-from shardformer.engine.layout import Layout
+from shardformer.engine.hooks import Arguments, change_arguments, change_output
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_argument, find
 from shardformer.policy.base import GatherGrid, Grid, Policy
 
 
-def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
+@dataclass(frozen=True)
+class GridLayout:
+    """Which dimensions of a grid each dim of a tensor holds, outer first, as einops writes it: `B (T S) C`."""
+
+    pattern: str
+    groups: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, pattern: str) -> GridLayout:
+        found = re.findall(r"\(([^()]*)\)|(\w+)", pattern)
+        groups = tuple(tuple(inner.split()) if inner else (single,) for inner, single in found)
+        names = [name for group in groups for name in group]
+        if not names or len(set(names)) != len(names) or re.sub(r"\([^()]*\)|\w+|\s", "", pattern):
+            raise ValueError(f'{pattern!r} is no layout; write one like "B (T S) C", every name once')
+        return cls(pattern, groups)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for group in self.groups for name in group)
+
+    def sizes(self, tensor: Tensor, known: dict[str, int], what: str) -> dict[str, int]:
+        """The size of every dimension, one unknown a group at most; ValueError where the tensor does not fit."""
+        if tensor.dim() != len(self.groups):
+            raise ValueError(f'{what} is {tuple(tensor.shape)}, which is not "{self.pattern}"')
+        sizes: dict[str, int] = {}
+        for size, group in zip(tensor.shape, self.groups, strict=True):
+            unknown = [name for name in group if name not in known]
+            rest = math.prod(known[name] for name in group if name in known)
+            if len(unknown) > 1 or (size != rest if not unknown else rest == 0 or size % rest):
+                raise ValueError(
+                    f'{what} is {tuple(tensor.shape)}, which is not "{self.pattern}" with '
+                    + ", ".join(f"{name} = {known[name]}" for name in self.names if name in known)
+                )
+            sizes |= {name: known.get(name, size // rest if unknown else size) for name in group}
+        return sizes
+
+    def unfold(self, tensor: Tensor, sizes: dict[str, int]) -> Tensor:
+        """A dim for every name."""
+        return tensor.reshape([sizes[name] for name in self.names])
+
+    def fold(self, tensor: Tensor) -> Tensor:
+        """The inverse of `unfold`."""
+        sizes = dict(zip(self.names, tensor.shape, strict=True))
+        return tensor.reshape([math.prod(sizes[name] for name in group) for group in self.groups])
+
+
+def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
+    """Puts on what the policy says of grids: their sizes, the blocks that attend along a dimension, the way out."""
     if policy.grid_sizes:
-        yield _read_sizes(model, policy, tokens)
+        _read_sizes(model, policy, tokens, undo)
     for entry in policy.grids:
         grid = _Grid(entry, tokens)
         for name, module in find(model, entry.module):
-            yield from grid.attach(name, module)
+            grid.attach(name, module, undo)
     for gather in policy.gather_grids:
         for name, module in find(model, gather.module):
-            yield _gather(module, gather, tokens, f"{name}'s output")
+            _gather(module, gather, tokens, f"{name}'s output", undo)
 
 
-def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens) -> Undo:
+def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
     for _dimension, argument, _dim in policy.grid_sizes:
         check_argument("", model, argument)
 
@@ -42,16 +90,16 @@ def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens) -> Undo:
         for dimension, argument, dim in policy.grid_sizes:
             tokens.state.sizes[dimension] = arguments[argument].size(dim)
 
-    return change_arguments(model, inspect.signature(model.forward), change)
+    change_arguments(model, inspect.signature(model.forward), change, undo)
 
 
 class _Grid:
     def __init__(self, entry: Grid, tokens: Tokens):
         self.entry, self.tokens = entry, tokens
-        self.layout = Layout.parse(entry.tokens[1])
-        self.others = [(argument, Layout.parse(layout)) for argument, layout in entry.layouts]
+        self.layout = GridLayout.parse(entry.tokens[1])
+        self.others = [(argument, GridLayout.parse(layout)) for argument, layout in entry.layouts]
 
-    def attach(self, name: str, module: nn.Module) -> Iterator[Undo]:
+    def attach(self, name: str, module: nn.Module, undo: ExitStack) -> None:
         argument = self.entry.tokens[0]
         signature = check_argument(name, module, argument)
         for other in (*(other for other, _ in self.others), *(count for _, count in self.entry.counts)):
@@ -60,15 +108,9 @@ class _Grid:
         def change(arguments: Arguments) -> None:
             self._enter(arguments, name)
 
-        yield change_arguments(module, signature, change)
+        change_arguments(module, signature, change, undo)
         if self.entry.leave is not None or self.entry.lends_row:
-            what = f"{name}'s output"
-
-            @uncompiled
-            def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-                return self._leave(output, what)
-
-            yield module.register_forward_hook(hook).remove
+            change_output(module, lambda output: self._leave(output, f"{name}'s output"), undo)
 
     def _leave(self, output: Tensor, what: str) -> Tensor:
         entry, tokens = self.entry, self.tokens
@@ -133,7 +175,7 @@ def _own_size(tokens: Tokens, dimension: str) -> int:
     return _shares(tokens, dimension)[tokens.group.rank()]
 
 
-def _local_sizes(tensor: Tensor, layout: Layout, tokens: Tokens, what: str) -> dict[str, int]:
+def _local_sizes(tensor: Tensor, layout: GridLayout, tokens: Tokens, what: str) -> dict[str, int]:
     """Sizes of a tensor whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
     state, known = tokens.state, dict(tokens.state.sizes)
     if state.spread is not None:
@@ -144,7 +186,7 @@ def _local_sizes(tensor: Tensor, layout: Layout, tokens: Tokens, what: str) -> d
 
 
 def _spread_along(
-    tensor: Tensor, layout: Layout, dimension: str, tokens: Tokens, what: str, may_be_empty: bool
+    tensor: Tensor, layout: GridLayout, dimension: str, tokens: Tokens, what: str, may_be_empty: bool
 ) -> Tensor:
     """The same tokens with `dimension` spread over the ranks, whatever was spread before."""
     state, group = tokens.state, tokens.group
@@ -164,11 +206,10 @@ def _spread_along(
     return layout.fold(unfolded)
 
 
-def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str) -> Undo:
-    layout = Layout.parse(entry.layout)
+def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str, undo: ExitStack) -> None:
+    layout = GridLayout.parse(entry.layout)
 
-    @uncompiled
-    def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    def change(output: Tensor) -> Tensor:
         spread = tokens.state.spread
         if spread is None:
             raise ValueError(f"the policy gathers {what}, but no dimension of it is spread")
@@ -179,4 +220,4 @@ def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str) -> 
         tokens.state.spread = None
         return layout.fold(whole)
 
-    return module.register_forward_hook(hook).remove
+    change_output(module, change, undo)

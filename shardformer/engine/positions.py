@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.engine.boundaries import Undo
 from shardformer.engine.tokens import Tokens, running_tokens
 from shardformer.modeling.functions import replace_function
 from shardformer.policy.base import Policy, Positions
 
 
-def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens) -> Iterator[Undo]:
+def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
     """Every function that gives tokens their positions sees the whole clip's, as `Positions` says."""
     for entry in policy.positions:
 
@@ -43,7 +43,7 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens) -> Iterator
 
             return function
 
-        yield replace_function(model, entry.function, wrap)
+        undo.callback(replace_function(model, entry.function, wrap))
 
 
 def _rows(value: Any, entry: Positions, tokens: Tokens) -> Any:

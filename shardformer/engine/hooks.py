@@ -1,26 +1,64 @@
-"""Where a forward of the model begins and ends, and the checkpoints within it."""
+"""How the engine looks into a model's forward: hooks on modules, and where a forward of the model begins and ends.
+
+Everything here is undone by the ExitStack that it is given.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from opensora_accel.checkpoint import carried, carrying
 from shardformer.engine.agreement import Agreement
-from shardformer.engine.boundaries import uncompiled
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_still_there
+
+Arguments = dict[str, Any]
 
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes by which modules checkpoint a part of theirs: in diffusers and transformers, in torch's own wrapper."""
 
 
-def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Module]) -> Callable[[], None]:
-    """Keeps `tokens` in step with the model's forwards; returns the function that undoes it.
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` kept out of compiled graphs. Not at import, as torch's compiler is loaded by it."""
+    reason = "what crosses the edge of a sharded region depends on the forward that runs, which a graph cannot hold"
+    return torch.compiler.disable(function, reason=reason)
+
+
+def change_arguments(
+    module: nn.Module, signature: inspect.Signature, change: Callable[[Arguments], None], undo: ExitStack
+) -> None:
+    """Calls `change` with a module's arguments by name before its forward runs, defaults not among them."""
+
+    @uncompiled
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
+        bound = signature.bind(*args, **kwargs)
+        change(bound.arguments)
+        return bound.args, bound.kwargs
+
+    undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def change_output(module: nn.Module, change: Callable[[Any], Any], undo: ExitStack) -> None:
+    """Puts `change(output)` in the place of what a module returns."""
+
+    @uncompiled
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return change(output)
+
+    undo.callback(module.register_forward_hook(hook).remove)
+
+
+def follow_forward(
+    model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Module], undo: ExitStack
+) -> None:
+    """Keeps `tokens` in step with the model's forwards.
 
     `hooked`: the modules that a policy names, by their paths.
     """
@@ -42,22 +80,17 @@ def follow_forward(model: nn.Module, tokens: Tokens, hooked: Mapping[str, nn.Mod
         running.close()
         tokens.end()
 
-    # Also after an exception, so that the next forward does not meet this one's state.
-    hooks = [
-        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-        model.register_forward_hook(end, always_call=True),
-    ]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
+    def release() -> None:
         for module in model.modules():
             for name in _CHECKPOINTS:
                 function = vars(module).get(name)
                 if isinstance(function, _Carrying):
                     setattr(module, name, function.checkpoint)
 
-    return undo
+    undo.callback(release)
+    undo.callback(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
+    # Also after an exception, so that the next forward does not meet this one's state.
+    undo.callback(model.register_forward_hook(end, always_call=True).remove)
 
 
 class _Carrying:

@@ -1,45 +1,94 @@
-"""Where tokens are split and gathered, and where they are counted."""
+"""Sequence parallelism: what a policy says of tokens, put on a model. One function for each kind of entry.
+
+A table for a small DiT on P = 3 ranks, with 7 tokens:
+
+    split_inputs    the first block's input     rank 0 goes on with tokens 0 1 2, rank 1 with 3 4, rank 2 with 5 6
+    self_attention  every block's attention     its kernel call becomes ulysses_attention over the shares
+    gather_outputs  the output layer            every rank has all 7 tokens again, as the caller expects
+
+The first split tells how the tokens lie (`tokens.Tokens`); everything else that is split, counted or gathered in the
+same forward follows it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opensora_accel.communications import gather_forward_split_backward
+from opensora_accel.plan import Plan
+from shardformer.engine.attentions import redirect_attentions
+from shardformer.engine.grids import spread_grids
+from shardformer.engine.hooks import Arguments, change_arguments, change_output, follow_forward
+from shardformer.engine.positions import keep_positions
 from shardformer.engine.tokens import Tokens
+from shardformer.modeling.halo import add_halo
 from shardformer.paths import check_argument, find
-from shardformer.policy.base import CountInput, Frames, GatherOutput, Policy, SplitInput, SplitOutput
-
-Undo = Callable[[], None]
-Arguments = dict[str, Any]
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` kept out of compiled graphs. Not at import, as torch's compiler is loaded by it."""
-    reason = "what crosses the edge of a sharded region depends on the forward that runs, which a graph cannot hold"
-    return torch.compiler.disable(function, reason=reason)
-
-
-def change_arguments(
-    module: nn.Module, signature: inspect.Signature, change: Callable[[Arguments], None]
-) -> Undo:
-    """Calls `change` with a module's arguments by name before its forward runs, defaults not among them."""
-
-    @uncompiled
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
-        bound = signature.bind(*args, **kwargs)
-        change(bound.arguments)
-        return bound.args, bound.kwargs
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+from shardformer.policy.base import (
+    CountInput,
+    Frames,
+    GatherOutput,
+    Halo,
+    Policy,
+    SplitInput,
+    SplitOutput,
+)
 
 
-def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens) -> Iterator[Undo]:
+def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
+    """Puts on all that the policy says of tokens.
+
+    Hooks of a module run in the order in which they are put on: frames before splits, splits before counts.
+
+    Raises:
+        ValueError: the table does not fit the model, or diffusers' own parallelism is on: tokens would be split
+        twice.
+    """
+    for name, module in model.named_modules():
+        for attribute in ("_parallel_config", "_cp_shard_fn"):
+            if getattr(module, attribute, None) is not None:
+                raise ValueError(
+                    f"{name or type(model).__name__} is parallel already (its {attribute} is set, as by "
+                    "enable_parallelism); make the model anew and leave that out"
+                )
+    for argument, reason in policy.refuses:
+        refuse_input(model, argument, reason, undo)
+    if policy.arguments:
+        refuse_unknown_inputs(model, policy, undo)
+    if policy.frames is not None:
+        count_frames(model, policy.frames, tokens, undo)
+    for split in policy.split_inputs:
+        split_input(model, split, tokens, undo)
+    for splits in policy.split_outputs:
+        split_output(model, splits, tokens, undo)
+    for count in policy.count_inputs:
+        count_input(model, count, tokens, undo)
+    spread_grids(model, policy, tokens, undo)
+    for gather in policy.gather_outputs:
+        gather_output(model, gather, tokens, undo)
+    for halo in policy.halos:
+        exchange_halos(model, halo, tokens, undo)
+    keep_positions(model, policy, tokens, undo)
+    redirect_attentions(model, plan, policy, tokens, undo)
+    # Last, and it puts its first hook before all others: the model's own inputs may be split.
+    paths = {
+        *(entry.module for entry in policy.split_inputs),
+        *(entry.module for entry in policy.split_outputs),
+        *(entry.module for entry in policy.gather_outputs),
+        *(entry.module for entry in policy.gather_grids),
+        *(entry.module for entry in policy.halos),
+    }
+    named = {name: module for path in sorted(paths) for name, module in find(model, path) if name}
+    follow_forward(model, tokens, named, undo)
+
+
+def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens, undo: ExitStack) -> None:
+    """An argument becomes this rank's share of it."""
     for name, module in find(model, entry.module):
         signature = check_argument(name, module, entry.argument)
         what = f"{name or type(model).__name__}'s {entry.argument}"
@@ -53,15 +102,14 @@ def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens) -> Iterator
                 items[index] = _split_all(items[index], entry, tokens, what)
                 arguments[entry.argument] = type(value)(items)
 
-        yield change_arguments(module, signature, change)
+        change_arguments(module, signature, change, undo)
 
 
-def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens) -> Iterator[Undo]:
+def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens, undo: ExitStack) -> None:
+    """What a module returns becomes this rank's share of it."""
     for name, module in find(model, entry.module):
-        what = f"{name}'s output"
 
-        @uncompiled
-        def hook(_module: nn.Module, _args: Any, output: Any, what: str = what) -> Any:
+        def change(output: Any, what: str = f"{name}'s output") -> Any:
             if not entry.indices:
                 return _split_all(output, entry, tokens, what)
             indices = [_index(index, output, what) for index in entry.indices]
@@ -70,10 +118,12 @@ def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens) -> Iterat
                 for index, item in enumerate(output)
             )
 
-        yield module.register_forward_hook(hook).remove
+        change_output(module, change, undo)
 
 
-def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens) -> Iterator[Undo]:
+def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: ExitStack) -> None:
+    """What a module returns is joined over the ranks."""
+
     def gather(output: Tensor) -> Tensor:
         return gather_forward_split_backward(
             output, tokens.group, entry.dim, "up", splits=tokens.state.splits
@@ -81,39 +131,43 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens) -> Iter
 
     for name, module in find(model, entry.module):
 
-        @uncompiled
-        def hook(_module: nn.Module, _args: Any, output: Any, what: str = f"{name}'s output") -> Any:
+        def change(output: Any, what: str = f"{name}'s output") -> Any:
             if entry.index is None:
                 return gather(output)
             index = _index(entry.index, output, what)
             return tuple(gather(item) if i == index else item for i, item in enumerate(output))
 
-        yield module.register_forward_hook(hook).remove
+        change_output(module, change, undo)
 
 
-def refuse_input(model: nn.Module, argument: str, reason: str) -> Iterator[Undo]:
+def refuse_input(model: nn.Module, argument: str, reason: str, undo: ExitStack) -> None:
+    """An argument of the model that cannot be split must stay None or False."""
+
     def change(arguments: Arguments) -> None:
         value = arguments.get(argument)
         if value is not None and value is not False:
             raise ValueError(f"{type(model).__name__}'s {argument} cannot be split over ranks: {reason}")
 
-    yield change_arguments(model, check_argument("", model, argument), change)
+    change_arguments(model, check_argument("", model, argument), change, undo)
 
 
-def refuse_unknown_inputs(model: nn.Module, policy: Policy) -> Iterator[Undo]:
+def refuse_unknown_inputs(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
     """Refuses, where they are used, arguments of a forward that has more of them than the policy was made for."""
     for name, parameter in inspect.signature(model.forward).parameters.items():
         is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_named and name not in policy.arguments.split():
-            yield from refuse_input(
+            refuse_input(
                 model,
                 name,
                 f"the policy for {policy.models[0]} was made for a model without that argument; pass None, or write a "
                 "policy that says what becomes of it (docs/policies.md)",
+                undo,
             )
 
 
-def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator[Undo]:
+def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitStack) -> None:
+    """A number of tokens becomes that of this rank's share."""
+
     def change(arguments: Arguments) -> None:
         count = arguments.get(entry.argument)
         if count is None:
@@ -128,10 +182,12 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens) -> Iterator
     for _name, module in find(model, entry.module):
         signature = inspect.signature(module.forward)
         if entry.argument in signature.parameters:
-            yield change_arguments(module, signature, change)
+            change_arguments(module, signature, change, undo)
 
 
-def count_frames(model: nn.Module, entry: Frames, tokens: Tokens) -> Iterator[Undo]:
+def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStack) -> None:
+    """Shares are whole frames; the number of frames becomes this rank's."""
+
     def change(arguments: Arguments) -> None:
         tokens.state.may_be_empty = entry.may_be_empty
         if entry.dim is not None:
@@ -143,7 +199,19 @@ def count_frames(model: nn.Module, entry: Frames, tokens: Tokens) -> Iterator[Un
         arguments[entry.count] = splits[tokens.group.rank()] // tokens.state.unit
 
     for name, module in find(model, entry.module):
-        yield change_arguments(module, check_argument(name, module, entry.count), change)
+        change_arguments(module, check_argument(name, module, entry.count), change, undo)
+
+
+def exchange_halos(model: nn.Module, entry: Halo, tokens: Tokens, undo: ExitStack) -> None:
+    """A convolution over frames sees those of the neighbours."""
+
+    def get_splits() -> tuple[int, ...] | None:
+        """In frames."""
+        splits = tokens.state.splits
+        return None if splits is None else tuple(size // tokens.state.unit for size in splits)
+
+    for name, module in find(model, entry.module):
+        undo.callback(add_halo(module, name, tokens.group, entry.dim, entry.reach, get_splits))
 
 
 def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Any:
