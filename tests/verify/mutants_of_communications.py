@@ -1,240 +1,169 @@
-"""Defects of `opensora_accel.communications`."""
+"""Defects of `opensora_accel.communications`: of the collectives themselves, and around the public functions."""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
-from opensora_accel.verify.findings import Kind
-from tests.verify.meshes import TENSOR, ULYSSES, ULYSSES_BESIDE_DATA, ULYSSES_TO_4, Meshes
-from tests.verify.mutation import Edit, Mutant
-from tests.verify.steps import AttentionStep, DiTStep, MegatronStep, ShiftStep
+import torch
+from torch import Tensor
 
-COMMUNICATIONS = "opensora_accel.communications."
-ALONG_DIM = COMMUNICATIONS + "along_dim:"
-REDUCE = COMMUNICATIONS + "reduce:"
-ALL_TO_ALL = COMMUNICATIONS + "alltoall:"
-TRANSFER = COMMUNICATIONS + "transfer:"
-EXCHANGE = COMMUNICATIONS + "ring:"
-TRACED = COMMUNICATIONS + "traced:"
-DATA_GROUP = "__import__('opensora_accel.parallel_states', fromlist=['x']).get_parallel_group('data')"
+from opensora_accel.communications import copy_forward_reduce_backward, share_sizes
+from opensora_accel.verify.findings import Kind
+from tests.verify.defects import (
+    FACTORS,
+    Collective,
+    Mutant,
+    Patch,
+    change_gradient,
+    dropped,
+    in_place_of,
+    not_summed,
+    over,
+    received_in_reverse,
+    scaled,
+    sent_in_reverse,
+    twice,
+    with_arguments,
+)
+from tests.verify.meshes import TENSOR, ULYSSES, ULYSSES_BESIDE_DATA, ULYSSES_TO_4, Meshes
+from tests.verify.steps import TOKENS, AttentionStep, DiTStep, MegatronStep, ShiftStep
+
+COMMUNICATIONS = "opensora_accel.communications:"
+SPLIT, GATHER = (
+    COMMUNICATIONS + "split_forward_gather_backward",
+    COMMUNICATIONS + "gather_forward_split_backward",
+)
 LAYER = AttentionStep("ulysses")
+
+
+def rescaled(
+    original: Any, input_: Tensor, group: Any, dim: int, grad_scale: Any = None, *, by: str, **options: Any
+) -> Tensor:
+    """By another factor than "up" or "down" names; a group of one rank has none."""
+    factor = grad_scale if group.size() == 1 else FACTORS[by](group.size())
+    return original(input_, group, dim, factor, **options)
+
+
+def scaled_by_share(
+    original: Any, input_: Tensor, group: Any, dim: int, grad_scale: Any = None, **options: Any
+) -> Tensor:
+    """An uneven split scaled by each rank's share, where exactly the number of ranks is right."""
+    share = share_sizes(TOKENS, group.size())[group.rank()] / TOKENS
+    return original(input_, group, dim, share if grad_scale == "down" else 1 / share, **options)
+
+
+def first_tokens_only(
+    original: Any, input_: Tensor, group: Any, dim: int, *args: Any, **options: Any
+) -> Tensor:
+    """Every rank's share starts at the first token."""
+    start = sum(share_sizes(input_.size(dim), group.size())[: group.rank()])
+    return original(input_.roll(start, dim), group, dim, *args, **options)
+
+
+def gradient_flipped(
+    original: Any, input_: Tensor, group: Any, dim: int, *args: Any, **options: Any
+) -> Tensor:
+    output = original(input_, group, dim, *args, **options)
+    return output if group.size() == 1 else change_gradient(output, lambda gradient: gradient.flip(dim))
+
+
+def gradient_doubled(original: Any, input_: Tensor, group: Any, *args: Any, **options: Any) -> Tensor:
+    output = original(input_, group, *args, **options)
+    return output if group.size() == 1 else change_gradient(output, lambda gradient: 2 * gradient)
 
 
 def _along_dim() -> list[Mutant]:
     """Split, gather and their divisors, around a layer of Ulysses."""
 
-    def scale(name: str, old: str, new: str, factor: str, meshes: Meshes = ULYSSES) -> Mutant:
-        edit = Edit(ALONG_DIM + "_scale", old, new)
-        return Mutant(f"{name}", (edit,), LAYER, meshes, "scale", ("ulysses",), factor)
+    def mutant(name: str, change: Any, kind: Kind, factor: str = "", meshes: Meshes = ULYSSES) -> Mutant:
+        return Mutant(name, (change,), LAYER, meshes, kind, ("ulysses",), factor)
 
-    def share(which: str) -> Mutant:
-        size = f"(sum(ctx.splits) / ctx.splits[ctx.group.rank()] if {which} else ctx.group.size())"
-        edit = Edit(ALONG_DIM + "_AlongDim.backward", "ctx.group.size()", size)
-        name = f"scale by share: {which}"
-        return Mutant(name, (edit,), LAYER, ULYSSES, "shares", ("ulysses",), "share")
+    def scale(name: str, place: str, by: str, factor: str, meshes: Meshes = ULYSSES) -> Mutant:
+        return mutant(name, Patch(place, partial(rescaled, by=by)), "scale", factor, meshes)
 
-    def wrong(
-        name: str,
-        function: str,
-        old: str,
-        new: str,
-        kind: Kind = "values",
-        factor: str = "",
-        meshes: Meshes = ULYSSES,
-    ) -> Mutant:
-        edit = Edit(ALONG_DIM + function, old, new)
-        return Mutant(name, (edit,), LAYER, meshes, kind, ("ulysses",), factor)
+    def share(*places: str) -> Mutant:
+        changes = tuple(Patch(place, scaled_by_share) for place in places)
+        names = " and ".join("up" if place == GATHER else "down" for place in places)
+        return Mutant(f"{names} scaled by share", changes, LAYER, ULYSSES, "shares", ("ulysses",), "share")
 
-    backward = "_ALONG_DIM[ctx.backward_name](grad, ctx.group, ctx.dim, ctx.splits)"
-    forward = "_ALONG_DIM[forward_name](input_, group, dim, splits)"
-    own = (
-        "torch.cat([{t} if r == {group}.rank() else {t}.new_zeros([*{t}.shape[:{dim}], n, *{t}.shape[{dim} + 1 :]]) "
-        "for r, n in enumerate({splits})], {dim})"
-    )
-    own_grad = own.format(t="grad", group="ctx.group", dim="ctx.dim", splits="ctx.splits")
-    own_input = own.format(t="input_", group="group", dim="dim", splits="splits")
-    up, down = "grad * num_ranks", "grad / num_ranks"
     return [
-        scale("up dropped", up, "grad", "ulysses⁻¹"),
-        scale("up inverted", up, "grad / num_ranks", "ulysses⁻²"),
-        scale("up squared", up, "grad * num_ranks**2", "ulysses"),
-        scale("up counts the others", up, "grad * (num_ranks - 1)", "ulysses⁻¹ · (ulysses − 1)"),
-        scale("up by 2", up, "grad * 2", "2 · ulysses⁻¹", ULYSSES_TO_4),
-        scale("down dropped", down, "grad", "ulysses"),
-        scale("down inverted", down, "grad * num_ranks", "ulysses²"),
-        scale("down squared", down, "grad / num_ranks**2", "ulysses⁻¹"),
-        scale("down counts the others", down, "grad / (num_ranks - 1)", "ulysses · (ulysses − 1)⁻¹"),
-        scale("down by 2", down, "grad / 2", "0.5 · ulysses", ULYSSES_TO_4),
-        share('ctx.grad_scale == "up"'),
-        share('ctx.grad_scale == "down"'),
-        share("True"),
-        wrong(
-            "gather of the gradient dropped",
-            "_AlongDim.backward",
-            backward,
-            f'{own_grad} if ctx.backward_name == "gather" else {backward}',
-            "scale",
-            "ulysses⁻¹",
-        ),
-        wrong(
+        scale("up dropped", GATHER, "1", "ulysses⁻¹"),
+        scale("up inverted", GATHER, "1/P", "ulysses⁻²"),
+        scale("up squared", GATHER, "P²", "ulysses"),
+        scale("up counts the others", GATHER, "P-1", "ulysses⁻¹ · (ulysses − 1)"),
+        scale("up by 2", GATHER, "2", "2 · ulysses⁻¹", ULYSSES_TO_4),
+        scale("down dropped", SPLIT, "1", "ulysses"),
+        scale("down inverted", SPLIT, "P", "ulysses²"),
+        scale("down squared", SPLIT, "1/P²", "ulysses⁻¹"),
+        scale("down counts the others", SPLIT, "1/(P-1)", "ulysses · (ulysses − 1)⁻¹"),
+        scale("down by 2", SPLIT, "1/2", "0.5 · ulysses", ULYSSES_TO_4),
+        share(GATHER),
+        share(SPLIT),
+        share(GATHER, SPLIT),
+        mutant("gather of the gradient dropped", Collective("all-gather", dropped, "backward"), "scale", "ulysses⁻¹"),
+        mutant(
             "gather of the gradient doubled",
-            "_AlongDim.backward",
-            backward,
-            f'{backward} * (2 if ctx.backward_name == "gather" else 1)',
-            "scale",
-            "2",
+            Collective("all-gather", partial(scaled, by="2"), "backward"), "scale", "2",
         ),
-        wrong(
-            "gather of the output dropped",
-            "_AlongDim.forward",
-            f"return {forward}",
-            f'return {own_input} if forward_name == "gather" else {forward}',
-        ),
-        wrong(
-            "gather in another order",
-            "_gather",
-            "gathered.split(largest), splits",
-            "gathered.split(largest)[::-1], splits",
-        ),
-        wrong(
-            "gather over data",
-            "_gather",
-            "rows.contiguous(), group",
-            f"rows.contiguous(), {DATA_GROUP}",
+        mutant("gather of the output dropped", Collective("all-gather", dropped, "forward"), "values"),
+        mutant("gather in another order", Collective("all-gather", received_in_reverse), "values"),
+        mutant(
+            "gather over data", Collective("all-gather", partial(over, group="data")), "values",
             meshes=ULYSSES_BESIDE_DATA,
         ),
-        wrong("split gives all the first tokens", "_split", "sum(splits[:rank])", "0"),
-        wrong(
-            "split of the gradient in another order",
-            "_AlongDim.backward",
-            backward,
-            f'{backward.replace("(grad,", "(grad.flip(ctx.dim),")} if ctx.backward_name == "split" else {backward}',
-        ),
-        wrong(
-            "split of the gradient doubled",
-            "_AlongDim.backward",
-            backward,
-            f'{backward} * (2 if ctx.backward_name == "split" else 1)',
-            "scale",
-            "2",
-        ),
-    ]
+        mutant("split gives all the first tokens", Patch(SPLIT, first_tokens_only), "values"),
+        mutant("split of the gradient in another order", Patch(GATHER, gradient_flipped), "values"),
+        mutant("split of the gradient doubled", Patch(GATHER, gradient_doubled), "scale", "2"),
+    ]  # fmt: skip
+
+
+def input_gradient_doubled(original: Any, input_: Tensor, group: Any) -> Tensor:
+    return original(change_gradient(input_, lambda gradient: 2 * gradient), group)
+
+
+def gradient_reduced_too(original: Any, input_: Tensor, group: Any) -> Tensor:
+    return copy_forward_reduce_backward(original(input_, group), group)
 
 
 def _megatron() -> list[Mutant]:
     def mutant(
-        name: str, place: str, old: str, new: str, kind: Kind, factor: str = "", axis: str | None = "tensor"
+        name: str, change: Any, kind: Kind, factor: str = "", axes: tuple[str, ...] = ("tensor",)
     ) -> Mutant:
-        step = MegatronStep(sequence_parallel=place.startswith(ALONG_DIM))
-        axes = () if axis is None else (axis,)
-        return Mutant(name, (Edit(place, old, new),), step, TENSOR, kind, axes, factor)
+        is_along_tokens = isinstance(change, Collective) and change.kind == "reduce-scatter"
+        return Mutant(name, (change,), MegatronStep(is_along_tokens), TENSOR, kind, axes, factor)
 
-    forward, backward = "_reduce(input_, group)", "_reduce(grad, ctx.group)"
-    scatter = "reduce_scatter_single(reduced, rows.contiguous(), group)"
-    along = "_ALONG_DIM[ctx.backward_name](grad, ctx.group, ctx.dim, ctx.splits)"
-    is_scatter = 'ctx.backward_name == "reduce_scatter"'
-    function = REDUCE + "_CopyReduce."
+    def reduce(change: Any, phase: str) -> Collective:
+        return Collective("all-reduce", change, phase)
+
+    def scatter(change: Any, phase: str = "forward or backward") -> Collective:
+        return Collective("reduce-scatter", change, phase)
+
+    copy, sum_ = (
+        COMMUNICATIONS + "copy_forward_reduce_backward",
+        COMMUNICATIONS + "reduce_forward_copy_backward",
+    )
+    average, double = partial(scaled, by="1/P"), partial(scaled, by="2")
     return [
-        mutant(
-            "all-reduce dropped", function + "forward", f"return {forward}", "return input_.clone()", "values"
-        ),
-        mutant(
-            "all-reduce of the gradient dropped",
-            function + "backward",
-            backward,
-            "grad",
-            "missing sum",
-            "",
-            "tensor",
-        ),
-        mutant(
-            "all-reduce twice",
-            function + "forward",
-            f"return {forward}",
-            f"return _reduce({forward}, group)",
-            "values",
-        ),
+        mutant("all-reduce dropped", reduce(not_summed, "forward"), "values"),
+        mutant("all-reduce of the gradient dropped", reduce(not_summed, "backward"), "missing sum"),
+        mutant("all-reduce twice", reduce(twice, "forward"), "values"),
         # Doubled on a group of one rank, too: no axis is to blame.
+        mutant("all-reduce of the gradient doubled", Patch(copy, input_gradient_doubled), "scale", "2", ()),
+        mutant("all-reduce of the gradient twice", reduce(twice, "backward"), "scale", "tensor"),
+        mutant("all-reduce of the gradient averages", reduce(average, "backward"), "scale", "tensor⁻¹"),
+        mutant("the copied gradient is reduced as well", Patch(sum_, gradient_reduced_too), "scale", "tensor"),
         mutant(
-            "all-reduce of the gradient doubled",
-            function + "backward",
-            backward,
-            f"2 * {backward}",
-            "scale",
-            "2",
-            None,
+            "all-reduce over the world", reduce(partial(over, group="world"), "forward or backward"), "values",
+            axes=("data", "tensor"),
         ),
-        mutant(
-            "all-reduce of the gradient twice",
-            function + "backward",
-            backward,
-            f"_reduce({backward}, ctx.group)",
-            "scale",
-            "tensor",
-        ),
-        mutant(
-            "all-reduce of the gradient averages",
-            function + "backward",
-            backward,
-            f"{backward} / ctx.group.size()",
-            "scale",
-            "tensor⁻¹",
-        ),
-        mutant(
-            "the copied gradient is reduced as well",
-            function + "forward",
-            "not reduce_forward",
-            "True",
-            "scale",
-            "tensor",
-        ),
-        mutant(
-            "all-reduce over the world",
-            REDUCE + "_reduce",
-            "reduced, group=group",
-            "reduced",
-            "values",
-            "",
-            "data",
-        ),
-        mutant(
-            "reduce-scatter does not reduce",
-            ALONG_DIM + "_reduce_scatter",
-            scatter,
-            "reduced = rows.split(largest)[group.rank()]",
-            "values",
-        ),
-        mutant(
-            "reduce-scatter in another order",
-            ALONG_DIM + "_reduce_scatter",
-            "rows.contiguous(), group",
-            "torch.cat(rows.split(largest)[::-1]), group",
-            "values",
-        ),
-        mutant(
-            "reduce-scatter of the gradient averages",
-            ALONG_DIM + "_AlongDim.backward",
-            along,
-            f"{along} / (ctx.group.size() if {is_scatter} else 1)",
-            "scale",
-            "tensor⁻¹",
-        ),
-        mutant(
-            "reduce-scatter of the gradient doubled",
-            ALONG_DIM + "_AlongDim.backward",
-            along,
-            f"{along} * (2 if {is_scatter} else 1)",
-            "scale",
-            "2",
-        ),
-        mutant(
-            "the gradient is scattered and not summed",
-            ALONG_DIM + "_AlongDim.backward",
-            along,
-            f"_ALONG_DIM['split' if {is_scatter} else ctx.backward_name](grad, ctx.group, ctx.dim, ctx.splits)",
-            "values",
-        ),
-    ]
+        mutant("reduce-scatter does not reduce", scatter(not_summed), "values"),
+        mutant("reduce-scatter in another order", scatter(sent_in_reverse), "values"),
+        mutant("reduce-scatter of the gradient averages", scatter(average, "backward"), "scale", "tensor⁻¹"),
+        mutant("reduce-scatter of the gradient doubled", scatter(double, "backward"), "scale", "2"),
+        mutant("the gradient is scattered and not summed", scatter(not_summed, "backward"), "values"),
+    ]  # fmt: skip
 
 
 def _all_to_all() -> list[Mutant]:
@@ -242,9 +171,7 @@ def _all_to_all() -> list[Mutant]:
 
     def mutant(
         name: str,
-        place: str,
-        old: str,
-        new: str,
+        change: Any,
         kind: Kind = "values",
         factor: str = "",
         *,
@@ -252,114 +179,88 @@ def _all_to_all() -> list[Mutant]:
         axes: tuple[str, ...] = ("ulysses",),
         meshes: Meshes = ULYSSES,
     ) -> Mutant:
-        return Mutant(name, (Edit(place, old, new),), step, meshes, kind, axes, factor)
+        return Mutant(name, (change,), step, meshes, kind, axes, factor)
 
-    own = "torch.cat([p * (r == {0}.rank()) for r, p in enumerate({1}.split({2}))])"
-    start = "ctx.transfers[1].start(grads)"
-    finish = ALL_TO_ALL + "_AllToAll.finish"
+    def all_to_all(change: Any, phase: str = "", is_first_only: bool = False) -> Collective:
+        return Collective("all-to-all", change, phase, is_first_only=is_first_only)
+
+    def backward(change: Any, is_first_only: bool = False) -> Collective:
+        return all_to_all(change, "backward", is_first_only)
+
+    both = ("dp_replicate", "ulysses")
     return [
+        mutant("all-to-all dropped", all_to_all(dropped)),
+        mutant("all-to-all doubled", all_to_all(partial(scaled, by="2"))),
+        mutant("all-to-all over the world", all_to_all(partial(over, group="world")), "failure", axes=both),
         mutant(
-            "all-to-all dropped",
-            finish,
-            "received = self._received",
-            "received = " + own.format("self.group", "self._received", "self._receive_sizes"),
+            "all-to-all over data", all_to_all(partial(over, group="data")), step=even, meshes=ULYSSES_BESIDE_DATA
         ),
-        mutant("all-to-all doubled", finish, "received = self._received", "received = 2 * self._received"),
-        mutant(
-            "all-to-all over the world",
-            ALL_TO_ALL + "_AllToAll.start",
-            "group=self.group",
-            "group=dist.group.WORLD",
-            "failure",
-            axes=("dp_replicate", "ulysses"),
-        ),
-        mutant(
-            "all-to-all over data",
-            ALL_TO_ALL + "_AllToAll.start",
-            "group=self.group",
-            f"group={DATA_GROUP}",
-            step=even,
-            meshes=ULYSSES_BESIDE_DATA,
-        ),
-        mutant(
-            "heads go to other ranks",
-            ALL_TO_ALL + "_AllToAll._pack",
-            "pieces[i][to]",
-            "pieces[i][-1 - to]",
-            step=even,
-        ),
-        mutant(
-            "heads come back in another order",
-            ALL_TO_ALL + "_AllToAll._join_pieces",
-            "zip(parts, shapes, strict=True)",
-            "zip(parts[::-1], shapes, strict=True)",
-            step=even,
-        ),
-        mutant(
-            "gradient of one all-to-all doubled",
-            TRANSFER + "_Finish.backward",
-            start,
-            "ctx.transfers[1].start([2 * g for g in grads] if len(grads) == 1 else grads)",
-            "scale",
-            "2",
-        ),
-        mutant(
-            "gradient of one all-to-all scaled up",
-            TRANSFER + "_Finish.backward",
-            start,
-            "ctx.transfers[1].start([ctx.transfers[1].group.size() * g for g in grads] if len(grads) == 1 else grads)",
-            "scale",
-            "ulysses",
-        ),
-        mutant(
-            "gradient of every all-to-all averaged",
-            TRANSFER + "_Start.backward",
-            "*ctx.transfers[1].finish()",
-            "*[g / ctx.transfers[1].group.size() for g in ctx.transfers[1].finish()]",
-            "scale",
-            "ulysses⁻²",
-        ),
-        mutant(
-            "gradient of every all-to-all dropped",
-            TRANSFER + "_Start.backward",
-            "*ctx.transfers[1].finish()",
-            "*[0 * g for g in ctx.transfers[1].finish()]",
-        ),
-    ]
+        mutant("heads go to other ranks", all_to_all(sent_in_reverse), step=even),
+        mutant("heads come back in another order", all_to_all(received_in_reverse), step=even),
+        # The first all-to-all of backward brings the gradient of the attention's output.
+        mutant("gradient of one all-to-all doubled", backward(partial(scaled, by="2"), True), "scale", "2"),
+        mutant("gradient of one all-to-all scaled up", backward(partial(scaled, by="P"), True), "scale", "ulysses"),
+        mutant("gradient of every all-to-all averaged", backward(partial(scaled, by="1/P")), "scale", "ulysses⁻²"),
+        mutant("gradient of every all-to-all dropped", backward(dropped)),
+    ]  # fmt: skip
+
+
+def seems_to_compile(original: Any) -> bool:
+    """torch.compile's own path of the collectives, run without it."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return caller.startswith("opensora_accel.communications") or original()
+
+
+TRACED = Patch("torch.compiler:is_compiling", seems_to_compile)
 
 
 def _traced() -> list[Mutant]:
     """What torch.compile sees, run without it."""
-    traced = Edit(ALL_TO_ALL + "all_to_all_packed", "if torch.compiler.is_compiling():", "if True:")
-    call = "all_to_all_single_autograd(sent, receive_sizes, send_sizes, group)"
 
-    def mutant(name: str, new: str) -> Mutant:
-        edits = (traced, Edit(TRACED + "all_to_all_traced", call, new))
-        return Mutant(f"traced: {name}", edits, DiTStep(), ULYSSES, "values", ("ulysses",))
+    def mutant(name: str, change: Any) -> Mutant:
+        changes = (TRACED, Collective("all-to-all", change))
+        return Mutant(f"traced: {name}", changes, DiTStep(), ULYSSES, "values", ("ulysses",))
 
-    own = f"torch.cat([p * (r == rank) for r, p in enumerate({call}.split(receive_sizes))])"
     return [
-        mutant("all-to-all dropped", own),
-        mutant("all-to-all doubled", f"2 * {call}"),
+        mutant("all-to-all dropped", dropped),
+        mutant("all-to-all doubled", partial(scaled, by="2")),
     ]
 
 
+def unchanged(input_: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input_
+
+
+class _SameWay(torch.autograd.Function):
+    """Backward exchanges as forward does, where it should go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, exchange: Any) -> Tensor:
+        ctx.exchange = exchange
+        return exchange(input_)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange(grad), None
+
+
+def gradient_goes_the_same_way(original: Any, input_: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _SameWay.apply(input_, lambda tensor: original(tensor, *args, **options))
+
+
+def _negative(shift: int) -> int:
+    return -shift
+
+
 def _exchange() -> list[Mutant]:
-    def mutant(name: str, function: str, old: str, new: str) -> Mutant:
-        edit = Edit(EXCHANGE + function, old, new)
-        return Mutant(f"ring exchange: {name}", (edit,), ShiftStep(), ULYSSES, "values", ("ulysses",))
+    def mutant(name: str, wrapper: Any) -> Mutant:
+        change = Patch(COMMUNICATIONS + "ring_exchange", wrapper)
+        return Mutant(f"ring exchange: {name}", (change,), ShiftStep(), ULYSSES, "values", ("ulysses",))
 
     return [
-        mutant("dropped", "_RingExchange.finish", "received = self._received", "received = self._sent"),
-        mutant(
-            "the other way",
-            "ring_exchange_async",
-            "_RingExchange(group, shift,",
-            "_RingExchange(group, -shift,",
-        ),
-        mutant(
-            "gradient the same way", "_RingExchange.inverse", "-self.shift, self.dim", "self.shift, self.dim"
-        ),
+        mutant("dropped", partial(in_place_of, unchanged)),
+        mutant("the other way", partial(with_arguments, _named={"shift": _negative})),
+        mutant("gradient the same way", gradient_goes_the_same_way),
     ]
 
 

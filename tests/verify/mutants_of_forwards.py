@@ -18,8 +18,8 @@ from opensora_accel.communications import (
     split_forward_gather_backward,
 )
 from opensora_accel.verify.run import Run
+from tests.verify.defects import Mutant
 from tests.verify.meshes import Meshes
-from tests.verify.mutation import Mutant
 
 WIDTH, TOKENS, TEXT = 6, 11, 3
 MESHES: Meshes = ({"data": 2, "sequence": 2}, {"data": 1, "sequence": 3}, {"data": 3, "sequence": 1})

@@ -22,9 +22,9 @@ from opensora_accel.verify.findings import Kind
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.run import Run
 from tests.verify import corners
+from tests.verify.defects import Mutant
 from tests.verify.loops import Small, split_small
 from tests.verify.meshes import Meshes
-from tests.verify.mutation import Mutant
 
 DATA: Meshes = ({"data": 2}, {"data": 3})
 SEQUENCE: Meshes = ({"data": 2, "sequence": 2}, {"data": 1, "sequence": 3}, {"data": 3, "sequence": 1})
@@ -56,7 +56,17 @@ def mutant(
     meshes: Meshes = DATA,
     reference: Reference | None = None,
 ) -> Mutant:
-    return Mutant(f"loop: {name}", (), Loop(step, model_fn), meshes, kind, axes, factor, 10, reference)
+    return Mutant(
+        f"loop: {name}",
+        (),
+        Loop(step, model_fn),
+        meshes,
+        kind,
+        axes,
+        factor,
+        timeout_s=10,
+        reference=reference,
+    )
 
 
 def finish(outputs: Tensor) -> Tensor:

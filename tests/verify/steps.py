@@ -5,17 +5,18 @@ Letters: B batch, S tokens, T frames, C channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan, init_parallel
@@ -41,6 +42,7 @@ from opensora_accel.communications import (
 from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.verify.run import Run
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from tests.verify.defects import Patch
 
 CHANNELS, HEADS, TOKENS, BATCH = 12, 3, 11, 2
 ATTENTION = {"ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}
@@ -431,6 +433,8 @@ class DiTStep:
     accumulation: int = 1
     policy: Policy = TINY_POLICY
     tokens: int = TOKENS
+    divisor: str = ""
+    """By which product of the plan's degrees FSDP2 divides gradients; by default its own choice stays."""
 
     def model(self) -> nn.Module:
         return TinyDiT()
@@ -441,8 +445,14 @@ class DiTStep:
         forward: Any = model
         if not run.is_reference:
             init_parallel(run.plan)
-            with mock.patch("shardformer.policy._POLICIES", (self.policy,)):
+            # The trainer's own function takes no policy: it looks one up by the model's class.
+            with Patch("shardformer.policy:find_policy", lambda _original, _model: self.policy).applied():
                 model, forward = parallelize(model, run.plan, torch.device("cpu"))
+            if self.divisor:
+                factor = math.prod(getattr(run.plan, name, 1) for name in self.divisor.split(" * "))
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_gradient_divide_factor(float(factor))
         total = torch.zeros(())
         for micro in range(self.accumulation):
             loss = _dit_loss(forward, run, self.tokens, micro) / self.accumulation

@@ -1,4 +1,7 @@
-"""No false alarm: correct plans on correct models are found right, and every gradient that can be told is told."""
+"""No false alarm: correct plans on correct models are found right, and every gradient that can be told is told.
+
+`make test` tries a few of each kind of case, `make prove PART=verify` all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import pytest
 
 from opensora_accel.training.proof import write_clips
 from opensora_accel.verify.verify import verify
+from tests.tiers import PROVE
 from tests.verify import corners, loops
+from tests.verify.by_hand import RingByHand
+from tests.verify.defects import Defective
 from tests.verify.loops import Small
 from tests.verify.meshes import BOTH, HYBRID, RING, SHARDED, TENSOR, ULYSSES, plan
-from tests.verify.mutation import Edit, Mutated
+from tests.verify.mutants_of_communications import TRACED
 from tests.verify.steps import (
     AttentionStep,
     DiTStep,
@@ -28,11 +34,6 @@ from tests.verify.steps import (
 TO_ULYSSES_3, TO_RING_3 = ULYSSES[:2], RING[:2]
 U2D2, R2D2, R2U2 = plan(dp_replicate=2, ulysses=2), plan(dp_replicate=2, ring=2), plan(ring=2, ulysses=2)
 ZERO3 = plan(dp_shard=2, ulysses=2, sharding="zero3")
-TRACED = Edit(
-    "opensora_accel.communications.alltoall:all_to_all_packed",
-    "if torch.compiler.is_compiling():",
-    "if True:",
-)
 
 LAYERS = {
     "ulysses 2, 3, 4": (AttentionStep("ulysses"), (*TO_ULYSSES_3, plan(ulysses=4))),
@@ -45,6 +46,7 @@ LAYERS = {
     "ring, causal": (AttentionStep("ring", causal=True), TO_RING_3),
     "ring, causal zigzag": (AttentionStep("ring", causal=True, layout="zigzag"), TO_RING_3),
     "ring, causal striped": (AttentionStep("ring", causal=True, layout="striped"), TO_RING_3),
+    "ring by hand, causal": (RingByHand(causal=True), (*TO_RING_3, plan(ring=4))),
     "ring × ulysses": (AttentionStep(), BOTH[:3]),
     "ring × ulysses, masked": (AttentionStep(masked=True), (R2U2,)),
     "ring × ulysses, causal zigzag": (AttentionStep(causal=True, layout="zigzag"), (R2U2,)),
@@ -72,7 +74,7 @@ LAYERS = {
 
 MODELS = {
     "ulysses": (DiTStep(), TO_ULYSSES_3),
-    "ulysses as torch.compile sees it": (Mutated(DiTStep(), (TRACED,)), TO_ULYSSES_3),
+    "ulysses as torch.compile sees it": (Defective(DiTStep(), (TRACED,)), TO_ULYSSES_3),
     "ring": (DiTStep(), TO_RING_3),
     "ring × ulysses": (DiTStep(), BOTH[:3]),
     "accumulated": (DiTStep(accumulation=3), (U2D2, R2U2)),
@@ -150,13 +152,38 @@ TRAINERS = {
 }
 
 
+_IN_A_PLAIN_RUN = (
+    "ring × ulysses, causal zigzag",
+    "joint attention",
+    "ring by hand, causal",
+    "Megatron, sequence parallel",
+    "ring × ulysses",
+    "zero3, checkpointed, offload",
+    "HSDP",
+    "Wan",
+    "FSDP2, clipped in two groups",
+    "FSDP1, flat, clipped",
+    "local sums and norms",
+    "a pipeline of cut models",
+    "accumulated",
+)
+
+
+def params(cases: dict[str, Any]) -> list[Any]:
+    """A few of each kind of case for a plain run, the others for `make prove`."""
+    return [
+        pytest.param(*case, id=name, marks=() if name in _IN_A_PLAIN_RUN else PROVE)
+        for name, case in cases.items()
+    ]
+
+
 def test_there_are_enough_cases():
     """Counted as plan × model."""
     cases = [*LAYERS.values(), *MODELS.values(), *TRAINERS.values(), *LOOPS.values()]
-    assert sum(len(meshes) for *_, meshes in cases) >= len(cases) >= 75
+    assert sum(len(meshes) for *_, meshes in cases) >= len(cases) >= 79
 
 
-@pytest.mark.parametrize(("step", "meshes"), [*LAYERS.values(), *MODELS.values()], ids=[*LAYERS, *MODELS])
+@pytest.mark.parametrize(("step", "meshes"), [*params(LAYERS), *params(MODELS)])
 def test_a_correct_step_raises_no_alarm(ranks, step: Any, meshes: Any):
     model_fn = TinyDiT if step is plain_step else getattr(step, "step", step).model
     report = verify(step, model_fn, meshes, pool=ranks)
@@ -164,7 +191,7 @@ def test_a_correct_step_raises_no_alarm(ranks, step: Any, meshes: Any):
     assert_is_proof(report)
 
 
-@pytest.mark.parametrize(("step", "model_fn", "meshes"), LOOPS.values(), ids=list(LOOPS))
+@pytest.mark.parametrize(("step", "model_fn", "meshes"), params(LOOPS))
 def test_a_users_right_loop_raises_no_alarm(ranks, step: Any, model_fn: Any, meshes: Any):
     report = verify(step, model_fn, meshes, pool=ranks)
     assert report.ok, str(report)
@@ -173,7 +200,7 @@ def test_a_users_right_loop_raises_no_alarm(ranks, step: Any, model_fn: Any, mes
         assert result.parameters().keys() == result.expected.gradients.keys()
 
 
-@pytest.mark.parametrize(("changes", "meshes"), TRAINERS.values(), ids=list(TRAINERS))
+@pytest.mark.parametrize(("changes", "meshes"), params(TRAINERS))
 def test_the_trainers_own_step_raises_no_alarm(ranks, tmp_path, changes: dict[str, Any], meshes: Any):
     step = TrainerStep(write_clips(tmp_path / "clips"), changes=tuple(changes.items()))
     report = verify(step, None, meshes, reference="whole", pool=ranks)
