@@ -1,252 +1,386 @@
-"""What makes a comparison of gradients pointless: a step that fails, other weights, other data."""
+"""What can be wrong with a step, as data: `diagnose` finds causes, `explain` puts them into words.
+
+Every cause says on which meshes it shows and which parameters it concerns. `where` is the simplest rule that tells
+the meshes with the error from those without: an error on data=2 × ulysses=2 and ulysses=3, but not on data=3, is one
+"over ulysses".
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from opensora_accel.verify.fit import Factor
+from opensora_accel.verify.meshes import MeshShape
 
-from opensora_accel.verify.findings import Finding, count_names, list_names
-from opensora_accel.verify.results import MeshResult
-from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.view import View, shape_names
-
-_HANGS = "hangs"
-_SIZES = re.compile(r"[\d, ()\[\]]+")
-_TIMEOUT_WORDS = ("hangs", "Timed out", "timed out", "timeout")
-_MISMATCH = "ranks meet in collectives that are not the same"
-_MISMATCH_WORDS = ("op.preamble", "EnforceNotMet")
-"""In which gloo tells that one rank sends another number of bytes than the other expects."""
-_SAME_CALLS = (
-    "every rank of a group must make the same calls in the same order: look for a collective that only "
-    "some ranks reach, a send without its receive, or a group of the wrong ranks"
-)
-_FOLLOWING_WORDS = ("Connection closed by peer", "Connection reset", "Socket closed", "Broken pipe")
-
-
-def same_samples(view: View) -> list[Finding]:
-    """Data ranks with one and the same gradient: nothing can be told of their average."""
-    shapes = []
-    for result in view.ran:
-        first, *others = (turn.gradients for turn in result.expected.turns)
-        if others and all(_are_equal(first, other) for other in others):
-            shapes.append(result.shape)
-    if not shapes:
-        return []
-    where = view.blame(shapes)
-    return [
-        Finding(
-            "inputs",
-            f"all data ranks were given the same samples {where.words}: a missing average between them could not be "
-            "seen",
-            "draw with torch's generator, which is seeded by the data rank before the step, or choose samples by "
-            "run.data_rank; do not seed it anew",
-            where.axes,
-            meshes=shape_names(shapes),
-        )
-    ]
+Kind = Literal[
+    "failure",
+    "weights",
+    "inputs",
+    "missing gradient",
+    "scale",
+    "missing sum",
+    "shares",
+    "values",
+    "clipping",
+    "optimizer",
+    "outside",
+    "result",
+]
+"""The word for a cause in JSON."""
+Side = Literal["none", "some ranks only", "only in parallel"]
+"""Which ranks have a gradient, where the single device has one (or, only in parallel, has none)."""
 
 
-def _are_equal(first: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
-    return all(
-        gradient is None or (found is not None and torch.equal(gradient, found))
-        for gradient, found in ((gradient, other.get(name)) for name, gradient in first.items())
-    )
+@dataclass(frozen=True)
+class Where:
+    """The meshes that show an error, and what they have in common."""
+
+    meshes: tuple[MeshShape, ...] = ()
+    rule: Literal["over", "together", "everywhere", "only there"] = "only there"
+    """The meshes have `least` ranks along any of `axes`, along all of them, have several ranks, or nothing of these."""
+    axes: tuple[str, ...] = ()
+    least: int = 2
+    members: tuple[str, ...] = ()
+    """Every single axis, where `axes` has one word for several."""
+
+    @classmethod
+    def of(cls, bad: Sequence[MeshShape], good: Sequence[MeshShape], axes: Sequence[str]) -> Where:
+        """The simplest rule that holds for all meshes in `bad` and for none in `good`."""
+        meshes = tuple(bad)
+
+        def tells_apart(rule: Callable[[MeshShape], bool]) -> bool:
+            return all(map(rule, bad)) and not any(map(rule, good))
+
+        for axis in axes:
+            for least in (2, 3, 4):
+                if tells_apart(lambda shape, axis=axis, least=least: shape.degree(axis) >= least):  # type: ignore[misc]
+                    return cls(meshes, "over", (axis,), least)
+        for count in range(2, len(axes)):
+            for chosen in itertools.combinations(axes, count):
+                if tells_apart(lambda shape, chosen=chosen: any(shape.degree(a) > 1 for a in chosen)):  # type: ignore[misc]
+                    return cls(meshes, "over", chosen)
+        for count in range(2, len(axes) + 1):
+            for chosen in itertools.combinations(axes, count):
+                if tells_apart(lambda shape, chosen=chosen: all(shape.degree(a) > 1 for a in chosen)):  # type: ignore[misc]
+                    return cls(meshes, "together", chosen)
+        if tells_apart(lambda shape: shape.world_size > 1):
+            return cls(meshes, "everywhere", tuple(axes))
+        return cls(meshes)
 
 
-def not_compared(view: View) -> list[Finding]:
-    """Parameters that the loss reaches outside of the model, which nothing is known of."""
-    shapes = view.results[0].expected.outside
-    if not shapes:
-        return []
-    count = "a parameter" if len(shapes) == 1 else f"{len(shapes)} parameters"
-    return [
-        Finding(
-            "outside",
-            f"the loss reaches {count} outside of the model, of shape {list_names(shapes)}: not compared",
-            "build what is trained as one module in model_fn, or freeze what is not (requires_grad_(False))",
-            meshes=shape_names(each.shape for each in view.results),
-        )
-    ]
+@dataclass(frozen=True)
+class Cause:
+    """One thing that is wrong."""
+
+    kind: ClassVar[Kind]
+    where: Where
+    names: tuple[str, ...] = ()
+    """The parameters (or results) concerned."""
+    num_names: int = 0
+    """How many there are, wrong or right."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh over which it goes wrong."""
+        return self.where.axes
+
+    @property
+    def factor(self) -> str:
+        """By which gradients are multiplied, where that is what is wrong: `sequence⁻¹`."""
+        return ""
+
+    @property
+    def meshes(self) -> tuple[str, ...]:
+        return tuple(map(str, self.where.meshes))
 
 
-def stale_parameters(view: View) -> list[Finding]:
-    """An optimizer that steps parameters which the model has replaced."""
-    where: dict[str, list[MeshShape]] = {}
-    for result in view.ran:
-        for name in dict.fromkeys(name for each in result.observations for name in each.stale):
-            where.setdefault(name, []).append(result.shape)
-    if not where:
-        return []
-    return [
-        view.finding(
-            "optimizer",
-            f"the optimizer trains tensors that are the model's no longer {{where}}, in place of "
-            f"{count_names(list(where), len(view.weight_names))}: they would stay as they are",
-            "fully_shard and others give the model new parameters: build the optimizer after that",
-            where,
-        )
-    ]
+# A step that does not end well, or that starts from something else than the single device: nothing can be compared.
 
 
-def failures(view: View) -> tuple[list[Finding], list[Finding]]:
-    """Steps that raise or never end, by their cause; and those that every rank refuses in the same words.
+@dataclass(frozen=True)
+class StepFails(Cause):
+    """A rank raises."""
 
-    A mesh that is refused (heads that do not divide) says nothing of what is wrong on others.
+    kind = "failure"
+    message: str = ""
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class UnlikeCollectives(Cause):
+    """Ranks of a group meet in collectives that are not the same."""
+
+    kind = "failure"
+    line: str = ""
+    """Of the user's, where it was noticed."""
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Hang(Cause):
+    """A rank waits for another that does not answer."""
+
+    kind = "failure"
+
+
+@dataclass(frozen=True)
+class WrongWeights(Cause):
+    """Ranks start from other weights than the single device."""
+
+    kind = "weights"
+
+
+@dataclass(frozen=True)
+class RepeatedShard(Cause):
+    """Every rank holds the same shard of a parameter."""
+
+    kind = "weights"
+
+
+@dataclass(frozen=True)
+class DifferentDraws(Cause):
+    """Ranks that share a sample were given different tensors."""
+
+    kind = "inputs"
+
+
+@dataclass(frozen=True)
+class WrongInput(Cause):
+    """Ranks were given other tensors than the single device."""
+
+    kind = "inputs"
+
+
+@dataclass(frozen=True)
+class SameSamples(Cause):
+    """All data ranks have one and the same gradient: of their average nothing can be told."""
+
+    kind = "inputs"
+
+
+# Wrong gradients.
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far from the loss the first wrong gradient is, in the order of backward."""
+
+    nearest: str
+    num_right_before: int
+
+
+@dataclass(frozen=True)
+class MissingGradient(Cause):
+    """One side has a gradient and the other has none."""
+
+    kind = "missing gradient"
+    side: Side = "none"
+
+
+@dataclass(frozen=True)
+class HeldBack(Cause):
+    """FSDP2 was told not to add gradients up over replicas, and was never told to."""
+
+    kind = "missing sum"
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.replicas
+
+
+@dataclass(frozen=True)
+class MissingSum(Cause):
+    """The ranks along some axes hold parts of one gradient, which nobody adds up."""
+
+    kind = "missing sum"
+    missing: tuple[str, ...] = ()
+    is_average: bool = False
+    rest: Factor | None = None
+    """By which the sum is still off."""
+    place: Place | None = None
+    """Where fewer than half of the parameters are concerned."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.missing
+
+    @property
+    def factor(self) -> str:
+        return "" if self.rest is None else str(self.rest)
+
+
+@dataclass(frozen=True)
+class Scale(Cause):
+    """Every rank has the right gradient times a factor that goes with the degrees of the mesh."""
+
+    kind = "scale"
+    by: Factor = Factor()  # noqa: RUF009 - frozen
+    is_everywhere: bool = True
+    """Whether the factor holds on all meshes; otherwise on those of `where`."""
+    data_powers: tuple[int, ...] = ()
+    """Exponents of the degrees of data axes, and of those of other axes."""
+    sharing_powers: tuple[int, ...] = ()
+    place: Place | None = None
+    """Where not all parameters are concerned."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.by.axes if self.is_everywhere else tuple(dict.fromkeys((*self.where.axes, *self.by.axes)))
+
+    @property
+    def factor(self) -> str:
+        return str(self.by)
+
+
+@dataclass(frozen=True)
+class StrangeScale(Cause):
+    """One factor on all ranks of a mesh, which goes with no degree."""
+
+    kind = "scale"
+    factors: tuple[tuple[str, float], ...] = ()
+    """By mesh."""
+
+
+@dataclass(frozen=True)
+class ScaledByShares(Cause):
+    """Each rank's part of the gradient is multiplied by a factor of its own."""
+
+    kind = "shares"
+    factors: tuple[float, ...] = ()
+    shares: str = ""
+    """`4:4:3`, where the factors are shares of a whole."""
+    varied: tuple[str, ...] = ()
+    """Axes along which the factors differ."""
+    data_axes: tuple[str, ...] = ()
+    """Of these, those whose ranks see different samples."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.varied
+
+    @property
+    def factor(self) -> str:
+        return "share" if self.shares else ""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first module whose forward is wrong."""
+
+    name: str | None
+    """None where no output is wrong, as far as can be told."""
+    are_inputs_right: bool | None = True
+    """False where what it was given was wrong already, and no module before it was; None where that cannot be told.
+
+    Where no output is wrong: whether the model's own is known to be right.
     """
-    by_cause: dict[str, list[MeshResult]] = {}
-    for result in view.results:
-        if result.errors:
-            # Sizes differ from mesh to mesh.
-            by_cause.setdefault(_SIZES.sub(" ", _cause(result.errors)[1]), []).append(result)
-    failed: list[Finding] = []
-    refused: list[Finding] = []
-    for results in by_cause.values():
-        rank, text = _cause(results[0].errors)
-        others = [each for each in view.results if each in results or not each.errors]
-        where = view.blame([each.shape for each in results], others)
-        if text.startswith(_HANGS):
-            what = f"the step never ends {where.words}: a rank waits for another that does not answer"
-            remedy = _SAME_CALLS
-        elif text.startswith(_MISMATCH):
-            what = f"the step fails {where.words}: {text} (rank {rank})"
-            remedy = _SAME_CALLS
-        else:
-            what = f"the step fails {where.words}: {text} (rank {rank})"
-            remedy = "the whole traceback is in the report's errors"
-        finding = Finding(
-            "failure", what, remedy, where.axes, meshes=shape_names(each.shape for each in results)
-        )
-        (refused if all(map(_is_refused, results)) else failed).append(finding)
-    return failed, refused
+    before: str | None = None
+    """The first module that was given something wrong, where the origin has several."""
 
 
-def _is_refused(result: MeshResult) -> bool:
-    words = {_SIZES.sub(" ", _message(text)) for text in result.errors.values()}
-    return (
-        len(result.errors) == result.shape.world_size and len(words) == 1 and not words & {_HANGS, _MISMATCH}
-    )
+@dataclass(frozen=True)
+class WrongValues(Cause):
+    """No factor and no sum makes these gradients right."""
+
+    kind = "values"
+    error: float = 0.0
+    """Of the worst, relative to the largest magnitude."""
+    origin: Origin | None = None
+    first_wrong: tuple[str, ...] = ()
+    """The wrong parameters of the module whose gradient is the first to be wrong."""
+    place: Place | None = None
 
 
-def other_weights(view: View) -> list[Finding]:
-    """Ranks that start from other weights than the single device."""
-    bad: dict[str, list[MeshShape]] = {}
-    repeated: dict[str, list[MeshShape]] = {}
-    for result in view.ran:
-        first = result.observations[0]
-        for name, expected in result.expected.weights.items():
-            if all(_is_same(each.weights.get(name), expected) for each in result.observations):
-                continue
-            bad.setdefault(name, []).append(result.shape)
-            shards = {each.shards[name] for each in result.observations if name in each.shards}
-            if name in first.shards and len(shards) == 1:
-                repeated.setdefault(name, []).append(result.shape)
-    found, total = [], len(view.weight_names)
-    if repeated:
-        found.append(
-            view.finding(
-                "weights",
-                f"every rank holds the same shard of {count_names(list(repeated), total)}: the model starts with one "
-                "slice of its weights, repeated",
-                "to_empty() and reset_parameters() draw the same numbers on every rank; draw each whole parameter "
-                "from a seed of its own and keep this rank's slice, or load a checkpoint",
-                repeated,
-            )
-        )
-    others = {name: shapes for name, shapes in bad.items() if name not in repeated}
-    if others:
-        found.append(
-            view.finding(
-                "weights",
-                f"the ranks start from other weights than the single device {{where}}: "
-                f"{count_names(list(others), total)}",
-                "initialise by one seed on all ranks, or broadcast from rank 0 (DDP does), before the first step",
-                others,
-            )
-        )
-    return found
+@dataclass(frozen=True)
+class RightToFp32(Cause):
+    """Gradients that differ by what fp32 leaves."""
+
+    kind = "values"
+    error: float = 0.0
 
 
-def _is_same(digest: str | None, expected: str) -> bool:
-    """A parameter of another shape is this rank's part of it: a step with parts hands gradients over whole."""
-    return digest is None or digest == expected or digest.split("]")[0] != expected.split("]")[0]
+@dataclass(frozen=True)
+class Consequence(Cause):
+    """Wrong gradients whose cause is found already."""
+
+    kind = "values"
 
 
-def other_inputs(view: View) -> list[Finding]:
-    """Ranks whose model is given other tensors than the single device's, or than its peers'."""
-    apart: dict[str, list[MeshShape]] = {}
-    other: dict[str, list[MeshShape]] = {}
-    for result in view.ran:
-        in_turns = len(result.expected.turns) == result.shape.data_size
-        for name in result.observations[0].inputs:
-            for data_rank in range(result.shape.data_size):
-                given = [result.observations[r].inputs.get(name) for r in result.sharing(data_rank)]
-                first = given[0]
-                turn = result.expected.turns[data_rank if in_turns else 0].inputs.get(name)
-                if first is None or turn is None or (in_turns and first.shape != turn.shape):
-                    continue  # the step splits this input itself
-                if any(each is None or not torch.equal(each, first) for each in given):
-                    apart.setdefault(name, []).append(result.shape)
-                elif in_turns and not torch.equal(first, turn):
-                    other.setdefault(name, []).append(result.shape)
-    found = []
-    if apart:
-        found.append(
-            view.finding(
-                "inputs",
-                "ranks that share a sample drew different noise (or were given different data) {where}: "
-                f"{list_names(list(apart))} differ between them",
-                "noise, timestep, caption drop and the sampler of the data must depend on the data rank only: seed "
-                "by it (run.data_rank), not by the global rank",
-                apart,
-            )
-        )
-    only = {name: shapes for name, shapes in other.items() if name not in apart}
-    if only:
-        found.append(
-            view.finding(
-                "inputs",
-                f"the ranks were given other data than the single device {{where}}: {list_names(list(only))}",
-                "what a sample is must depend on the data rank (run.data_rank of run.data_size) only, not on the "
-                "rank, the world size or what was drawn before",
-                only,
-            )
-        )
-    return found
+# What is wrong beside gradients.
 
 
-def _cause(errors: Mapping[int, str]) -> tuple[int, str]:
-    """The rank that failed first, as far as can be told, and why in one line."""
-    lines = {rank: _message(text) for rank, text in sorted(errors.items())}
-    follows = (*_TIMEOUT_WORDS, *_FOLLOWING_WORDS)
-    first = {rank: line for rank, line in lines.items() if not any(word in line for word in follows)}
-    for rank, line in first.items():
-        if not line.startswith(_MISMATCH):
-            return rank, line
-    for rank in first:
-        place = _user_line(errors[rank])
-        return rank, f"{_MISMATCH}, as one of them skips or adds a call{place}"
-    return min(lines), _HANGS
+@dataclass(frozen=True)
+class ClippedByOtherNorms(Cause):
+    """Ranks clip by other norms than that of the whole gradient."""
+
+    kind = "clipping"
 
 
-def _message(text: str) -> str:
-    """The first line of the exception that a traceback ends with."""
-    lines = text.strip().splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
-    after = lines[frames[-1] + 1 :] if frames else lines
-    line = next((line for line in after if line and not line.startswith(" ")), lines[-1])
-    return _MISMATCH if any(word in text for word in _MISMATCH_WORDS) else line
+@dataclass(frozen=True)
+class ClippedByFactor(Cause):
+    """After clipping a factor is left on all gradients."""
+
+    kind = "clipping"
+    by: Factor = Factor()  # noqa: RUF009 - frozen
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.by.axes
+
+    @property
+    def factor(self) -> str:
+        return str(self.by)
 
 
-def _user_line(text: str) -> str:
-    """The innermost line of a traceback that is none of torch's, as words to append."""
-    places = re.findall(r'^  File "(.+)", line (\d+)', text, re.M)
-    own = [
-        (file, line)
-        for file, line in places
-        if "site-packages" not in file and "opensora_accel/verify" not in file
-    ]
-    # A process that gloo ended had no time for a traceback.
-    return f": noticed at {own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+@dataclass(frozen=True)
+class ClippedTooEarly(Cause):
+    """Ranks clip their own parts of a gradient, before these are added up over some axes."""
+
+    kind = "clipping"
+    missing: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.missing
+
+
+@dataclass(frozen=True)
+class StaleOptimizer(Cause):
+    """The optimizer steps tensors that the model has replaced."""
+
+    kind = "optimizer"
+
+
+@dataclass(frozen=True)
+class OutsideParameters(Cause):
+    """The loss reaches parameters that the model does not have; `names` are their shapes."""
+
+    kind = "outside"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class WrongResult(Cause):
+    """What the step returns, or the gradients of the model's inputs."""
+
+    kind = "result"
+    is_input: bool = False
+    by: Factor | None = None
+    is_everywhere: bool = True
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        if self.by is None:
+            return self.where.axes
+        return self.by.axes if self.is_everywhere else tuple(dict.fromkeys((*self.where.axes, *self.by.axes)))
+
+    @property
+    def factor(self) -> str:
+        return "" if self.by is None else str(self.by)

@@ -13,19 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.plan import Plan
-from opensora_accel.verify.communication import (
-    Record,
-    Violation,
-    as_dict,
-    as_table,
-    broken_promises,
-    record_step,
-)
-from opensora_accel.verify.junit import to_junit
-from opensora_accel.verify.report import Report
+from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
+from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step
+from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
-from opensora_accel.verify.run import ModelFn, Step
-from opensora_accel.verify.shapes import MAX_RANKS, MeshShape
 from opensora_accel.verify.step_file import StepFile
 from opensora_accel.verify.verify import Meshes, verify
 
@@ -289,7 +280,7 @@ def _told_apart(shape: MeshShape) -> list[int]:
 
 
 def _communication_text(record: Record, violations: Sequence[Violation]) -> str:
-    lines = [f"communication {as_table(record)}", ""]
+    lines = [f"communication {record.table()}", ""]
     lines += [f"{number}. {violation}" for number, violation in enumerate(violations, 1)]
     promise = "the plan promises" if record.shape.plan is not None else "its mesh allows"
     lines.append(f"what is sent is {'NOT ' if violations else ''}what {promise}")
@@ -305,7 +296,7 @@ def _write(
             "gradients": None if report is None else report.to_dict(),
             "communication": None
             if record is None
-            else {**as_dict(record), "violations": [dataclasses.asdict(each) for each in violations]},
+            else {**record.to_dict(), "violations": [dataclasses.asdict(each) for each in violations]},
         }
         parsed.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if parsed.junit is not None:

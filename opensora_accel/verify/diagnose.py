@@ -1,178 +1,391 @@
-"""From numbers to findings: what is wrong with a step, the root causes first."""
+"""From what every mesh found to the causes: what is wrong with a step, the root causes first.
+
+`diagnose` is pure: it looks at results and changes nothing. First stands what makes a comparison pointless (a step
+that fails, other weights, other data), then wrong gradients by what would make them right, then what is wrong beside
+gradients. Wrong gradients go through a few questions, and the first answer counts:
+
+    Does a sum over some axes, and a factor of degrees, make it right on all meshes?   MissingSum, Scale
+    Has every mesh one factor on all its ranks, of whatever size?                      StrangeScale
+    Does a sum and a factor make it right on some meshes?                              MissingSum, Scale there
+    Is each rank's contribution multiplied by a factor of its own?                     ScaledByShares
+    None of these                                                                      WrongValues
+
+A missing all-reduce is named so: on tensor=3 the ranks hold 0.2 r, 0.3 r and 0.5 r of a gradient r. No rank has a
+factor, so sums are tried, and that over tensor gives r on every mesh: MissingSum(missing=("tensor",)).
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from opensora_accel.verify.causes import (
-    failures,
-    not_compared,
-    other_inputs,
-    other_weights,
-    same_samples,
-    stale_parameters,
+    Cause,
+    ClippedByFactor,
+    ClippedByOtherNorms,
+    ClippedTooEarly,
+    Consequence,
+    HeldBack,
+    MissingGradient,
+    MissingSum,
+    Origin,
+    OutsideParameters,
+    Place,
+    RightToFp32,
+    Scale,
+    ScaledByShares,
+    Side,
+    StaleOptimizer,
+    StrangeScale,
+    Where,
+    WrongResult,
+    WrongValues,
 )
-from opensora_accel.verify.findings import Finding
-from opensora_accel.verify.fit import Remedy, Samples, find_remedy, fit_slices
-from opensora_accel.verify.gradients import (
+from opensora_accel.verify.fit import (
+    Remedy,
+    Samples,
+    are_equal,
     as_shares,
-    consequence,
-    explained,
-    irregular_scale,
-    one_sided,
-    scaled_by_shares,
-    wrong_values,
+    compose_factor,
+    find_remedy,
+    find_scale,
+    fit_slices,
+    has_remedy,
 )
-from opensora_accel.verify.results import MeshResult
-from opensora_accel.verify.returned import clipped_too_early, wrong_clips, wrong_inputs, wrong_scalars
-from opensora_accel.verify.shapes import MeshShape
-from opensora_accel.verify.trace import Origin
-from opensora_accel.verify.view import View, wrong_shapes
+from opensora_accel.verify.meshes import MeshShape, compose_axes
+from opensora_accel.verify.preconditions import failures, same_samples, wrong_inputs, wrong_weights
+from opensora_accel.verify.results import Results, wrong_shapes
+
+_FP32 = 1e-5
+"""Errors below it are what fp32 leaves."""
+
+ByName = Mapping[str, Sequence[Samples]]
+"""Wrong parameters, with their samples on some or all meshes."""
+
+
+@dataclass(frozen=True)
+class GradientFits:
+    """Wrong gradients by what makes them right."""
+
+    remedies: Sequence[tuple[Remedy, ByName]]
+    """Those of the most parameters first."""
+    strange: Sequence[ByName]
+    """One factor on all ranks of a mesh, which goes with no degree."""
+    unexplained: ByName
+    """On the meshes where nothing makes them right."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Each rank's part of the gradients `names` is multiplied by a factor of its own."""
+    """Each rank's contribution to the gradients `names` is multiplied by a factor of its own."""
 
     factors: Sequence[float]
     shape: MeshShape
     names: Sequence[str]
 
 
-class Diagnosis:
-    """Of all meshes. `unexplained` are wrong parameters that neither a factor nor a sum makes right."""
-
-    def __init__(self, results: Sequence[MeshResult]):
-        self.view = View(results)
-        self.wrong = self.view.wrong_parameters()
-        self.unexplained: dict[str, list[Samples]] = {}
-        """Where no remedy was found: on some meshes, or on all."""
-        self._irregular: dict[tuple[tuple[MeshShape, float], ...], dict[str, list[Samples]]] = {}
-        """Wrong parameters with one factor on every mesh, by these factors."""
-        self._remedies: list[tuple[Remedy, dict[str, list[Samples]]]] = []
-        self._find_remedies()
-
-    def _find_remedies(self) -> None:
-        by_remedy: dict[tuple[tuple[str, ...], str, bool], tuple[Remedy, dict[str, list[Samples]]]] = {}
-        for name, samples in self.wrong.items():
-            provable = [each for each in samples if each.is_provable]
-            remedy = find_remedy(provable, self.view.axes) if provable else None
-            if remedy is None and (factors := _factors(provable)):
-                self._irregular.setdefault(factors, {})[name] = provable
-            elif remedy is None:
-                remedy, provable = self._on_some(provable)
-                told = {each.shape for each in provable} if remedy is not None else set()
-                self.unexplained[name] = [each for each in samples if each.shape not in told]
-            if remedy is not None:
-                key = remedy.missing, str(remedy.factor), remedy.is_everywhere
-                by_remedy.setdefault(key, (remedy, {}))[1][name] = provable
-        self._remedies = sorted(by_remedy.values(), key=lambda group: -len(group[1]))
-
-    def _on_some(self, samples: Sequence[Samples]) -> tuple[Remedy | None, list[Samples]]:
-        """The remedy on meshes that have one, where others have none: another error there must not hide it."""
-        axes = self.view.axes
-        subsets = [some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)]
-        have = [
-            each
-            for each in samples
-            if any(
-                (reduced := each.reduced(some)) is not None and reduced.factor() is not None
-                for some in subsets
-            )
-        ]
-        remedy = find_remedy(have, axes) if sum(not each.is_right for each in have) > 1 else None
-        if remedy is None or (not remedy.missing and not remedy.factor.exponents):
-            return None, []
-        return remedy, have
-
-    def causes(self, origin: Origin | None) -> list[Finding]:
-        """What makes a comparison pointless: other weights, other data.
-
-        Inputs may differ and nothing be wrong with it, where a step splits them itself or tells ranks their places:
-        then every wrong gradient is explained by a remedy (other noise leaves no exact factor), or the first module
-        whose output is wrong was given the right inputs.
-        """
-        weights = other_weights(self.view) if self.wrong else []
-        inputs = other_inputs(self.view) if self.unexplained else []
-        return [*weights, *(inputs if origin is None or not origin.are_inputs_right else [])]
-
-    def findings(self, shares: Shares | None = None, origin: Origin | None = None) -> list[Finding]:
-        """All of them. `origin`: where the forward goes wrong first, where that was looked for."""
-        view, (failed, refused) = self.view, failures(self.view)
-        beside = [*not_compared(view), *stale_parameters(view)]
-        if causes := self.causes(origin):
-            # A different model, or different data: factors would explain nothing.
-            return [*failed, *causes, consequence(view, self.wrong), *refused, *beside]
-        gradients = [*one_sided(view), *self._wrong_gradients(shares, origin)]
-        returned = wrong_scalars(view)
-        return [
-            *failed,
-            *other_weights(view),
-            *same_samples(view),
-            *gradients,
-            *refused,
-            *(other_inputs(view) if returned and not gradients else []),
-            *([] if gradients else wrong_clips(view)),
-            *wrong_inputs(view),
-            *beside,
-            *returned,
-        ]
-
-    def _wrong_gradients(self, shares: Shares | None, origin: Origin | None) -> list[Finding]:
-        by_shares = set(() if shares is None else shares.names)
-        first: list[Finding] = []
-        last: list[Finding] = []
-        wrong_forward = self._shapes_of_wrong_forward()
-        for remedy, samples in self._remedies:
-            names = {name: each for name, each in samples.items() if name not in by_shares}
-            if not names:
-                continue
-            early = clipped_too_early(self.view, list(names), remedy.missing) if remedy.missing else None
-            finding = early or explained(self.view, remedy, list(names), names)
-            # Where the forward is wrong already, what a factor happens to explain is not the cause.
-            (last if wrong_forward & set(wrong_shapes(names)) else first).append(finding)
-        first += [irregular_scale(self.view, each) for each in self._irregular.values()]
-        rest = {name: each for name, each in self.unexplained.items() if name not in by_shares}
-        values = (
-            []
-            if shares is None
-            else [scaled_by_shares(self.view, shares.factors, shares.shape, shares.names)]
-        )
-        values += [wrong_values(self.view, rest, origin)] if rest else []
-        return [*first, *values, *last]
-
-    def smallest_unexplained(self) -> MeshResult:
-        """The mesh of the fewest ranks on which something is wrong that no remedy mends."""
-        bad = wrong_shapes(self.unexplained)
-        return min(
-            (each for each in self.view.ran if each.shape in bad), key=lambda each: each.shape.world_size
-        )
-
-    def _shapes_of_wrong_forward(self) -> set[MeshShape]:
-        """Meshes on which everything that the step returns is wrong."""
-        return {
-            each.shape
-            for each in self.view.ran
-            if (scalars := self.view.scalars(each)) and not any(one.is_right for one in scalars.values())
-        }
-
-    def slices(self) -> Shares | None:
-        """Tokens of each rank that have a factor of their own, as the gradients of inputs show it."""
-        for result in sorted(self.view.ran, key=lambda each: each.shape.world_size):
-            num_sharing = result.shape.world_size // result.shape.data_size
-            for samples in result.inputs().values() if num_sharing > 1 else ():
-                factors = None if samples.is_right else fit_slices(samples, num_sharing)
-                if factors is not None and as_shares(factors) is not None:
-                    return Shares(factors, result.shape, list(self.unexplained))
-        return None
+def fit_gradients(results: Results) -> GradientFits:
+    remedies: dict[tuple[tuple[str, ...], str, bool], tuple[Remedy, dict[str, list[Samples]]]] = {}
+    strange: dict[tuple[tuple[MeshShape, float], ...], dict[str, list[Samples]]] = {}
+    unexplained: dict[str, list[Samples]] = {}
+    for name, samples in results.wrong.items():
+        provable = [each for each in samples if each.is_provable]
+        remedy = find_remedy(provable, results.axes) if provable else None
+        if remedy is None and (factors := _factors(provable)):
+            strange.setdefault(factors, {})[name] = provable
+        elif remedy is None:
+            # A remedy on some meshes must not be hidden by another error on others.
+            provable = [each for each in provable if has_remedy(each, results.axes)]
+            is_wrong_on_several = sum(not each.is_right for each in provable) > 1
+            remedy = find_remedy(provable, results.axes) if is_wrong_on_several else None
+            if remedy is not None and not remedy.missing and not remedy.factor.exponents:
+                remedy = None
+            explained = {each.shape for each in provable} if remedy is not None else set()
+            unexplained[name] = [each for each in samples if each.shape not in explained]
+        if remedy is not None:
+            key = remedy.missing, str(remedy.factor), remedy.is_everywhere
+            remedies.setdefault(key, (remedy, {}))[1][name] = provable
+    by_number = sorted(remedies.values(), key=lambda group: -len(group[1]))
+    return GradientFits(by_number, list(strange.values()), unexplained)
 
 
 def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
-    """Of each mesh, where all have one; nothing for single numbers, which always have."""
+    """Each mesh's factor, where all have one; nothing for single numbers, which always have."""
     found = [(each.shape, factor) for each in samples if (factor := each.factor()) is not None]
     if len(found) < len(samples) or not samples or samples[0].expected.numel() == 1:
         return ()
     return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in found)
+
+
+def diagnose(
+    results: Results,
+    fits: GradientFits | None = None,
+    *,
+    origin: Origin | None = None,
+    shares: Shares | None = None,
+) -> list[Cause]:
+    """What is wrong, the root causes first; nothing where all is right.
+
+    Args:
+        fits: `fit_gradients(results)`, where the caller has it.
+        origin: the first module whose forward is wrong, where that was looked for.
+        shares: factors of single ranks, where these were measured.
+    """
+    fits = fits or fit_gradients(results)
+    failed, refused = failures(results)
+    beside = [*_outside_parameters(results), *_stale_parameters(results)]
+    unlike = find_unlike_starts(results, fits, origin)
+    if unlike:
+        # Of another model, or of other data, factors would explain nothing.
+        consequence = Consequence(
+            Where(tuple(wrong_shapes(results.wrong))), tuple(results.wrong), len(results.names)
+        )
+        return [*failed, *unlike, consequence, *refused, *beside]
+    gradients = [*_one_sided(results), *_wrong_gradients(results, fits, origin, shares)]
+    returned = _wrong_results(results, is_input=False)
+    return [
+        *failed,
+        *wrong_weights(results),
+        *same_samples(results),
+        *gradients,
+        *refused,
+        *(wrong_inputs(results) if returned and not gradients else []),
+        *([] if gradients else _wrong_clips(results)),
+        *_wrong_results(results, is_input=True),
+        *beside,
+        *returned,
+    ]
+
+
+def find_unlike_starts(results: Results, fits: GradientFits, origin: Origin | None) -> list[Cause]:
+    """Other weights or other data, which make a comparison of gradients pointless.
+
+    Inputs may differ and nothing be wrong with it, where a step splits them itself or tells ranks their places. Then
+    every wrong gradient is explained by a remedy (other noise leaves no exact factor), or the first module whose
+    output is wrong was given the right inputs.
+    """
+    weights = wrong_weights(results) if results.wrong else []
+    inputs = wrong_inputs(results) if fits.unexplained else []
+    return [*weights, *(inputs if origin is None or not origin.are_inputs_right else [])]
+
+
+def find_slices(results: Results, fits: GradientFits) -> Shares | None:
+    """Factors of each rank's tokens, as the gradients of inputs show them."""
+    for mesh in sorted(results.ran, key=lambda each: each.shape.world_size):
+        num_sharing = mesh.shape.world_size // mesh.shape.data_size
+        for samples in mesh.inputs().values() if num_sharing > 1 else ():
+            factors = None if samples.is_right else fit_slices(samples, num_sharing)
+            if factors is not None and as_shares(factors):
+                return Shares(factors, mesh.shape, list(fits.unexplained))
+    return None
+
+
+def _one_sided(results: Results) -> list[Cause]:
+    by_side: dict[Side, dict[str, list[MeshShape]]] = {}
+    held_back: dict[str, list[MeshShape]] = {}
+    replicas: dict[str, None] = {}
+    for mesh in results.ran:
+        for name, side in mesh.one_sided().items():
+            axes = mesh.observations[0].held_back.get(name)
+            replicas |= dict.fromkeys(axes or ())
+            by_name = by_side.setdefault(side, {}) if axes is None else held_back
+            by_name.setdefault(name, []).append(mesh.shape)
+    found: list[Cause] = []
+    total = len(results.weight_names)
+    if held_back:
+        shapes = dict.fromkeys(shape for shapes in held_back.values() for shape in shapes)
+        found.append(
+            HeldBack(Where(tuple(shapes)), tuple(held_back), total, tuple(replicas) or results.data_axes)
+        )
+    for side, by_name in by_side.items():
+        where = results.where(shape for shapes in by_name.values() for shape in shapes)
+        found.append(MissingGradient(where, tuple(by_name), total, side))
+    return found
+
+
+def _wrong_gradients(
+    results: Results, fits: GradientFits, origin: Origin | None, shares: Shares | None
+) -> list[Cause]:
+    by_shares = set(() if shares is None else shares.names)
+    first: list[Cause] = []
+    last: list[Cause] = []
+    wrong_forward = _meshes_of_wrong_forward(results)
+    for remedy, samples in fits.remedies:
+        wrong = {name: each for name, each in samples.items() if name not in by_shares}
+        if wrong:
+            # Where the forward is wrong already, what a factor happens to explain is not the cause.
+            group = last if wrong_forward & set(wrong_shapes(wrong)) else first
+            group.append(_explained(results, remedy, wrong))
+    first += [_strange_scale(results, wrong) for wrong in fits.strange]
+    if shares is not None:
+        first.append(_scaled_by_shares(results, shares))
+    rest = {name: each for name, each in fits.unexplained.items() if name not in by_shares}
+    if rest:
+        first.append(_wrong_values(results, rest, origin))
+    return [*first, *last]
+
+
+def _meshes_of_wrong_forward(results: Results) -> set[MeshShape]:
+    """Meshes on which everything that the step returns is wrong."""
+    found = set()
+    for mesh in results.ran:
+        scalars = results.scalars(mesh)
+        if scalars and not any(each.is_right for each in scalars.values()):
+            found.add(mesh.shape)
+    return found
+
+
+def _explained(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
+    names, total, shapes = tuple(wrong), len(results.names), wrong_shapes(wrong)
+    place = _place(results, names)
+    if not remedy.missing:
+        powers = dict(remedy.factor.exponents)
+        return Scale(
+            Where(tuple(shapes)) if remedy.is_everywhere else results.where(shapes),
+            names,
+            total,
+            by=compose_factor(remedy.factor, results.axes),
+            is_everywhere=remedy.is_everywhere,
+            data_powers=tuple(e for axis, e in powers.items() if axis in results.data_axes),
+            sharing_powers=tuple(e for axis, e in powers.items() if axis not in results.data_axes),
+            place=place if len(names) < total else None,
+        )
+    if _is_clipped_too_early(results, names, remedy.missing):
+        clipped = [mesh.shape for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
+        return ClippedTooEarly(Where(tuple(clipped)), names, total, remedy.missing)
+    exponents = remedy.factor.exponents
+    is_average = all(dict(exponents).get(axis) == 1 for axis in remedy.missing)
+    if is_average:  # the factor is what an average, and not a sum, would divide by
+        exponents = tuple((axis, e) for axis, e in exponents if axis not in remedy.missing)
+    rest = compose_factor(replace(remedy.factor, exponents=exponents), results.axes)
+    return MissingSum(
+        Where(tuple(shapes)),
+        names,
+        total,
+        missing=compose_axes(remedy.missing, results.axes),
+        is_average=is_average,
+        rest=None if rest.is_one else rest,
+        place=place if 2 * len(names) <= total else None,
+    )
+
+
+def _is_clipped_too_early(results: Results, names: Sequence[str], missing: Sequence[str]) -> bool:
+    """Whether, once clipped, the gradients are the same on all ranks that hold parts of them."""
+    clipped = [mesh for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
+    for mesh in clipped:
+        for name in names:
+            after = [each.clipped.get(name) for each in mesh.observations]
+            for ranks in mesh.shape.groups(missing):
+                first = after[ranks[0]]
+                if first is None or any((other := after[r]) is None or not other.equal(first) for r in ranks):
+                    return False
+    return bool(clipped)
+
+
+def _place(results: Results, names: Sequence[str]) -> Place | None:
+    """Where in backward the error comes in."""
+    order = [name for name in results.expected.first.backward_order if name in results.names]
+    positions = [order.index(name) for name in names if name in order]
+    return Place(order[min(positions)], min(positions)) if positions else None
+
+
+def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
+    """Of `names`, those of the module whose gradient is the first to be wrong."""
+    order = [name for name in results.expected.first.backward_order if name in names]
+    if not order:
+        return []
+    module = order[0].rsplit(".", 2)[0]
+    return [name for name in order if name.startswith(module + ".")]
+
+
+def _strange_scale(results: Results, wrong: ByName) -> Cause:
+    factors = [
+        (str(each.shape), each.factor() or 0.0) for each in next(iter(wrong.values())) if not each.is_right
+    ]
+    where = results.where(wrong_shapes(wrong))
+    return StrangeScale(where, tuple(wrong), len(results.names), tuple(factors))
+
+
+def _scaled_by_shares(results: Results, shares: Shares) -> Cause:
+    def is_alike(axis: str) -> bool:
+        """Whether ranks that differ along `axis` only have the same factor."""
+        return all(
+            are_equal([shares.factors[rank] for rank in ranks]) for ranks in shares.shape.groups([axis])
+        )
+
+    varied = [axis for axis in results.axes if not is_alike(axis)]
+    return ScaledByShares(
+        Where((shares.shape,)),
+        tuple(shares.names),
+        len(results.names),
+        factors=tuple(shares.factors),
+        shares=as_shares(shares.factors),
+        varied=compose_axes(varied, results.axes),
+        data_axes=tuple(axis for axis in varied if axis in results.data_axes),
+    )
+
+
+def _wrong_values(results: Results, wrong: ByName, origin: Origin | None) -> Cause:
+    names, total = tuple(wrong), len(results.names)
+    where = results.where(wrong_shapes(wrong))
+    error = max(each.error() for samples in wrong.values() for each in samples)
+    if error < _FP32:
+        return RightToFp32(where, names, total, error)
+    return WrongValues(
+        where, names, total, error, origin, tuple(first_wrong(results, names)), _place(results, names)
+    )
+
+
+def _wrong_clips(results: Results) -> list[Cause]:
+    """Gradients that are right until they are clipped."""
+    found = [mesh.clipped() for mesh in results.ran]
+    samples = {
+        n: [each[n] for each in found if n in each] for n in dict.fromkeys(n for each in found for n in each)
+    }
+    wrong = {name: each for name, each in samples.items() if any(not s.is_right for s in each)}
+    if not wrong:
+        return []
+    where, names, total = results.where(wrong_shapes(wrong)), tuple(wrong), len(results.names)
+    scales = [find_scale(each, results.axes) for each in wrong.values()]
+    by = {str(scale.factor): scale.factor for scale in scales if scale is not None}
+    if len(by) == 1 and all(scales):
+        return [ClippedByFactor(where, names, total, compose_factor(next(iter(by.values())), results.axes))]
+    return [ClippedByOtherNorms(where, names, total)]
+
+
+def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
+    """What the step returns, or the gradients of inputs; those that are wrong in the same way together."""
+    found = [mesh.inputs() if is_input else results.scalars(mesh) for mesh in results.ran]
+    alike: dict[WrongResult, list[str]] = {}
+    for name in dict.fromkeys(name for each in found for name in each):
+        samples = [each[name] for each in found if name in each]
+        bad = [each.shape for each in samples if not each.is_right]
+        if bad:
+            scale, where = find_scale(samples, results.axes), results.where(bad)
+            by = None if scale is None else compose_factor(scale.factor, results.axes)
+            cause = WrongResult(
+                where, is_input=is_input, by=by, is_everywhere=scale is None or scale.is_everywhere
+            )
+            alike.setdefault(cause, []).append(name)
+    return [replace(cause, names=tuple(names)) for cause, names in alike.items()]
+
+
+def _outside_parameters(results: Results) -> list[Cause]:
+    shapes = results.expected.first.outside
+    return (
+        [OutsideParameters(Where(tuple(each.shape for each in results.meshes)), tuple(shapes))]
+        if shapes
+        else []
+    )
+
+
+def _stale_parameters(results: Results) -> list[Cause]:
+    by_name: dict[str, list[MeshShape]] = {}
+    for mesh in results.ran:
+        for name in dict.fromkeys(name for each in mesh.observations for name in each.stale):
+            by_name.setdefault(name, []).append(mesh.shape)
+    if not by_name:
+        return []
+    where = results.where(shape for shapes in by_name.values() for shape in shapes)
+    return [StaleOptimizer(where, tuple(by_name), len(results.weight_names))]

@@ -1,8 +1,21 @@
 """What is wrong with a gradient, as numbers: a factor, a sum that was left out, or neither.
 
-A gradient g that should be r is fitted as g = s·r + rest. Where s comes out the same on all ranks and `rest` is
-nothing, the factors of several meshes are fitted together as c · Π degreeᵉ, e whole: a factor of 1/2 on two ranks
-may be many things, but 1/2, 1/3 and 1/4 on two, three and four are that axis's degree, to the power −1.
+Every mesh gives one sample: the gradient that each rank found, and the one that is right. A factor s with
+found = s · right on all ranks is fitted on each mesh, and then all meshes' factors together as c · Π degreeᵉ with
+whole exponents e. The ratio on one mesh may be many things; on several it is one:
+
+    mesh                     found / right    says
+    data=2 × ulysses=2       1/2              data⁻¹, ulysses⁻¹, or a constant
+    ulysses=3                1/3              ulysses⁻¹: no constant, and data has one rank here
+    data=3                   1                not data⁻¹
+                                              → scale ulysses⁻¹: averaged over ranks that hold parts
+
+Where ranks differ, sums over some axes are tried first. With P = 3 ranks of a tensor group that hold the parts 0.2 r,
+0.3 r and 0.5 r of a gradient r, no rank has a factor, but their sum is r, with the factor 1: the sum over tensor is
+missing. The sum of 0.4 r, 0.6 r and r is 2 r: the sum is missing beside a scale of 2.
+
+Where neither holds, each rank's contribution alone is measured and one factor for each is solved for: an uneven split
+of 11 tokens that scales by the shares 11/4, 11/4 and 11/3, and not by P = 3, leaves the factors 11/12, 11/12 and 11/9.
 """
 
 from __future__ import annotations
@@ -11,17 +24,18 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.meshes import MeshShape, compose_axes
 
 TOLERANCE = 1e-8
 """Largest difference over the largest magnitude, in fp64. Correct plans on the models of the tests reach 1e-13."""
 NEGLIGIBLE = 1e-6
 """Of the largest gradient of the model: an error below TOLERANCE of that is none, and a gradient below it is too
-small to be held against another (biases that softmax cancels have a gradient of rounding errors)."""
+small to be compared with another (biases that softmax cancels have a gradient of rounding errors)."""
 _EXPONENTS = (0, -1, 1, -2, 2)
 
 
@@ -47,30 +61,24 @@ class Samples:
     def is_provable(self) -> bool:
         return magnitude(self.expected) > self.floor
 
-    def reduced(self, axes: Sequence[str]) -> Samples | None:
+    def summed(self, axes: Sequence[str]) -> Samples | None:
         """With the ranks that differ along `axes` summed, as one rank each; None where shapes disagree."""
         if any(each.shape != self.expected.shape for each in self.found):
             return None
-        groups = self.shape.groups(axes)
-        return Samples(
-            self.shape,
-            tuple(torch.stack([self.found[r] for r in ranks]).sum(0) for ranks in groups),
-            self.expected,
-            self.floor,
-        )
+        sums = [torch.stack([self.found[r] for r in ranks]).sum(0) for ranks in self.shape.groups(axes)]
+        return replace(self, found=tuple(sums))
 
     def factor(self) -> float | None:
-        """s, where found = s · expected on all ranks."""
+        """The s with found = s · expected on all ranks."""
         if not self.is_provable or any(each.shape != self.expected.shape for each in self.found):
             return None
-        first = self.found[0]
-        s = ((first * self.expected).sum() / self.expected.square().sum()).item()
-        scaled = Samples(self.shape, self.found, s * self.expected, self.floor)
+        s = ((self.found[0] * self.expected).sum() / self.expected.square().sum()).item()
+        scaled = replace(self, expected=s * self.expected)
         return s if math.isfinite(s) and s != 0 and scaled.is_right else None
 
 
 def magnitude(tensor: Tensor) -> float:
-    """Of the largest element; 0 where there is none."""
+    """The largest element's, of a tensor of any shape; 0 where there is none."""
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
@@ -80,6 +88,15 @@ def _difference(found: Tensor, expected: Tensor, floor: float) -> float:
     scale = max(magnitude(expected), floor)
     difference = magnitude(found - expected)
     return difference / scale if scale else math.inf if difference else 0.0
+
+
+def is_close(one: float, other: float) -> bool:
+    """Whether two factors are the same."""
+    return math.isclose(one, other, rel_tol=1e-6)
+
+
+def are_equal(factors: Sequence[float]) -> bool:
+    return all(is_close(factor, factors[0]) for factor in factors)
 
 
 @dataclass(frozen=True)
@@ -95,10 +112,14 @@ class Factor:
     def axes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(axis for axis, _ in (*self.exponents, *self.of_others)))
 
+    @property
+    def is_one(self) -> bool:
+        return str(self) == "1"
+
     def __str__(self) -> str:
         powers = [axis + _superscript(exponent) for axis, exponent in self.exponents]
         powers += [f"({axis} − 1)" + _superscript(exponent) for axis, exponent in self.of_others]
-        if not powers or not math.isclose(self.constant, 1, rel_tol=1e-6):
+        if not powers or not is_close(self.constant, 1):
             powers.insert(0, f"{self.constant:.6g}")
         return " · ".join(powers)
 
@@ -106,6 +127,15 @@ class Factor:
 def _superscript(exponent: int) -> str:
     digits = str(abs(exponent)).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return ("" if exponent > 0 else "⁻") + ("" if exponent == 1 else digits)
+
+
+def compose_factor(factor: Factor, used: Sequence[str]) -> Factor:
+    """The factor with the Plan's own words for several axes of one exponent, see `compose_axes`."""
+    by_exponent: dict[int, list[str]] = {}
+    for axis, exponent in factor.exponents:
+        by_exponent.setdefault(exponent, []).append(axis)
+    composed = [(word, e) for e, axes in by_exponent.items() for word in compose_axes(axes, used)]
+    return replace(factor, exponents=tuple(composed))
 
 
 def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Factor | None:
@@ -119,7 +149,7 @@ def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Facto
     for axis, exponent in itertools.product(axes, (1, -1)):
         rest = {s: factor / max(1, s.degree(axis) - 1) ** exponent for s, factor in factors.items()}
         found = _fit_degrees(rest, axes)
-        if found is not None and math.isclose(found.constant, 1, rel_tol=1e-6):
+        if found is not None and is_close(found.constant, 1):
             return replace(found, of_others=((axis, exponent),))
     return None
 
@@ -127,21 +157,16 @@ def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Facto
 def _fit_degrees(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Factor | None:
     if not factors:
         return None
-    best: tuple[tuple[int, int], Factor] | None = None
+    fitting: list[tuple[tuple[bool, int], Factor]] = []
     for exponents in itertools.product(_EXPONENTS, repeat=len(axes)):
-        powers = {
-            shape: math.prod(shape.degree(axis) ** e for axis, e in zip(axes, exponents, strict=True))
-            for shape in factors
-        }
-        constants = [factor / powers[shape] for shape, factor in factors.items()]
-        if not all(math.isclose(c, constants[0], rel_tol=1e-6) for c in constants):
-            continue
-        has_constant = not math.isclose(constants[0], 1, rel_tol=1e-6)
-        cost = (int(has_constant), sum(map(abs, exponents)))
-        if best is None or cost < best[0]:
-            used = tuple((axis, e) for axis, e in zip(axes, exponents, strict=True) if e)
-            best = cost, Factor(used, constants[0])
-    return None if best is None else best[1]
+        powers = tuple((axis, e) for axis, e in zip(axes, exponents, strict=True) if e)
+        constants = [
+            f / math.prod(shape.degree(axis) ** e for axis, e in powers) for shape, f in factors.items()
+        ]
+        if are_equal(constants):
+            cost = not is_close(constants[0], 1), sum(map(abs, exponents))
+            fitting.append((cost, Factor(powers, constants[0])))
+    return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
 @dataclass(frozen=True)
@@ -163,49 +188,53 @@ def find_remedy(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | Non
     """
     for count in range(len(axes) + 1):
         for missing in itertools.combinations(axes, count):
-            factors: dict[MeshShape, float] = {}
-            for each in samples:
-                reduced = each.reduced(missing)
-                factor = None if reduced is None else reduced.factor()
-                if factor is None:
-                    break
-                factors[each.shape] = factor
-            else:
-                powers = fit_powers(factors, axes)
-                if powers is not None:
-                    return Remedy(missing, powers)
+            factor = _common_factor([each.summed(missing) for each in samples], axes)
+            if factor is not None:
+                return Remedy(missing, factor)
     return _fit_wrong(samples, axes)
 
 
 def find_scale(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
-    """`find_remedy` without sums: of what all ranks have whole."""
-    factors = {each.shape: factor for each in samples if (factor := each.factor()) is not None}
-    powers = fit_powers(factors, axes) if len(factors) == len(samples) else None
-    return _fit_wrong(samples, axes) if powers is None else Remedy((), powers)
+    """`find_remedy` without sums: for what all ranks have whole."""
+    factor = _common_factor(samples, axes)
+    return _fit_wrong(samples, axes) if factor is None else Remedy((), factor)
+
+
+def _common_factor(samples: Sequence[Samples | None], axes: Sequence[str]) -> Factor | None:
+    factors: dict[MeshShape, float] = {}
+    for each in samples:
+        factor = None if each is None else each.factor()
+        if each is None or factor is None:
+            return None
+        factors[each.shape] = factor
+    return fit_powers(factors, axes)
 
 
 def _fit_wrong(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
     """A factor on the wrong meshes alone: 2 wherever an axis is used is 1 where it is not."""
-    factors = {each.shape: each.factor() for each in samples if not each.is_right}
-    known = {shape: factor for shape, factor in factors.items() if factor is not None}
-    if len(known) < len(factors) or (len(known) == 1 and samples[0].expected.numel() == 1):
+    wrong = [each for each in samples if not each.is_right]
+    if len(wrong) == 1 and samples[0].expected.numel() == 1:
         return None  # one number is always another one times a factor
-    powers = fit_powers(known, axes)
-    return None if powers is None else Remedy((), powers, is_everywhere=False)
+    factor = _common_factor(wrong, axes)
+    return None if factor is None else Remedy((), factor, is_everywhere=False)
+
+
+def has_remedy(samples: Samples, axes: Sequence[str]) -> bool:
+    """Whether on this mesh alone a sum and a factor make it right."""
+    some = (some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count))
+    return any((summed := samples.summed(each)) is not None and summed.factor() is not None for each in some)
 
 
 def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> list[float] | None:
     """f, where Σ parts[k] / f[k] = expected: by how much each rank's contribution was multiplied.
 
     Args:
-        parts: for every rank k, what its outputs contribute to each of several gradients.
+        parts: for every rank k, what its outputs contribute to each of several gradients, in their shapes.
         expected: these gradients.
     """
     columns = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
     matrix, target = torch.stack(columns, 1), torch.cat([tensor.flatten() for tensor in expected])
-    if not torch.isfinite(matrix).all():
-        return None
-    if matrix.size(0) <= matrix.size(1):
+    if not torch.isfinite(matrix).all() or matrix.size(0) <= matrix.size(1):
         return None  # as many unknowns as facts: anything would fit
     solution = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
     rest = _difference(matrix @ solution, target, 0.0)
@@ -214,12 +243,8 @@ def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> 
     return [1 / c for c in solution.tolist()]
 
 
-def are_equal(factors: Sequence[float]) -> bool:
-    return all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors)
-
-
 def are_factors(parts: Sequence[Tensor], factors: Sequence[float], expected: Tensor) -> bool:
-    """Whether Σ parts[k] / factors[k] = expected."""
+    """Whether Σ parts[k] / factors[k] = expected; all of one shape."""
     total = torch.stack([part / factor for part, factor in zip(parts, factors, strict=True)]).sum(0)
     return _difference(total, expected, 0.0) <= TOLERANCE
 
@@ -231,8 +256,22 @@ def fit_slices(samples: Samples, num_slices: int) -> list[float] | None:
         if expected.size(dim) < num_slices or found.shape != expected.shape:
             continue
         pairs = zip(found.tensor_split(num_slices, dim), expected.tensor_split(num_slices, dim), strict=True)
-        factors = [Samples(samples.shape, (f,), e, samples.floor).factor() for f, e in pairs]
+        factors = [replace(samples, found=(f,), expected=e).factor() for f, e in pairs]
         known = [factor for factor in factors if factor is not None]
         if len(known) == num_slices and not are_equal(known):
             return known
     return None
+
+
+def as_shares(factors: Sequence[float]) -> str:
+    """`4:4:3`, where the factors are shares of a whole (or one over them), times the number of ranks or not."""
+    if are_equal(factors):
+        return ""
+    for candidates in (factors, [1 / factor for factor in factors]):
+        for scale in (len(factors), 1):
+            shares = [each / scale for each in candidates]
+            if is_close(sum(shares), 1) and min(shares) > 0:
+                parts = [Fraction(share).limit_denominator(4096) for share in shares]
+                total = math.lcm(*(part.denominator for part in parts))
+                return ":".join(str(part.numerator * (total // part.denominator)) for part in parts)
+    return ""

@@ -1,4 +1,4 @@
-"""Double precision that stays double inside models which cast to fp32 on their way.
+"""Double precision that stays double inside models which cast to fp32 on their way, and models made fit for it.
 
 Nearly every transformer of diffusers calls `.float()` or `.to(torch.float32)` somewhere, so an "fp64" run of it
 carries fp32 noise: the gradients of two halves of a loss then add up to the whole to 3e-7 only, and to 1e-14 with
@@ -7,6 +7,8 @@ the casts lifted (Wan, CPU, torch 2.13, 2026-11).
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_accel.verify.parameters import widest
 from opensora_accel.wrapping import Forward, wrap_forward
 
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as}
@@ -40,25 +43,16 @@ class LiftCasts(TorchFunctionMode):
 
 _aten = torch.ops.aten
 _FACTORIES = {
-    *(
-        _aten.zeros,
-        _aten.ones,
-        _aten.empty,
-        _aten.full,
-        _aten.arange,
-        _aten.linspace,
-        _aten.rand,
-        _aten.randn,
-    ),
+    *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.arange, _aten.linspace, _aten.rand, _aten.randn),
     *(_aten.scalar_tensor, _aten._to_copy),  # a cast of whole numbers makes a value as well
-}
+}  # fmt: skip
 
 
 class LiftOperations(TorchDispatchMode):
     """`LiftCasts` for all that runs within it, backward and recomputation too, where function modes are off.
 
-    Also what is made in fp32, from nothing or from whole numbers, is made in fp64: it meets fp64. Slower than
-    `LiftCasts`, and not seen by torch.compile.
+    What is made in fp32 from nothing or from whole numbers is made in fp64 as well, since it will meet fp64. Slower
+    than `LiftCasts`, and not seen by torch.compile.
     """
 
     def __torch_dispatch__(
@@ -69,11 +63,8 @@ class LiftOperations(TorchDispatchMode):
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
         result = func(*args, **kwargs)
-        if func is _aten.lift_fresh.default and _narrow(
-            result.dtype
-        ):  # torch.tensor(numbers, dtype=torch.float32)
-            return result.double()
-        return result
+        is_literal = func is _aten.lift_fresh.default  # torch.tensor(numbers, dtype=torch.float32)
+        return result.double() if is_literal and _narrow(result.dtype) else result
 
 
 def _narrow(dtype: Any) -> bool:
@@ -91,8 +82,8 @@ def _widened(argument: Any) -> Any:
 def lift_casts(model: nn.Module) -> Callable[[], None]:
     """Makes the model's forward keep fp64 as fp64; returns the function that undoes it.
 
-    Also in the recomputation of a checkpointed block, which runs outside of the model's forward: therefore call
-    it before checkpointing is applied, and undo it after that is undone.
+    The recomputation of a checkpointed block runs outside of the model's forward, and keeps fp64 too. Therefore call
+    this before checkpointing is applied, and undo it after that is undone.
     """
     lists = (child for child in model.modules() if isinstance(child, nn.ModuleList))
     modules = [model, *(block for blocks in lists for block in blocks)]
@@ -111,3 +102,44 @@ def _lifted(original: Forward) -> Forward:
             return original(*args, **kwargs)
 
     return forward
+
+
+def prepare_model(model: nn.Module) -> list[str]:
+    """Makes the model fit for a proof in fp64, and returns what was changed, in sentences.
+
+    Its parameters become fp64, its dropouts 0. A parameter with one value throughout gets others: behind a gate of 0
+    every gradient is 0, right or wrong.
+    """
+    notes = []
+    model._apply(widest)
+    dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    for dropout in dropouts:
+        dropout.p = 0.0
+    if dropouts:
+        notes.append(f"{len(dropouts)} dropouts were set to 0: a split sequence cannot draw the same masks")
+    constant = [(n, p) for n, p in model.named_parameters() if not p.is_meta and _is_constant(p)]
+    for name, parameter in constant:
+        _vary(name, parameter)
+    if constant:
+        notes.append(
+            f"{len(constant)} parameters with one value throughout (gates and biases of 0, norms of 1) were given "
+            "random ones: behind a gate of 0 every gradient is 0, right or wrong"
+        )
+    return notes
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+
+
+@torch.no_grad()
+def _vary(name: str, parameter: Tensor) -> None:
+    """Random values that depend on the name alone, near what is there. A scale under a root keeps its sign."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 25
+    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5 / math.sqrt(fan_in)
+    if parameter.any():
+        parameter.mul_(noise.exp())
+    else:
+        parameter.add_(noise)

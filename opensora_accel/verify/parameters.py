@@ -1,22 +1,39 @@
-"""A model's parameters as the verifier compares them: by the names they had before anything wrapped them, whole, in
-numbers of twice the usual width.
+"""A model's parameters as the verifier compares them: by the names that they had before anything wrapped them, whole.
+
+A rank may hold all of a parameter, a shard of it (FSDP), rows of it along one dim (Megatron), or none (a pipeline).
+Rows are found by the weights' own values, so that a packed projection is put together right. With P = 2 and a weight
+that packs q, k and v of four rows each, rank 0 holds rows 0, 1, 4, 5, 8, 9 and rank 1 the others:
+
+    whole        q0 q1 q2 q3 k0 k1 k2 k3 v0 v1 v2 v3
+    rank 0       q0 q1       k0 k1       v0 v1          its gradient's rows go to rows 0, 1, 4, 5, 8, 9
+    rank 1             q2 q3       k2 k3       v2 v3    its gradient's rows go to rows 2, 3, 6, 7, 10, 11
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
-from collections.abc import Collection, Iterator
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape
 
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Under which torch's wrappers keep the module that they wrap; DDP and others call it `module`."""
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model.named_modules()` without what wrappers put into the names, as those of what they wrap.
+    """`model.named_modules()` without what wrappers put into the names.
 
     A module of the user's own that is called `module` keeps its name, unless nothing lies beside it: then nothing can
     be taken for another.
@@ -36,8 +53,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit(model, "")
 
 
-def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """`model.named_parameters()` with such names."""
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`model.named_parameters()` with the names of `named_modules`."""
     seen: set[nn.Parameter] = set()
     for module_name, module in named_modules(model):
         for name, parameter in module._parameters.items():
@@ -47,22 +64,22 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def plain_name(name: str, known: Collection[str]) -> str:
-    """One of `known`, where `name` is that in a wrapper; otherwise `name`."""
+    """The one of `known` that `name` is in a wrapper; otherwise `name`."""
     if name in known:
         return name
-    parts = [part for part in name.split(".") if part not in (*_WRAPPED, "module")]
-    return found if (found := ".".join(parts)) in known else name
+    plain = ".".join(part for part in name.split(".") if part not in (*_WRAPPED, "module"))
+    return plain if plain in known else name
 
 
 def widest(tensor: Tensor) -> Tensor:
-    """In fp64, or complex of two; whole numbers as they are."""
+    """The tensor in fp64, or complex of two; whole numbers as they are. Of any shape."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy in real fp64 on the CPU: of a sharded tensor all of it, of a complex one both parts [..., 2].
+    """A copy in real fp64 on the CPU: a sharded tensor as a whole, a complex one as two parts [..., 2].
 
     Communication: an all-gather of a DTensor.
     """
@@ -70,13 +87,172 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     tensor = widest(tensor).cpu()
-    return (
-        torch.view_as_real(tensor.resolve_conj()).clone() if tensor.is_complex() else tensor.double().clone()
-    )
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.double().clone()
 
 
 def digest(tensor: Tensor) -> str:
-    """Of shape and values; of a sharded tensor, the whole."""
+    """The shape and a hash of the values, of any shape; of a sharded tensor the whole."""
     values = whole(tensor).flatten()  # a copy: numpy would pin a storage that FSDP2 frees
-    found = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-    return f"{list(tensor.shape)} {found}"
+    return f"{list(tensor.shape)} {hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()}"
+
+
+def map_tensors(name: str, value: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
+    """`value` with `function(name, tensor)` for every tensor in it; itself where nothing has changed.
+
+    Tensors are found in what torch takes apart (lists, dicts, named tuples), in dataclasses, and in what is like a
+    dict.
+    """
+    leaves, structure = tree_flatten_with_path(value)
+    mapped = [_map_leaf(name + keystr(path), leaf, function) for path, leaf in leaves]
+    if all(new is old for new, (_, old) in zip(mapped, leaves, strict=True)):
+        return value
+    return tree_unflatten(mapped, structure)
+
+
+def _map_leaf(name: str, leaf: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(name, leaf)
+    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    if is_dataclass:
+        values = {
+            f"{name}.{each.name}": (each.name, getattr(leaf, each.name)) for each in dataclasses.fields(leaf)
+        }
+    elif isinstance(leaf, MutableMapping):
+        values = {f"{name}[{key!r}]": (key, value) for key, value in leaf.items()}
+    else:
+        return leaf
+    mapped = {key: map_tensors(path, value, function) for path, (key, value) in values.items()}
+    if all(mapped[key] is value for key, value in values.values()):
+        return leaf
+    changed = copy.copy(leaf)
+    for key, value in mapped.items():
+        if is_dataclass:
+            object.__setattr__(changed, key, value)  # a frozen one, too
+        else:
+            changed[key] = value
+    return changed
+
+
+class FlatParameters:
+    """The parameters of `model` that FSDP1 has flattened; `made` are the FSDP1 modules that the step made."""
+
+    def __init__(self, model: nn.Module, made: Sequence[FullyShardedDataParallel], names: Sequence[str]):
+        self._names = names
+        self._prefix_of = dict(_roots(model, made))
+        self._ids = {id(parameter) for root in self._prefix_of for parameter in root.parameters()}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._ids
+
+    def whole(self, read: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+        """What `read` finds at each flat parameter, by the names and in the shapes of before.
+
+        The state dict of an optimizer is what FSDP1 knows to take apart: here of one whose state is `read`.
+
+        Communication: an all-gather for each FSDP1 module.
+        """
+        found: dict[str, Tensor] = {}
+        for root, prefix in self._prefix_of.items():
+            optimizer = torch.optim.SGD(root.parameters(), lr=0.0)
+            for parameter in root.parameters():
+                value = read(parameter)
+                if value is not None:
+                    optimizer.state[parameter]["value"] = value.detach().clone()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it warns that it will be replaced some day
+                state_dict = FullyShardedDataParallel.full_optim_state_dict(root, optimizer, rank0_only=False)
+            for name, state in state_dict["state"].items():
+                if "value" in state:
+                    found[plain_name(prefix + name, self._names)] = whole(state["value"])
+        return found
+
+
+def _roots(
+    model: nn.Module, made: Sequence[FullyShardedDataParallel]
+) -> Iterator[tuple[FullyShardedDataParallel, str]]:
+    """FSDP1 modules that lie in no other one, and where they lie in the model."""
+    name_of = {module: name for name, module in model.named_modules()}
+    each = dict.fromkeys([*made, *(m for m in name_of if isinstance(m, FullyShardedDataParallel))])
+    for root in each:
+        if not any(root is not other and root in set(other.modules()) for other in each):
+            if root in name_of:
+                yield root, f"{name_of[root]}." if name_of[root] else ""
+            elif root.module is model:
+                yield root, ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a parameter's gradient."""
+
+    gradient: Tensor | None
+    """None where it holds nothing."""
+    dim: int = 0
+    rows: Tensor | None = None
+    """Along `dim`, where it holds not all of them: int64, one for each of its own rows."""
+
+
+def share_of(gradient: Tensor, weight: Tensor | None, whole: Tensor) -> Share | None:
+    """The rank's share of a parameter; None where its gradient is no part of one.
+
+    Args:
+        gradient: of what the rank holds: [R, C] of a parameter [N, C], for example.
+        weight: the parameter's values that the rank holds, in the gradient's shape.
+        whole: all values of the parameter.
+    """
+    if gradient.shape == whole.shape:
+        return Share(gradient)
+    if weight is None or weight.shape != gradient.shape or weight.dim() != whole.dim():
+        return None
+    other = [dim for dim in range(whole.dim()) if weight.size(dim) != whole.size(dim)]
+    if len(other) != 1:
+        return None
+    mine, all_ = (each.movedim(other[0], 0).reshape(each.size(other[0]), -1) for each in (weight, whole))
+    is_same = (mine[:, None] == all_).all(-1)  # [rows of the rank, rows of the whole]
+    if not bool((is_same.sum(1) == 1).all()):
+        return None
+    return Share(gradient, other[0], is_same.int().argmax(1))
+
+
+def join_shares(shape: MeshShape, shares: Sequence[Share], whole: Tensor) -> tuple[Tensor, ...] | None:
+    """Every rank's gradient in the shape of `whole`, with the shares of ranks that differ along the fewest axes.
+
+    None where shares overlap, or leave something out. What a rank lacks altogether is not taken from another data
+    rank.
+    """
+    axes = [axis for axis, degree in shape.degrees if degree > 1]
+    if any(share.gradient is None for share in shares):
+        axes = [axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES]
+    for count in range(len(axes) + 1):
+        for some in itertools.combinations(axes, count):
+            joined: dict[int, Tensor] = {}
+            for ranks in shape.groups(some):
+                together = _join_group([shares[rank] for rank in ranks], whole)
+                if together is None:
+                    break
+                joined |= dict(zip(ranks, together, strict=True))
+            else:
+                return tuple(joined[rank] for rank in range(shape.world_size))
+    return None
+
+
+def _join_group(shares: Sequence[Share], whole: Tensor) -> list[Tensor] | None:
+    complete = [share.gradient for share in shares if share.gradient is not None and share.rows is None]
+    slices = [share for share in shares if share.rows is not None]
+    if complete:
+        if slices:
+            return None
+        return [complete[0] if share.gradient is None else share.gradient for share in shares]
+    if not slices or len({share.dim for share in slices}) > 1:
+        return None
+    dim = slices[0].dim
+    rows = torch.cat([share.rows for share in slices if share.rows is not None])
+    if rows.sort().values.tolist() != list(range(whole.size(dim))):
+        return None
+    joined = torch.empty_like(whole)
+    for share in slices:
+        assert share.rows is not None and share.gradient is not None
+        joined.index_copy_(dim, share.rows, share.gradient)
+    return [joined] * len(shares)

@@ -1,48 +1,61 @@
-"""What was verified and found, as text and for JSON."""
+"""What was verified and found: as text, for JSON, and as a JUnit report for CI servers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
-from opensora_accel.verify.findings import Finding, join, list_names
-from opensora_accel.verify.fit import Samples, magnitude
-from opensora_accel.verify.results import MeshResult
-from opensora_accel.verify.view import View
+from opensora_accel.verify.causes import Cause
+from opensora_accel.verify.explain import Explanation, explain, join_words, list_names
+from opensora_accel.verify.fit import Samples
+from opensora_accel.verify.results import MeshResult, Results
 
-_BESIDE = {
+_BESIDE_GRADIENTS = {
     "inputs": "the samples that ranks were given do not prove the average between them",
     "clipping": "not what is left of it after clipping",
     "optimizer": "the optimizer does not train them all",
     "outside": "not all that is trained was compared",
     "result": "not what the step returns or hands upstream",
 }
-"""What may be wrong beside gradients, by the kind of finding, in words for the verdict."""
+"""What may be wrong beside gradients, by the kind of cause, in words for the verdict."""
+_NOT_XML = re.compile(r"(\x1b\[[0-9;]*m)|[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
+"""Colours of a terminal, and characters that XML 1.0 has not."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
-    """`ok`, findings (root causes first), and every mesh's figures."""
+    """`ok`, what is wrong (root causes first), and every mesh's figures. It prints itself."""
 
-    results: Sequence[MeshResult]
-    findings: Sequence[Finding]
+    all_results: Results
+    causes: Sequence[Cause]
     seconds: float
-    seeded: Sequence[str] = ()
+    unproven_seeds: Sequence[str] = ()
     """Default generators whose seed counts, which the step left to others."""
 
     @property
     def ok(self) -> bool:
-        return not self.findings
+        return not self.causes
+
+    @property
+    def results(self) -> Sequence[MeshResult]:
+        return self.all_results.meshes
+
+    @cached_property
+    def findings(self) -> list[Explanation]:
+        """The causes in words."""
+        return [explain(cause) for cause in self.causes]
 
     @property
     def notes(self) -> list[str]:
         """What a reader should know of the proof: what was changed for it, and what it does not cover."""
-        first = self.results[0].expected.turns[0]
-        notes = list(first.notes)
+        notes = list(self.all_results.expected.first.notes)
         unproven = self.unproven()
         if unproven:
             notes.append(
@@ -52,129 +65,138 @@ class Report:
         tied = self._tied_axes()
         if tied:
             notes.append(
-                f"the degrees of {join(tied)} go together on these meshes: which of them a factor belongs to cannot be "
-                "told; add meshes on which each is alone"
+                f"the degrees of {join_words(tied)} go together on these meshes: which of them a factor belongs to "
+                "cannot be told; add meshes on which each is alone"
             )
-        idle = [name for name, gradient in self.results[0].expected.gradients.items() if gradient is None]
+        gradients = self.all_results.expected.gradients
+        idle = [name for name, gradient in gradients.items() if gradient is None]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
         return notes
 
-    def _tied_axes(self) -> list[str]:
-        """Axes whose powers these meshes cannot tell apart."""
-        axes = list(
-            dict.fromkeys(axis for result in self.results for axis, n in result.shape.degrees if n > 1)
-        )
-        rows = [[math.log(result.shape.degree(axis)) for axis in axes] for result in self.results]
-        rank = int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64)))
-        return axes if rank < len(axes) else []
-
     def unproven(self) -> list[str]:
-        expected, floor = self.results[0].expected.gradients, self.results[0].expected.floor
-        return [
-            name
-            for name, gradient in expected.items()
-            if gradient is not None and magnitude(gradient) <= floor
-        ]
+        """Parameters whose gradient is too small to be compared."""
+        return self.all_results.expected.unprovable
+
+    def _tied_axes(self) -> Sequence[str]:
+        """Axes whose powers these meshes cannot tell apart."""
+        axes = self.all_results.axes
+        rows = [[math.log(mesh.shape.degree(axis)) for axis in axes] for mesh in self.results]
+        return (
+            axes if int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64))) < len(axes) else ()
+        )
+
+    def verdict(self) -> str:
+        """In one sentence."""
+        if self.ok:
+            return f"the gradients are those of a single device{self._assumption()}"
+        kinds = {cause.kind for cause in self.causes}
+        num_failed = sum(bool(mesh.errors) for mesh in self.results)
+        if kinds == {"failure"} and num_failed < len(self.results):
+            return (
+                f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
+                "of a single device"
+            )
+        if not kinds <= set(_BESIDE_GRADIENTS):
+            return "the gradients are NOT those of a single device"
+        but = join_words([words for kind, words in _BESIDE_GRADIENTS.items() if kind in kinds])
+        return f"every gradient that was compared is that of a single device, but {but}"
+
+    def _assumption(self) -> str:
+        """What the proof took for granted: how generators are seeded that the step only draws from."""
+        if not self.unproven_seeds:
+            return ""
+        return (
+            f", if the loop seeds the default generator of {join_words(self.unproven_seeds)} by the data rank: what "
+            "the step draws from it counts, and here it was seeded so; ranks that share a sample and are seeded by "
+            "their rank draw different noise"
+        )
 
     def __str__(self) -> str:
-        gradients = self.results[0].expected.gradients
+        num_parameters, num_meshes = len(self.all_results.names), len(self.results)
         lines = [
-            f"verified in fp64: {len(gradients)} parameters on {len(self.results)} meshes, {self.seconds:.1f} s"
+            f"verified in fp64: {num_parameters} parameters on {num_meshes} meshes, {self.seconds:.1f} s"
         ]
-        view = View(self.results)
-        width = max(len(str(result.shape)) for result in self.results)
-        for result in self.results:
-            lines.append(
-                f"  {'✓' if _is_right(result, view) else '✗'} {result.shape!s:{width}}  {_describe(result)}"
-            )
+        width = max(len(str(mesh.shape)) for mesh in self.results)
+        for mesh in self.results:
+            mark = "✓" if self.all_results.is_right(mesh) else "✗"
+            lines.append(f"  {mark} {mesh.shape!s:{width}}  {_describe(mesh)}")
         if self.findings:
             lines.append("")
             for number, finding in enumerate(self.findings, 1):
                 lines += [f"{number}. {finding.what}", f"   {finding.remedy}"]
         if self.notes:
-            lines.append("")
-            lines += [f"note: {note}" for note in self.notes]
+            lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join([*lines, "", self.verdict()])
-
-    def verdict(self) -> str:
-        """In one sentence."""
-        if not self.findings:
-            return f"the gradients are those of a single device{self._assumption()}"
-        kinds = {finding.kind for finding in self.findings}
-        failed = [result for result in self.results if result.errors]
-        if kinds == {"failure"} and len(failed) < len(self.results):
-            return (
-                f"the step fails on {len(failed)} of {len(self.results)} meshes; on the others the gradients are those "
-                "of a single device"
-            )
-        if not kinds <= set(_BESIDE):
-            return "the gradients are NOT those of a single device"
-        but = join([words for kind, words in _BESIDE.items() if kind in kinds])
-        return f"every gradient that was compared is that of a single device, but {but}"
-
-    def _assumption(self) -> str:
-        """What the proof took for granted: how generators are seeded that the step only draws from."""
-        if not self.seeded:
-            return ""
-        return (
-            f", if the loop seeds the default generator of {join(self.seeded)} by the data rank: what the step draws "
-            "from it counts, and here it was seeded so; ranks that share a sample and are seeded by their rank draw "
-            "different noise"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: infinite errors are null."""
-        view = View(self.results)
         return {
             "ok": self.ok,
             "verdict": self.verdict(),
-            "seeded": list(self.seeded),
+            "seeded": list(self.unproven_seeds),
             "seconds": self.seconds,
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": self.notes,
             "unproven": self.unproven(),
             "meshes": [
                 {
-                    "mesh": str(result.shape),
-                    "degrees": dict(result.shape.degrees),
-                    "ok": _is_right(result, view),
-                    "seconds": result.seconds,
-                    "errors": {str(rank): text for rank, text in result.errors.items()},
-                    "parameters": _errors(result.parameters()),
-                    "inputs": _errors(result.inputs()) if result.observations else {},
-                    "results": _errors(view.scalars(result)),
+                    "mesh": str(mesh.shape),
+                    "degrees": dict(mesh.shape.degrees),
+                    "ok": self.all_results.is_right(mesh),
+                    "seconds": mesh.seconds,
+                    "errors": {str(rank): text for rank, text in mesh.errors.items()},
+                    "parameters": _errors(mesh.parameters()),
+                    "inputs": _errors(mesh.inputs()),
+                    "results": _errors(self.all_results.scalars(mesh)),
                 }
-                for result in self.results
+                for mesh in self.results
             ],
         }
 
-    def findings_of(self, result: MeshResult) -> list[Finding]:
-        """Those that show on this mesh."""
-        return [finding for finding in self.findings if str(result.shape) in finding.meshes]
 
-
-def _is_right(result: MeshResult, view: View) -> bool:
-    if result.errors:
-        return False
-    compared = [result.parameters(), result.inputs(), view.scalars(result)]
-    return not result.one_sided() and all(each.is_right for samples in compared for each in samples.values())
-
-
-def _describe(result: MeshResult) -> str:
-    if result.errors:
-        return f"failed on {len(result.errors)} of {result.shape.world_size} ranks"
-    parameters = result.parameters()
-    wrong = [each for each in parameters.values() if not each.is_right]
+def _describe(mesh: MeshResult) -> str:
+    if mesh.errors:
+        return f"failed on {len(mesh.errors)} of {mesh.shape.world_size} ranks"
+    parameters, inputs = mesh.parameters(), mesh.inputs()
+    num_wrong = sum(not each.is_right for each in parameters.values())
     worst = max((each.error() for each in parameters.values()), default=0.0)
-    count = f"{len(wrong)} of {len(parameters)} wrong" if wrong else f"{len(parameters)} right"
-    inputs = result.inputs()
+    count = f"{num_wrong} of {len(parameters)} wrong" if num_wrong else f"{len(parameters)} right"
     if inputs:
         bad = sum(not each.is_right for each in inputs.values())
         count += f", inputs: {bad} of {len(inputs)} wrong" if bad else f", {len(inputs)} inputs right"
     return f"{count}, largest error {worst:.1e}"
 
 
-def _errors(samples: dict[str, Samples]) -> dict[str, float | None]:
+def _errors(samples: Mapping[str, Samples]) -> dict[str, float | None]:
     errors = {name: each.error() for name, each in samples.items()}
     return {name: error if math.isfinite(error) else None for name, error in errors.items()}
+
+
+def to_junit(report: Report | None, violations: Sequence[str] | None, error: str | None = None) -> str:
+    """JUnit's XML: one test case for each mesh, and one for the communication (`violations` None: not recorded).
+
+    `error`: why nothing, or not all, was compared.
+    """
+    suite = ElementTree.Element("testsuite", name="opensora-accel verify")
+    if report is not None:
+        for mesh in report.results:
+            shown = [str(finding) for finding in report.findings if str(mesh.shape) in finding.meshes]
+            _add_case(suite, f"gradients on {mesh.shape}", mesh.seconds, [*shown, *mesh.errors.values()])
+    if violations is not None:
+        _add_case(suite, "communication", 0.0, violations)
+    if error is not None:
+        _add_case(suite, "verify", 0.0, [error], "error")
+    suite.set("tests", str(len(suite)))
+    suite.set("failures", str(len(suite.findall("testcase/failure"))))
+    suite.set("errors", str(len(suite.findall("testcase/error"))))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+def _add_case(
+    suite: ElementTree.Element, name: str, seconds: float, failures: Sequence[str], kind: str = "failure"
+) -> None:
+    case = ElementTree.SubElement(suite, "testcase", classname="verify", name=name, time=f"{seconds:.3f}")
+    if failures:
+        text = _NOT_XML.sub("", "\n".join(failures))
+        ElementTree.SubElement(case, kind, message=text.splitlines()[0]).text = text

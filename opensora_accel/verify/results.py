@@ -5,29 +5,34 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.clipping import Limits, clipped
+from opensora_accel.verify.causes import Side, Where
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, magnitude
+from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, compose_axes
 from opensora_accel.verify.observe import Observation
-from opensora_accel.verify.parts import Part, part_of, put_together
-from opensora_accel.verify.shapes import PART_AXIS_NAMES, MeshShape
+from opensora_accel.verify.parameters import Share, join_shares, share_of
+from opensora_accel.verify.watch import expected_after_clipping
 
 Reference = Literal["turns", "whole"]
+"""One call of the single device for every data rank in turn, or a single one for the whole batch."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one number of data ranks: the single device's word, by which the ranks are judged."""
+    """What is right for one number of data ranks, by the single device."""
 
     turns: tuple[Observation, ...]
-    """One call for every data rank in turn, or a single one for the whole batch."""
+
+    @property
+    def first(self) -> Observation:
+        return self.turns[0]
 
     @cached_property
     def gradients(self) -> dict[str, Tensor | None]:
@@ -37,154 +42,112 @@ class Expected:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The mean of what all turns tell."""
-        names = [name for name in self.turns[0].scalars if all(name in turn.scalars for turn in self.turns)]
+        """The mean of what all turns returned."""
+        names = [name for name in self.first.scalars if all(name in turn.scalars for turn in self.turns)]
         return {name: statistics.fmean(turn.scalars[name] for turn in self.turns) for name in names}
 
     @cached_property
     def norms(self) -> list[float]:
-        """Of all gradients together."""
+        """The 2-norm and the largest element of all gradients together."""
         all_ = torch.cat([gradient.flatten() for gradient in self.gradients.values() if gradient is not None])
         return [torch.linalg.vector_norm(all_, order).item() for order in (2, float("inf"))]
-
-    @property
-    def weights(self) -> dict[str, str]:
-        return self.turns[0].weights
-
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """The parameters themselves."""
-        return self.turns[0].values
-
-    @property
-    def outside(self) -> list[str]:
-        return self.turns[0].outside
-
-    @property
-    def limits(self) -> Limits:
-        """By which the single device clips."""
-        return {(clip.how, name): clip.limit for clip in self.turns[0].clips for name in clip.names}
-
-    @property
-    def backward_order(self) -> list[str]:
-        return self.turns[0].backward_order
 
     @cached_property
     def floor(self) -> float:
         """Magnitude under which a gradient is rounding errors."""
         return NEGLIGIBLE * max((magnitude(g) for g in self.gradients.values() if g is not None), default=0.0)
 
-
-def _number(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
-
-
-def _hypot(numbers: Sequence[float]) -> float:
-    return math.hypot(*numbers)
-
-
-def _is_same(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=TOLERANCE)
+    @property
+    def unprovable(self) -> list[str]:
+        """Parameters whose gradient is too small on the single device to be compared."""
+        return [
+            n
+            for n, gradient in self.gradients.items()
+            if gradient is not None and magnitude(gradient) <= self.floor
+        ]
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """[data ranks, …], or flat where their batches differ in size."""
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return torch.stack(list(tensors))
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _mean(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    present = [tensor for tensor in tensors if tensor is not None]
-    if not present:
-        return None
-    return torch.stack(present).sum(0) / len(tensors)
-
-
-@dataclass
+@dataclass(frozen=True)
 class MeshResult:
     """One mesh. `observations` are in rank order, and empty where a rank failed (`errors` by rank)."""
 
     shape: MeshShape
     expected: Expected
-    observations: list[Observation] = field(default_factory=list)
-    errors: dict[int, str] = field(default_factory=dict)
+    observations: Sequence[Observation] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     def parameters(self) -> dict[str, Samples]:
         """Gradients that both sides have."""
-        floor = self.expected.floor
         found = {}
         for name, expected in self.expected.gradients.items():
             gradients = None if expected is None else self._gradients(name)
             if expected is not None and gradients is not None:
-                found[name] = Samples(self.shape, gradients, expected, floor)
+                found[name] = Samples(self.shape, gradients, expected, self.expected.floor)
         return found
 
     def _gradients(self, name: str) -> tuple[Tensor, ...] | None:
-        """Of every rank, whole, where together they have all of it."""
+        """Every rank's, in the shape of the single device's; None where together the ranks do not have all of it."""
         own = [each.gradients.get(name) for each in self.observations]
         expected = self.expected.gradients.get(name)
-        whole = self.expected.values.get(name)
+        values = self.expected.first.values.get(name)
         present = tuple(gradient for gradient in own if gradient is not None)
-        is_whole = len(present) == len(own)
+        is_on_all = len(present) == len(own)
         if not own or (
-            is_whole and (expected is None or all(each.shape == expected.shape for each in present))
+            is_on_all and (expected is None or all(each.shape == expected.shape for each in present))
         ):
             return present or None
-        parts = [
-            (Part(None) if self._may_have_none(each, name) else None)
-            if gradient is None
-            else None
-            if whole is None
-            else part_of(gradient, each.values.get(name), whole)
-            for each, gradient in zip(self.observations, own, strict=True)
-        ]
-        known = [part for part in parts if part is not None]
-        together = None
-        if whole is not None and len(known) == len(parts):
-            together = put_together(self.shape, known, whole)
-        return present if together is None and is_whole else together
+        joined = None
+        if values is not None:
+            shares = [self._share(name, rank, gradient, values) for rank, gradient in enumerate(own)]
+            known = [share for share in shares if share is not None]
+            if len(known) == len(shares):
+                joined = join_shares(self.shape, known, values)
+        return present if joined is None and is_on_all else joined
 
-    def _may_have_none(self, observation: Observation, name: str) -> bool:
-        """Whether a rank need not have this gradient: without the parameter, or beside other stages and experts."""
-        return name not in observation.weights or any(self.shape.degree(axis) > 1 for axis in PART_AXIS_NAMES)
+    def _share(self, name: str, rank: int, gradient: Tensor | None, values: Tensor) -> Share | None:
+        seen = self.observations[rank]
+        if gradient is not None:
+            return share_of(gradient, seen.values.get(name), values)
+        # A rank need not have the gradient of what it has no parameter of, or of another stage or expert.
+        has_parts = any(self.shape.degree(axis) > 1 for axis in PART_AXIS_NAMES)
+        return Share(None) if name not in seen.weights or has_parts else None
 
     def clipped(self) -> dict[str, Samples]:
-        """Gradients after the step has clipped them, beside those of one device, clipped as a whole."""
+        """Gradients after the step has clipped them, beside those of the single device, clipped as a whole."""
         clips = next((each.clips for each in self.observations if each.clips), None)
         if clips is None:
             return {}
-        answers = clipped(clips, self.expected.gradients, self.expected.limits)
-        found: list[dict[str, Samples]] = []
-        for answer in answers:
-            gradients = {
-                n: self._tensors(each.clipped.get(n, each.gradients.get(n)) for each in self.observations)
-                for n in answer
-            }
-            found.append(
-                {n: Samples(self.shape, g, answer[n], self.expected.floor) for n, g in gradients.items() if g}
-            )
-        return min(found, key=lambda samples: sum(not each.is_right for each in samples.values()))
+        limits = {(clip.how, name): clip.limit for clip in self.expected.first.clips for name in clip.names}
+        candidates: list[dict[str, Samples]] = []
+        for right in expected_after_clipping(clips, self.expected.gradients, limits):
+            found = {}
+            for name, expected in right.items():
+                gradients = _all(
+                    each.clipped.get(name, each.gradients.get(name)) for each in self.observations
+                )
+                if gradients:
+                    found[name] = Samples(self.shape, gradients, expected, self.expected.floor)
+            candidates.append(found)
+        return min(candidates, key=lambda samples: sum(not each.is_right for each in samples.values()))
 
-    def one_sided(self) -> dict[str, str]:
-        """Parameters that have a gradient on one side only, with a word on where."""
-        found: dict[str, str] = {}
+    def one_sided(self) -> dict[str, Side]:
+        """Parameters that have a gradient on one side only, with the ranks that have one."""
+        found: dict[str, Side] = {}
         everywhere = [self.expected.gradients, *(each.gradients for each in self.observations)]
         for name in dict.fromkeys(name for gradients in everywhere for name in gradients):
-            expected = self.expected.gradients.get(name)
             has = [each.gradients.get(name) is not None for each in self.observations]
-            if expected is not None and not all(has):
-                if not any(has):
-                    found[name] = "none"
-                elif self._gradients(name) is None:
-                    found[name] = "some ranks only"
-            elif expected is None and any(has):
-                found[name] = "only in parallel"
+            if self.expected.gradients.get(name) is None:
+                if any(has):
+                    found[name] = "only in parallel"
+            elif not any(has):
+                found[name] = "none"
+            elif not all(has) and self._gradients(name) is None:
+                found[name] = "some ranks only"
         return found
 
     def scalars(self, of_parts: Collection[str] = ()) -> dict[str, Samples]:
-        """Of what the step returned: the mean over all ranks; right where ranks tell `of_parts`."""
+        """What the step returned: the mean over all ranks; right where the ranks' numbers are `of_parts`."""
         found = {}
         for name, value in self.expected.scalars.items():
             values = [each.scalars[name] for each in self.observations if name in each.scalars]
@@ -194,31 +157,30 @@ class MeshResult:
         return found
 
     def are_parts(self, name: str) -> bool:
-        """Whether what ranks returned as `name` stands for the single device's.
+        """Whether what ranks returned as `name` stands for the single device's number.
 
-        Ranks may tell of the tokens, or of the shard, that they hold: numbers that differ between them, and whose sum,
-        largest or root of squares over some axes is the single device's. And a norm of gradients is that of the mean
-        of its turns, which is no mean of their norms.
+        Ranks may return numbers of the tokens, or of the shard, that they hold. These differ between ranks, and their
+        sum, largest or root of squares over some axes is the single device's. And a norm of gradients is that of the
+        mean of the turns, which is no mean of their norms.
         """
         values = [each.scalars[name] for each in self.observations if name in each.scalars]
         value = self.expected.scalars.get(name)
         if value is None or not values:
             return True
-        answers = [value, *(self.expected.norms if len(self.expected.turns) > 1 else ())]
-        told = [
-            statistics.fmean(values),
-            *(self._sums(values) if len(values) == self.shape.world_size else ()),
-        ]
-        return any(_is_same(of, answer) for of, answer in itertools.product(told, answers))
+        right = [value, *(self.expected.norms if len(self.expected.turns) > 1 else ())]
+        found = [statistics.fmean(values)]
+        if len(values) == self.shape.world_size:
+            found += self._combinations(values)
+        return any(_is_same(one, other) for one, other in itertools.product(found, right))
 
-    def _sums(self, values: Sequence[float]) -> Iterator[float]:
-        """Numbers of parts, put together in every way; nothing where ranks tell one and the same."""
+    def _combinations(self, values: Sequence[float]) -> Iterator[float]:
+        """The ranks' numbers put together in every way; nothing where all return the same one."""
         axes = [axis for axis, degree in self.shape.degrees if degree > 1]
         for count in range(1, len(axes) + 1):
             for some in itertools.combinations(axes, count):
                 groups = [[values[rank] for rank in ranks] for ranks in self.shape.groups(some)]
                 if not all(_is_same(each, group[0]) for group in groups for each in group):
-                    for combine in (sum, max, min, _hypot):
+                    for combine in (sum, max, min, _root_of_squares):
                         yield statistics.fmean(combine(group) for group in groups)
 
     def inputs(self) -> dict[str, Samples]:
@@ -229,41 +191,111 @@ class MeshResult:
         that differs from the single device's, has none here.
         """
         found: dict[str, Samples] = {}
-        if len(self.expected.turns) != self.shape.data_size:
+        if len(self.expected.turns) != self.shape.data_size or not self.observations:
             return found
-        names = self.observations[0].input_gradients if self.observations else {}
-        for name in names:
-            means, expected = [], []
-            for data_rank, turn in enumerate(self.expected.turns):
-                ranks = [self.observations[r] for r in self.sharing(data_rank)]
-                same = all(
-                    name in each.inputs
-                    and torch.equal(each.inputs[name], turn.inputs.get(name, torch.empty(0)))
-                    for each in ranks
-                )
-                gradients = self._tensors(each.input_gradients.get(name) for each in ranks)
-                if not same or gradients is None or name not in turn.input_gradients:
-                    break
-                means.append(torch.stack(gradients).mean(0))
-                expected.append(turn.input_gradients[name])
-            else:
-                (joined, whole), floor = (_joined(each) for each in (means, expected)), self._input_floor()
-                mean = Samples(self.shape, (joined,), whole, floor)
-                num_sharing = self.shape.world_size // self.shape.data_size
-                total = Samples(self.shape, (joined * num_sharing,), whole, floor)
+        all_gradients = [g for turn in self.expected.turns for g in turn.input_gradients.values()]
+        floor = NEGLIGIBLE * max((magnitude(gradient) for gradient in all_gradients), default=0.0)
+        num_sharing = self.shape.world_size // self.shape.data_size
+        for name in self.observations[0].input_gradients:
+            means = [self._mean_of_input(name, data_rank) for data_rank in range(self.shape.data_size)]
+            present = [each for each in means if each is not None]
+            if len(present) == len(means):
+                joined = _join(present)
+                expected = _join([turn.input_gradients[name] for turn in self.expected.turns])
+                mean = Samples(self.shape, (joined,), expected, floor)
+                total = replace(mean, found=(joined * num_sharing,))
                 found[name] = total if total.is_right else mean
         return found
 
-    def _input_floor(self) -> float:
-        gradients = [g for turn in self.expected.turns for g in turn.input_gradients.values()]
-        return NEGLIGIBLE * max(magnitude(gradient) for gradient in gradients)
+    def _mean_of_input(self, name: str, data_rank: int) -> Tensor | None:
+        turn = self.expected.turns[data_rank]
+        ranks = [self.observations[rank] for rank in self.shape.ranks_of(data_rank)]
+        given = turn.inputs.get(name)
+        gradients = _all(each.input_gradients.get(name) for each in ranks)
+        if given is None or gradients is None or name not in turn.input_gradients:
+            return None
+        if any(name not in each.inputs or not torch.equal(each.inputs[name], given) for each in ranks):
+            return None
+        return torch.stack(gradients).mean(0)
 
-    def sharing(self, data_rank: int) -> list[int]:
-        """The ranks that share the samples of a data rank."""
-        return [r for r in range(self.shape.world_size) if self.shape.data_rank(r) == data_rank]
 
-    @staticmethod
-    def _tensors(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
-        listed = list(tensors)
-        present = tuple(tensor for tensor in listed if tensor is not None)
-        return present if listed and len(present) == len(listed) else None
+def _number(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+def _root_of_squares(numbers: Sequence[float]) -> float:
+    return math.hypot(*numbers)
+
+
+def _is_same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=TOLERANCE)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """[data ranks, …], or flat where their batches differ in size."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _mean(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present).sum(0) / len(tensors) if present else None
+
+
+def _all(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
+    """The tensors, or None where one is missing or there are none."""
+    listed = list(tensors)
+    present = tuple(tensor for tensor in listed if tensor is not None)
+    return present if listed and len(present) == len(listed) else None
+
+
+class Results:
+    """Every mesh's result, and what is asked of all of them together."""
+
+    def __init__(self, meshes: Sequence[MeshResult]):
+        self.meshes = list(meshes)
+        self.ran = [each for each in meshes if each.observations]
+        """Meshes on which the step ran to its end."""
+        self.expected = meshes[0].expected
+        shapes = [each.shape for each in meshes]
+        axes = dict.fromkeys(axis for shape in shapes for axis in shape.axes)
+        self.axes = tuple(axis for axis in axes if any(shape.degree(axis) > 1 for shape in shapes))
+        """Axes of more than one rank on some mesh."""
+        self.data_axes = shapes[0].data_axes
+        self.names = list(self.expected.gradients)
+        self.weight_names = list(self.expected.first.weights)
+
+    @cached_property
+    def wrong(self) -> dict[str, list[Samples]]:
+        """Parameters that are wrong on some mesh, with their samples on all meshes."""
+        found = [each.parameters() for each in self.ran]
+        by_name = {name: [samples[name] for samples in found if name in samples] for name in self.names}
+        return {name: each for name, each in by_name.items() if any(not s.is_right for s in each)}
+
+    @cached_property
+    def _of_parts(self) -> set[str]:
+        """Numbers that ranks return of their parts, on all meshes."""
+        return {name for name in self.expected.scalars if all(each.are_parts(name) for each in self.ran)}
+
+    def scalars(self, mesh: MeshResult) -> dict[str, Samples]:
+        """What the step returned on a mesh."""
+        return mesh.scalars(self._of_parts)
+
+    def is_right(self, mesh: MeshResult) -> bool:
+        if mesh.errors or mesh.one_sided():
+            return False
+        compared = [mesh.parameters(), mesh.inputs(), self.scalars(mesh)]
+        return all(each.is_right for samples in compared for each in samples.values())
+
+    def where(self, bad: Iterable[MeshShape], among: Sequence[MeshResult] | None = None) -> Where:
+        """What the meshes that show an error have in common; `among`: all that could."""
+        shapes = [each.shape for each in (self.ran if among is None else among)]
+        listed = list(dict.fromkeys(bad))
+        found = Where.of(listed, [shape for shape in shapes if shape not in listed], self.axes)
+        return replace(found, axes=compose_axes(found.axes, self.axes), members=found.axes)
+
+
+def wrong_shapes(wrong: Mapping[str, Sequence[Samples]]) -> list[MeshShape]:
+    """Meshes on which any of the parameters is wrong."""
+    return list(dict.fromkeys(s.shape for samples in wrong.values() for s in samples if not s.is_right))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from opensora_accel.verify.flash_attn import flash_attn_stand_in
+from opensora_accel.verify.on_cpu import flash_attn_stand_in
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,54 @@
-"""The step on every mesh, beside the step on one device."""
+"""The step on every mesh, beside the step on one device.
+
+A parallel step is right where its gradients are those of one device, whatever it does to get them. So the verifier
+asks the step itself: it runs on small meshes of gloo processes and on one process, in fp64, where right and wrong are
+1e-13 and 1e-8 apart, with the same weights and samples. Everything else is to name what is wrong:
+
+    1. one device      every data rank's batch in turn; their mean gradient is what is right
+    2. every mesh      what each rank found: gradients, weights, inputs, what it returned
+    3. diagnose        a factor or a sum that makes all meshes right?
+    4. look closer     only at what that leaves unexplained, on the smallest wrong mesh: which module's forward is
+                       wrong first, and by which factor each rank's contribution alone is off
+    5. another seed    only where all is right: would it still be, had the loop seeded otherwise?
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opensora_accel.plan import MESH_AXES, Plan
-from opensora_accel.verify.diagnose import Diagnosis, Shares
-from opensora_accel.verify.findings import list_names
+from opensora_accel import parallel_states
+from opensora_accel.plan import Plan
+from opensora_accel.verify.causes import Origin
+from opensora_accel.verify.diagnose import (
+    GradientFits,
+    Shares,
+    diagnose,
+    find_slices,
+    find_unlike_starts,
+    first_wrong,
+    fit_gradients,
+)
+from opensora_accel.verify.explain import list_names
 from opensora_accel.verify.fit import are_equal, are_factors, fit_ranks
-from opensora_accel.verify.gradients import first_wrong
+from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
-from opensora_accel.verify.results import Expected, MeshResult, Reference
-from opensora_accel.verify.run import ModelFn, Run, Step
-from opensora_accel.verify.shapes import MeshShape, meshes_of
-from opensora_accel.verify.trace import Origin, find_origin
+from opensora_accel.verify.results import Expected, MeshResult, Reference, Results, wrong_shapes
+from opensora_accel.verify.trace import Turn, find_origin
 
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one of them failed."""
 
 _INSISTS = re.compile(r"cuda|\bgpu\b|float32|fp32|float16|bfloat16|\bhalf\b|\bdtype\b|triton", re.IGNORECASE)
-"""What a model speaks of that runs in one type or on one device only."""
+"""What a model's error speaks of that runs in one type or on one device only."""
 
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
@@ -68,14 +88,19 @@ def verify(
         preload: modules that the processes import once for all.
         on_progress: called with what runs now, how many parts are done, and how many there are.
 
-    Raises ValueError for meshes that cannot be, functions that cannot be sent, a step that fails on one device.
+    Raises:
+        ValueError: meshes that cannot be, functions that cannot be sent, a step that fails on one device.
     """
     shapes = _shapes(meshes, data_axes)
     if reference not in ("turns", "whole"):
         raise ValueError(f'reference must be "turns" or "whole"; got {reference!r}')
-    verification = _Verification(step, model_fn, reference, seed, on_progress, len(shapes))
-    with _pool(pool, shapes, timeout_s, preload) as ranks:
-        return verification.run(ranks, shapes)
+    with contextlib.ExitStack() as stack:
+        if pool is None:
+            size = max(shape.world_size for shape in shapes)
+            pool = stack.enter_context(RankPool(size, preload=preload))
+        stack.enter_context(pool.patience(timeout_s, _GRACE_S))
+        runner = _Runner(pool, step, model_fn, reference, seed)
+        return _verify(runner, shapes, on_progress or (lambda *_: None))
 
 
 def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
@@ -97,94 +122,52 @@ def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
     return shapes
 
 
-@contextlib.contextmanager
-def _pool(
-    pool: RankPool | None, shapes: Sequence[MeshShape], timeout_s: float, preload: Sequence[str]
-) -> Iterator[RankPool]:
-    with contextlib.ExitStack() as stack:
-        if pool is None:
-            size = max(shape.world_size for shape in shapes)
-            pool = stack.enter_context(RankPool(size, preload=preload))
-        stack.enter_context(pool.patience(timeout_s, _GRACE_S))
-        yield pool
-
-
-class _Verification:
-    def __init__(
-        self,
-        step: Step,
-        model_fn: ModelFn | None,
-        reference: Reference,
-        seed: int,
-        on_progress: Callable[[str, int, int], None] | None,
-        num_meshes: int,
+def _verify(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int, int], None]) -> Report:
+    started, total = time.perf_counter(), len(shapes)
+    say("one device", 0, total)
+    # Before anything parallel: what a step patches in its process would reach the single device too.
+    expected = [runner.on_one_device(shape) for shape in shapes]
+    meshes: list[MeshResult] = []
+    for shape, right in zip(shapes, expected, strict=True):
+        say(str(shape), len(meshes), total)
+        meshes.append(runner.on_mesh(shape, right))
+    results = Results(meshes)
+    fits = fit_gradients(results)
+    origin, shares = None, None
+    if fits.unexplained:
+        bad = wrong_shapes(fits.unexplained)
+        smallest = min((m for m in results.ran if m.shape in bad), key=lambda mesh: mesh.shape.world_size)
+        say("looking for where it comes in", total, total)
+        origin = runner.trace(smallest)
+        if not find_unlike_starts(results, fits, origin):
+            say("looking for factors of single ranks", total, total)
+            shares = find_slices(results, fits) or _measure_shares(runner, results, fits, smallest)
+    causes = diagnose(results, fits, origin=origin, shares=shares)
+    seeds: Sequence[str] = ()
+    if not causes and any(
+        seen.drawn_from for mesh in _meshes_that_share(results) for seen in mesh.observations
     ):
-        self.step, self.model_fn, self.reference, self.seed = step, model_fn, reference, seed
-        self._on_progress = on_progress
-        self._done, self._total = 0, num_meshes
+        say("another seed", total, total)
+        seeds = _seeds_that_count(runner, results)
+    say("done", total, total)
+    return Report(results, causes, time.perf_counter() - started, seeds)
+
+
+class _Runner:
+    """Runs the step in the pool's processes. What the step left patched in a process ends with it."""
+
+    def __init__(self, pool: RankPool, step: Step, model_fn: ModelFn | None, reference: Reference, seed: int):
+        self._pool, self._step, self._model_fn = pool, step, model_fn
+        self._reference, self._seed = reference, seed
         self._expected: dict[tuple[int, str], Expected] = {}
 
-    def run(self, pool: RankPool, shapes: Sequence[MeshShape]) -> Report:
-        started = time.perf_counter()
-        # Before anything parallel: what a step patches in its process would reach the single device too.
-        references = [self._reference(pool, shape) for shape in shapes]
-        results = []
-        for shape, expected in zip(shapes, references, strict=True):
-            self._say(str(shape))
-            results.append(self._mesh(pool, shape, expected))
-            self._done += 1
-        diagnosis, shares, origin = Diagnosis(results), None, None
-        if diagnosis.unexplained:
-            self._say("looking for where it comes in")
-            origin = self._origin(pool, diagnosis)
-            if not diagnosis.causes(origin):
-                self._say("looking for factors of single ranks")
-                shares = diagnosis.slices() or self._shares(pool, diagnosis)
-        findings = diagnosis.findings(shares, origin)
-        seeded = () if findings else self._seeded(pool, results)
-        self._say("done")
-        return Report(results, findings, time.perf_counter() - started, seeded)
-
-    def _say(self, what: str) -> None:
-        if self._on_progress is not None:
-            self._on_progress(what, self._done, self._total)
-
-    def _mesh(self, pool: RankPool, shape: MeshShape, expected: Expected) -> MeshResult:
-        started = time.perf_counter()
-        result = MeshResult(shape, expected)
-        try:
-            result.observations = self._observe(pool, shape)
-        except RankError as error:
-            result.errors = error.errors
-        result.seconds = time.perf_counter() - started
-        return result
-
-    def _observe(
-        self,
-        pool: RankPool,
-        shape: MeshShape,
-        *,
-        weighed: int | None = None,
-        traced: bool = False,
-        reseeded: bool = False,
-    ) -> list[Observation]:
-        """Of every rank. What the step left patched in its processes ends with them."""
-        arguments = (self.step, self.model_fn, shape, self.reference, self.seed, weighed, traced, reseeded)
-        try:
-            found: list[Observation] = pool(shape.world_size, _on_rank, *arguments)
-        except RankError:
-            pool.renew()  # nobody knows what those that did not fail were left with
-            raise
-        if any(each.leaves_patches for each in found):
-            pool.renew()
-        return found
-
-    def _reference(self, pool: RankPool, shape: MeshShape) -> Expected:
-        key = self._num_turns(shape), "" if shape.plan is None else shape.plan.precision
+    def on_one_device(self, shape: MeshShape) -> Expected:
+        """What is right on a mesh; one run serves all meshes with as many data ranks."""
+        precision = "" if shape.plan is None else shape.plan.precision
+        key = self._num_turns(shape), precision
         if key not in self._expected:
-            self._say("one device")
             try:
-                turns = self._turns(pool, shape)
+                turns = self._turns(shape)
             except RankError as error:
                 text = error.errors[0].strip()
                 raise ValueError(
@@ -195,105 +178,144 @@ class _Verification:
         return self._expected[key]
 
     def _num_turns(self, shape: MeshShape) -> int:
-        return shape.data_size if self.reference == "turns" else 1
+        return shape.data_size if self._reference == "turns" else 1
 
-    def _turns(self, pool: RankPool, shape: MeshShape, *, traced: bool = False) -> list[Observation]:
-        """Of the single device."""
-        turns: list[Observation]
-        (turns,) = pool(
-            1,
-            _on_one,
-            self.step,
-            self.model_fn,
-            _single(shape),
+    def _turns(self, shape: MeshShape, *, is_traced: bool = False) -> list[Observation]:
+        one_batch = self._reference == "whole"
+        arguments = (
+            self._step,
+            self._model_fn,
+            shape.alone,
             self._num_turns(shape),
-            self.reference,
-            self.seed,
-            traced,
+            self._seed,
+            one_batch,
+            is_traced,
         )
+        turns: list[Observation]
+        (turns,) = self._pool(1, _observe_turns, *arguments)
         if any(each.leaves_patches for each in turns):
-            pool.renew()
+            self._pool.renew()
         return turns
 
-    def _origin(self, pool: RankPool, diagnosis: Diagnosis) -> Origin | None:
-        """On the smallest mesh that is wrong: the first module whose forward is."""
-        result = diagnosis.smallest_unexplained()
+    def on_mesh(self, shape: MeshShape, expected: Expected, **options: Any) -> MeshResult:
+        """Every rank's observation, or the errors of those that failed; for `options` see `observe`."""
+        started = time.perf_counter()
+        observations: Sequence[Observation] = ()
+        errors: Mapping[int, str] = {}
         try:
-            turns = self._turns(pool, result.shape, traced=True)
-            ranks = self._observe(pool, result.shape, traced=True)
+            observations = self._ranks(shape, **options)
+        except RankError as error:
+            errors = error.errors
+        return MeshResult(shape, expected, observations, errors, time.perf_counter() - started)
+
+    def _ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
+        options = {"one_batch": self._reference == "whole", **options}
+        try:
+            found: list[Observation] = self._pool(
+                shape.world_size, _observe_rank, self._step, self._model_fn, shape, self._seed, options
+            )
+        except RankError:
+            self._pool.renew()  # nobody knows what those that did not fail were left with
+            raise
+        if any(each.leaves_patches for each in found):
+            self._pool.renew()
+        return found
+
+    def trace(self, mesh: MeshResult) -> Origin | None:
+        """The first module whose forward is wrong on the mesh; None where the step does not run again."""
+        shape = mesh.shape
+        try:
+            turns = self._turns(shape, is_traced=True)
+            ranks = self._ranks(shape, is_traced=True)
         except RankError:
             return None
-        groups = [[ranks[r].calls for r in result.sharing(data)] for data in range(result.shape.data_size)]
-        in_turns = len(turns) == len(groups)
-        return find_origin(
-            [turn.calls for turn in turns], [[group] for group in groups] if in_turns else [groups]
-        )
+        groups = [[ranks[rank].calls for rank in shape.ranks_of(data)] for data in range(shape.data_size)]
+        if len(turns) == len(groups):
+            return find_origin([Turn(turn.calls, [group]) for turn, group in zip(turns, groups, strict=True)])
+        return find_origin([Turn(turn.calls, groups) for turn in turns])
 
-    def _shares(self, pool: RankPool, diagnosis: Diagnosis) -> Shares | None:
-        """On the smallest mesh that is wrong: is every rank's contribution multiplied by a factor of its own?"""
-        result = diagnosis.smallest_unexplained()
-        found = result.parameters()
-        wrong = [
-            n for n in diagnosis.unexplained if n in found and not found[n].is_right and found[n].is_provable
-        ]
-        parts = self._contributions(pool, result, wrong)
-        if parts is None:
+
+def _observe_turns(
+    step: Step,
+    model_fn: ModelFn | None,
+    shape: MeshShape,
+    num_turns: int,
+    seed: int,
+    one_batch: bool,
+    is_traced: bool,
+) -> list[Observation]:
+    found = []
+    for turn in range(num_turns):
+        run = Run(shape, 0, turn, num_turns, is_reference=True)
+        found.append(observe(step, model_fn, run, seed, one_batch=one_batch, is_traced=is_traced))
+        parallel_states.reset()  # what the step registered, so that the next turn may register it again
+    return found
+
+
+def _observe_rank(
+    step: Step, model_fn: ModelFn | None, shape: MeshShape, seed: int, options: dict[str, Any]
+) -> Observation:
+    rank = torch.distributed.get_rank()
+    only_rank = options.pop("only_rank", None)
+    if only_rank is not None:
+        options["output_weight"] = float(rank == only_rank)
+    return observe(step, model_fn, Run(shape, rank, shape.data_rank(rank), shape.data_size), seed, **options)
+
+
+def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh: MeshResult) -> Shares | None:
+    """By which factor each rank's contribution alone is off, if these factors explain a gradient."""
+    found = mesh.parameters()
+    wrong = [
+        name
+        for name in fits.unexplained
+        if name in found and found[name].is_provable and not found[name].is_right
+    ]
+    contributions: list[dict[str, Tensor]] = []
+    for rank in range(mesh.shape.world_size):
+        alone = runner.on_mesh(mesh.shape, mesh.expected, only_rank=rank).parameters()
+        if any(name not in alone for name in wrong):
             return None
-        expected = {n: gradient for n in wrong if (gradient := result.expected.gradients[n]) is not None}
-        for some in filter(None, (wrong, first_wrong(diagnosis.view, wrong))):
-            factors = fit_ranks([[part[n] for n in some] for part in parts], [expected[n] for n in some])
-            if factors is not None and not are_equal(factors):
-                told = [n for n in wrong if are_factors([p[n] for p in parts], factors, expected[n])]
-                return Shares(factors, result.shape, told)
-        return None
+        contributions.append({name: alone[name].found[0] for name in wrong})
+    expected = {name: gradient for name in wrong if (gradient := mesh.expected.gradients[name]) is not None}
+    for some in filter(None, (wrong, first_wrong(results, wrong))):
+        factors = fit_ranks([[each[n] for n in some] for each in contributions], [expected[n] for n in some])
+        if factors is not None and not are_equal(factors):
+            names = [
+                n for n in wrong if are_factors([each[n] for each in contributions], factors, expected[n])
+            ]
+            return Shares(factors, mesh.shape, names)
+    return None
 
-    def _seeded(self, pool: RankPool, results: Sequence[MeshResult]) -> Sequence[str]:
-        """Default generators whose seed changes the gradients of ranks that share a sample."""
-        shared = [each for each in results if each.shape.world_size > each.shape.data_size]
-        drawn = [name for each in shared for seen in each.observations for name in seen.draws]
-        if not drawn:
-            return ()
-        self._say("another seed")
-        result = min(shared, key=lambda each: each.shape.world_size)
-        try:
-            others = self._observe(pool, result.shape, reseeded=True)
-        except RankError:
-            return tuple(dict.fromkeys(drawn))  # collectives of other sizes, for one
-        other = MeshResult(result.shape, result.expected, others)
-        is_same = all(each.is_right for each in other.parameters().values()) and not other.one_sided()
-        return () if is_same else tuple(dict.fromkeys(drawn))
 
-    def _contributions(
-        self, pool: RankPool, result: MeshResult, names: Sequence[str]
-    ) -> list[dict[str, Tensor]] | None:
-        """What the outputs of each rank alone contribute to the gradients called `names`."""
-        parts = []
-        for weighed in range(result.shape.world_size):
-            try:
-                observations = self._observe(pool, result.shape, weighed=weighed)
-            except RankError:
-                return None
-            found = MeshResult(result.shape, result.expected, observations).parameters()
-            if any(name not in found for name in names):
-                return None
-            parts.append({name: found[name].found[0] for name in names})
-        return parts
+def _meshes_that_share(results: Results) -> list[MeshResult]:
+    """Meshes on which several ranks have the same samples."""
+    return [mesh for mesh in results.meshes if mesh.shape.world_size > mesh.shape.data_size]
+
+
+def _seeds_that_count(runner: _Runner, results: Results) -> Sequence[str]:
+    """Default generators whose seed changes the gradients of ranks that share a sample."""
+    shared = _meshes_that_share(results)
+    names = tuple(dict.fromkeys(n for mesh in shared for seen in mesh.observations for n in seen.drawn_from))
+    smallest = min(shared, key=lambda mesh: mesh.shape.world_size)
+    other = runner.on_mesh(smallest.shape, smallest.expected, is_reseeded=True)
+    is_same = not other.errors and not other.one_sided()  # other sizes make collectives fail, for one
+    return () if is_same and all(each.is_right for each in other.parameters().values()) else names
 
 
 def _advice(text: str) -> str:
-    """For a model that insists on a type or a device, as words to append to its traceback."""
+    """For a model that insists on a type or a device, to be appended to its traceback."""
     last = "\n".join(text.splitlines()[-6:])
     if not _INSISTS.search(last):
         return ""
     return (
         "\n\nThe step runs in fp64 on a CPU, and this asks for another type or device. In the step file, exchange what "
         "asks (a kernel, a check: `my_model.attention = plain_attention`) for plain torch; the parallelism is what is "
-        "proven. Of flash_attn there is a stand-in, where the package is not installed."
+        "proven. flash_attn has a stand-in, where the package is not installed."
     )
 
 
 def _check_reference(expected: Expected) -> None:
-    """ValueError where a single device gives nothing to hold a gradient against."""
+    """ValueError where a single device gives nothing to compare a gradient with."""
     gradients = {name: g for name, g in expected.gradients.items() if g is not None}
     infinite = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     if infinite:
@@ -304,59 +326,3 @@ def _check_reference(expected: Expected) -> None:
             "than after an optimizer's step), is the loss a constant? Gradients that lie elsewhere are returned: "
             '{"loss": loss, "gradients": {name: tensor}}'
         )
-
-
-def _single(shape: MeshShape) -> MeshShape:
-    """The mesh's axes with one rank each, and a Plan that does nothing."""
-    plan = None if shape.plan is None else Plan(precision=shape.plan.precision)
-    return replace(shape, degrees=tuple((axis, 1) for axis in shape.axes or MESH_AXES), plan=plan)
-
-
-def _on_one(
-    step: Step,
-    model_fn: ModelFn | None,
-    shape: MeshShape,
-    num_turns: int,
-    reference: Reference,
-    seed: int,
-    traced: bool,
-) -> list[Observation]:
-    runs = [Run(shape, 0, turn, num_turns, is_reference=True) for turn in range(num_turns)]
-    found = []
-    for run in runs:
-        found.append(observe(step, model_fn, run, seed, one_batch=reference == "whole", traced=traced))
-        _forget_groups()
-    return found
-
-
-def _on_rank(
-    step: Step,
-    model_fn: ModelFn | None,
-    shape: MeshShape,
-    reference: Reference,
-    seed: int,
-    weighed: int | None,
-    traced: bool,
-    reseeded: bool,
-) -> Observation:
-    """`weighed`: the one rank whose outputs' gradient counts; None for all. `reseeded`: by the rank, and anew."""
-    rank = torch.distributed.get_rank()
-    weight = None if weighed is None else float(rank == weighed)
-    run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
-    return observe(
-        step,
-        model_fn,
-        run,
-        seed,
-        one_batch=reference == "whole",
-        output_weight=weight,
-        traced=traced,
-        reseeded=reseeded,
-    )
-
-
-def _forget_groups() -> None:
-    """What the step registered, so that the next turn may register it again."""
-    from opensora_accel import parallel_states
-
-    parallel_states.reset()

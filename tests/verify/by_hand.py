@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from opensora_accel import init_parallel
 from opensora_accel.communications import share_sizes
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.run import Run
+from opensora_accel.verify.meshes import Run
 from tests.verify.steps import BATCH, CHANNELS, TOKENS, OneLayer, averaged, draw
 
 Mistake = Literal[

@@ -31,11 +31,12 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.findings import Finding, Kind
+from opensora_accel.verify.causes import Kind
+from opensora_accel.verify.explain import Explanation
+from opensora_accel.verify.meshes import Run
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Reference
-from opensora_accel.verify.run import Run
 from opensora_accel.verify.verify import verify
 from tests.verify.meshes import Meshes
 
@@ -389,7 +390,7 @@ class Mutant:
             pool=pool,
         )
 
-    def is_named_by(self, finding: Finding) -> bool:
+    def is_named_by(self, finding: Explanation) -> bool:
         named = finding.kind, sorted(finding.axes), finding.factor
         return named == (self.kind, sorted(self.axes), self.factor)
 

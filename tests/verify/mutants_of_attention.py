@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opensora_accel.attention import local_attention
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.findings import Kind
+from opensora_accel.verify.causes import Kind
 from tests.verify.by_hand import RingByHand
 from tests.verify.defects import (
     FACTORS,

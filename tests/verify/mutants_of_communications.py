@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.communications import copy_forward_reduce_backward, share_sizes
-from opensora_accel.verify.findings import Kind
+from opensora_accel.verify.causes import Kind
 from tests.verify.defects import (
     FACTORS,
     Collective,

@@ -18,9 +18,9 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from opensora_accel.verify.findings import Kind
+from opensora_accel.verify.causes import Kind
+from opensora_accel.verify.meshes import Run
 from opensora_accel.verify.results import Reference
-from opensora_accel.verify.run import Run
 from tests.verify import corners
 from tests.verify.defects import Mutant
 from tests.verify.loops import Small, split_small

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.parallel_states import get_data_parallel_group, get_mesh, get_parallel_group
-from opensora_accel.verify.findings import Kind
+from opensora_accel.verify.causes import Kind
 from shardformer.policy.wan import WAN
 from tests.verify.defects import (
     FACTORS,

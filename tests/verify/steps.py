@@ -40,7 +40,7 @@ from opensora_accel.communications import (
     split_forward_gather_backward,
 )
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.run import Run
+from opensora_accel.verify.meshes import Run
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
 from tests.verify.defects import Patch
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from opensora_accel.cli import main
-from opensora_accel.verify.junit import to_junit
+from opensora_accel.verify.report import to_junit
 
 GUIDE = Path(__file__).parents[2] / "docs" / "verify.md"
 

@@ -7,7 +7,7 @@ import pytest
 
 from opensora_accel import Plan
 from opensora_accel.verify import verify
-from opensora_accel.verify.junit import to_junit
+from opensora_accel.verify.report import to_junit
 from tests.verify import corners, loops, mutants_of_loops
 
 MESHES = [{"data": d, "sequence": s} for d, s in ((2, 2), (1, 4), (4, 1), (1, 3))]

@@ -1,19 +1,19 @@
-"""Whether the gradient of every parameter is reduced over the axes that it should be."""
+"""Whether the gradient of every parameter is reduced over the axes that it should be, and how often."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from opensora_accel.plan import MIXED_AXES
+from opensora_accel.verify.communication.agreement import Violation, sources_of
 from opensora_accel.verify.communication.groups import group_of, used
 from opensora_accel.verify.communication.record import BACKWARD, FORWARD, Call
-from opensora_accel.verify.communication.recorded import Parameter, RankRecord
-from opensora_accel.verify.communication.violation import Violation, sources_of
-from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.communication.record_step import Parameter, RankRecord
+from opensora_accel.verify.meshes import MeshShape
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 _LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")
-"""Kinds by which no rank learns of the gradients of all others. Any other may be a part of an average by hand."""
+"""Kinds by which no rank gets the gradients of all others. Any other may be a part of an average by hand."""
 _SHOWN = 3
 
 
@@ -136,12 +136,12 @@ def _may_carry(calls: Sequence[Call], sizes: Mapping[str, int], missed: int) -> 
         is_packed = call.phase == BACKWARD and call.num_elements < known
         if is_packed or _is_hook_that_packs(call):
             return True
-        unknown += 0 if call.dtype.startswith("int") else max(0, call.num_elements - known)
+        unknown += max(0, call.num_elements - known) if call.carries_numbers else 0
     return unknown >= missed
 
 
 def _is_hook_that_packs(call: Call) -> bool:
-    """Of DDP's communication hooks all but the default ones send something else than the gradients."""
+    """DDP's communication hooks, but for the default ones, send something else than the gradients."""
     via = call.where.via
     return via.startswith("torch/distributed/algorithms/") and "default_hooks" not in via
 

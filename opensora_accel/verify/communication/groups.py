@@ -1,12 +1,17 @@
-"""The name of a group of ranks: the mesh axes along which they differ."""
+"""The name of a group of ranks: the mesh axes along which they differ.
+
+On ring=2 × ulysses=2 with ranks 0 to 3, the ranks 0 and 2 are ring, 0 and 1 are ulysses, all four are sequence, and 0
+and 3 are no group of the mesh.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from opensora_accel.plan import DATA_AXES, MIXED_AXES, SEQUENCE_AXES
-from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.meshes import MeshShape
 
 SHARD_AXES = MIXED_AXES[1:]
 """Over which FSDP2 shards parameters; they are replicated over dp_replicate."""
@@ -40,10 +45,7 @@ def group_of(ranks: tuple[int, ...], shape: MeshShape) -> Group:
         return Group((), "one rank")
     places = [shape.coordinates(rank) for rank in ranks]
     axes = tuple(axis for axis in shape.axes if len({place[axis] for place in places}) > 1)
-    size = 1
-    for axis in axes:
-        size *= shape.degree(axis)
-    if size != len(ranks):  # ranks are distinct: as many as there are places, is all of them
+    if math.prod(shape.degree(axis) for axis in axes) != len(ranks):
         shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
         return Group(None, f"ranks {shown} (differ along {' and '.join(axes)}, but are not all of them)")
     return Group(axes, name_of(axes, shape))

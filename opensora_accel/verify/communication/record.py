@@ -1,19 +1,24 @@
-"""Every collective that a rank calls, with its group, its bytes and the line that called it."""
+"""Every collective that a rank calls, with its group, its bytes, the line that called it, and the gradients in it.
+
+Which gradients a call carries is followed by storage. With P = 3 ranks of DDP: the gradient of `a.weight` is copied
+into a bucket when autograd reaches the parameter, so the bucket's storage is noted to hold `a.weight`; the all-reduce
+of the bucket then carries `a.weight`. A loop that all-reduces `a.weight.grad` itself needs no such note.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_accel.verify.communication.collectives import NAMESPACES, Traffic, traffic_of
-from opensora_accel.verify.communication.derived import Derived
-from opensora_accel.verify.communication.frames import Where, find_source
+from opensora_accel.verify.communication.call_site import CallSite, find_call_site
+from opensora_accel.verify.communication.operators import NAMESPACES, tensors_in, traffic_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPAQUE = (*NAMESPACES, "aten", "prim", "prims")
@@ -22,6 +27,12 @@ _OPAQUE = (*NAMESPACES, "aten", "prim", "prims")
 FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
 """Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
 averaged by hand stand there, and the forward of a second microbatch."""
+
+_HOLDS_GRADIENTS_OF_ITS_INPUTS = {
+    *("aten::_foreach_copy_", "aten::_foreach_div", "aten::_foreach_mul", "aten::_to_copy", "aten::cat"),
+    *("aten::clone", "aten::copy_", "aten::div", "aten::mul", "aten::stack"),
+}
+"""What the averaging of gradients is made of: buckets, casts and divisors. Views share their storage anyway."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Call:
     """Of the input; of a recv, of what is filled."""
     dtype: str
     phase: str
-    where: Where
+    where: CallSite
     sent_to: tuple[int, ...] | None = None
     """Of an all-to-all: bytes for every rank of the group."""
     received_from: tuple[int, ...] | None = None
@@ -61,6 +72,11 @@ class Call:
     @property
     def is_by_fsdp(self) -> bool:
         return self.where.via.startswith("FSDP")
+
+    @property
+    def carries_numbers(self) -> bool:
+        """Whole numbers are sizes that ranks send each other."""
+        return not self.dtype.startswith("int")
 
 
 class Recorder(TorchDispatchMode):
@@ -80,56 +96,126 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.num_backwards = 0
         self._was_in_backward = False
-        self._derived = Derived(parameters or {})
+        self._gradients = _GradientStorages(parameters or {})
 
     @property
     def with_gradient(self) -> frozenset[str]:
         """Parameters that had a gradient when a backward was done, also if the step has cleared it."""
-        return frozenset(self._derived.seen)
+        return frozenset(self._gradients.seen)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a DTensor takes its operation apart; this mode then sees what is done to the parts
+            return NotImplemented  # a DTensor takes its operation apart; this mode then sees what is done to its parts
         kwargs = kwargs or {}
         in_backward = torch._C._current_graph_task_id() != -1
         self.num_backwards += in_backward and not self._was_in_backward
         if self._was_in_backward and not in_backward:
-            self._derived.note_gradients()
+            self._gradients.note()
         self._was_in_backward = in_backward
         if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         if func.namespace in NAMESPACES:
-            self._add(func._schema.name, traffic_of(func, args, kwargs), in_backward)
+            self._add_calls(func, args, kwargs, in_backward)
         result = func(*args, **kwargs)
         if self.num_backwards:
-            self._derived.follow(func, args, result, in_backward)
+            self._gradients.follow(func, args, result, in_backward)
         return result
 
-    def _add(self, operator: str, calls: Iterable[Traffic], in_backward: bool) -> None:
-        for call in calls:
-            where = find_source()
+    def _add_calls(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool
+    ) -> None:
+        for traffic in traffic_of(func, args, kwargs):
+            where = find_call_site()
+            if in_backward:
+                phase = RECOMPUTE if where.is_recomputed else BACKWARD
+            else:
+                phase = AFTER if self.num_backwards else FORWARD
+            tensors = traffic.tensors
             self.calls.append(
                 Call(
-                    kind=call.kind,
-                    operator=operator,
-                    group=call.group,
-                    peer=call.peer,
-                    sent_bytes=call.sent_bytes,
-                    input_bytes=call.input_bytes,
-                    num_elements=sum(tensor.numel() for tensor in call.tensors),
-                    dtype=str(call.tensors[0].dtype).removeprefix("torch.") if call.tensors else "none",
-                    phase=self._phase(in_backward, where),
+                    kind=traffic.kind,
+                    operator=func._schema.name,
+                    group=traffic.group,
+                    peer=traffic.peer,
+                    sent_bytes=traffic.sent_bytes,
+                    input_bytes=traffic.input_bytes,
+                    num_elements=sum(tensor.numel() for tensor in tensors),
+                    dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+                    phase=phase,
                     where=where,
-                    sent_to=call.sent_to,
-                    received_from=call.received_from,
-                    gradients=self._derived.names(call.tensors),
+                    sent_to=traffic.sent_to,
+                    received_from=traffic.received_from,
+                    gradients=self._gradients.names_in(tensors),
                 )
             )
 
-    def _phase(self, in_backward: bool, where: Where) -> str:
-        if in_backward:
-            return RECOMPUTE if where.is_recomputed else BACKWARD
-        return AFTER if self.num_backwards else FORWARD
+
+class _GradientStorages:
+    """Storages, and the parameters whose gradients are in them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]):
+        self._parameters = parameters
+        self._name_of = {id(parameter): name for name, parameter in parameters.items()}
+        self._storages: dict[int, tuple[StorageWeakRef, frozenset[str]]] = {}
+        self.seen: set[str] = set()
+        """Parameters that had a gradient after some backward, also if it was cleared since."""
+
+    def note(self) -> None:
+        self.seen |= {name for name, parameter in self._parameters.items() if parameter.grad is not None}
+
+    def follow(self, func: Any, args: Sequence[Any], result: Any, in_backward: bool) -> None:
+        """Notes what an operation has put where. Within backward only where a gradient is accumulated."""
+        if not self._parameters or func._schema.name not in _HOLDS_GRADIENTS_OF_ITS_INPUTS:
+            return
+        names = self._accumulated()
+        if in_backward and not names:
+            return
+        names |= self._held_in([*tensors_in(args)])
+        written = args[0] if func._schema.name.endswith("copy_") else result
+        for tensor in tensors_in(written) if names else ():
+            if _may_be_gradient(tensor):
+                self._add(tensor, names)
+
+    def names_in(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """The parameters whose gradients are in these tensors."""
+        is_bucket = any(_may_be_gradient(tensor) and tensor.numel() > 1 for tensor in tensors)
+        found = (self._accumulated() if is_bucket else set()) | self._held_in(tensors)
+        return tuple(name for name in self._parameters if name in found)
+
+    def _accumulated(self) -> set[str]:
+        """The parameter at whose end of the graph autograd is: DDP fills its buckets there."""
+        node = torch._C._current_autograd_node()
+        name = self._name_of.get(id(getattr(node, "variable", None)))
+        return set() if name is None else {name}
+
+    def _held_in(self, tensors: Sequence[Tensor]) -> set[str]:
+        wanted = {_storage(tensor) for tensor in tensors if _may_be_gradient(tensor)}
+        found: set[str] = set()
+        for key in wanted & self._storages.keys():
+            reference, names = self._storages[key]
+            if not reference.expired():
+                found |= names
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and _storage(parameter.grad) in wanted:
+                found.add(name)
+        return found
+
+    def _add(self, tensor: Tensor, names: set[str]) -> None:
+        key = _storage(tensor)
+        reference, before = self._storages.get(key, (None, frozenset[str]()))
+        if reference is None or reference.expired():
+            reference, before = StorageWeakRef(tensor.untyped_storage()), frozenset()
+        self._storages[key] = reference, before | names
+
+
+def _may_be_gradient(tensor: Tensor) -> bool:
+    """Whole numbers are counts, or DDP's map of the parameters that were used."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _storage(tensor: Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local.untyped_storage()._cdata

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from opensora_accel import Plan, init_parallel
 from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.verify.communication.promise import broken_promises
-from opensora_accel.verify.communication.static import record_step
+from opensora_accel.verify.communication.record_step import record_step
 from tests.verify.communication.recorded_steps import (
     Attending,
 )

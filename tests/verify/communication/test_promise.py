@@ -15,7 +15,7 @@ from opensora_accel.attention import ring_attention, ulysses_attention
 from opensora_accel.communications import ring_exchange
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.verify.communication.promise import broken_promises
-from opensora_accel.verify.communication.static import record_step
+from opensora_accel.verify.communication.record_step import record_step
 from tests.verify import loops
 from tests.verify.communication.recorded_steps import (
     Attending,

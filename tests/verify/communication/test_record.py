@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_accel.attention import ring_attention
 from opensora_accel.communications import all_to_all
-from opensora_accel.verify.communication.answers import Answers
-from opensora_accel.verify.communication.faking import fake_world
+from opensora_accel.verify.communication.fake_world import Answers, fake_world
 from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Recorder
 
 # torch 2.13 wants other names for collectives that torch 2.11 knows only under these.

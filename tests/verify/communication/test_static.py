@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications import all_to_all
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.verify.communication.faking import FakeFloats, _Chunks
+from opensora_accel.verify.communication.fake_world import FakeFloats, LazyChunks
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record import Recorder
-from opensora_accel.verify.communication.static import record_step
-from opensora_accel.verify.communication.table import as_dict, as_table
-from opensora_accel.verify.run import Run
-from opensora_accel.verify.shapes import MeshShape
+from opensora_accel.verify.communication.record_step import record_step
+from opensora_accel.verify.meshes import MeshShape, Run
 from tests.verify import loops
 from tests.verify.communication.recorded_steps import Attending, attending_step, tiny_wan, wan_step
 
@@ -136,7 +134,7 @@ def test_attention_takes_the_kernel_that_it_takes_on_real_tensors(mask, dropout)
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 16])
 def test_chunks_are_those_of_fsdp2(rows):
     tensor = torch.arange(2.0 * rows).view(rows, 2)
-    ours = _Chunks(tensor, 8, 0)
+    ours = LazyChunks(tensor, 8, 0)
     for index, chunk in enumerate(_chunk_with_empty(tensor, 8, 0)):
         assert torch.equal(ours[index], chunk)
 
@@ -282,7 +280,7 @@ def test_groups_of_the_rank_before_are_forgotten():
 def test_the_table_names_groups_by_their_axes():
     plan = Plan(dp_replicate=2, ring=2, ulysses=2)
     record = record_step(attending_step, Attending, plan, ranks=[0, 7])
-    lines = as_table(record).splitlines()
+    lines = record.table().splitlines()
     assert (
         lines[0]
         == "dp_replicate=2 × ring=2 × ulysses=2, 8 ranks; calls and bytes of the busiest of ranks 0, 7"
@@ -302,7 +300,7 @@ def test_the_table_names_groups_by_their_axes():
 
 def test_the_record_as_json():
     record = record_step(attending_step, Attending, Plan(ulysses=2), ranks=[1])
-    values = json.loads(json.dumps(as_dict(record)))
+    values = json.loads(json.dumps(record.to_dict()))
     assert values["world_size"] == 2 and values["plan"]["ulysses"] == 2
     (rank,) = values["ranks"]
     assert rank["sent_bytes"] == sum(call["sent_bytes"] for call in rank["calls"]) > 0

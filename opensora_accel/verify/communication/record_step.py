@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,16 +16,21 @@ from torch.distributed.tensor import DTensor, Shard
 
 from opensora_accel.communications.checks import without_comparing_inputs
 from opensora_accel.plan import Plan
-from opensora_accel.verify.communication.answers import Answers, Exchanges, are_answered, gathered
-from opensora_accel.verify.communication.faking import FakeFloats, fake_world
-from opensora_accel.verify.communication.record import Recorder
-from opensora_accel.verify.communication.recorded import Parameter, RankRecord, Record
+from opensora_accel.verify.communication.fake_world import (
+    Answers,
+    Exchanges,
+    FakeFloats,
+    fake_world,
+    merge_given,
+    were_answered,
+)
+from opensora_accel.verify.communication.groups import group_of
+from opensora_accel.verify.communication.record import Call, Recorder
+from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
-from opensora_accel.verify.run import ModelFn, Run, Step
-from opensora_accel.verify.shapes import MeshShape
 
 _MOST_RECORDINGS = 4
-"""Sizes that ranks tell each other are known once all have been recorded; then all are recorded again with them."""
+"""Sizes that ranks send each other are known once all have been recorded; then all are recorded again with them."""
 
 _NOT_FAKE = (
     fake_tensor.DataDependentOutputException,
@@ -32,6 +40,101 @@ _NOT_FAKE = (
     fake_tensor.UnsupportedMutationAliasingException,
 )
 _FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot access data pointer")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What is known of a parameter once the step is done."""
+
+    name: str
+    num_elements: int
+    """Of the whole parameter."""
+    is_trained: bool
+    """It asks for a gradient, and has one, or had one (of sharded ones, where any has: a step may clear them)."""
+    shard_ranks: int | None = None
+    """Ranks that hold a part of it each, where FSDP2 made it a DTensor."""
+    padded_elements: int | None = None
+    """What FSDP2 sends of it: the dim that is cut, filled up to a multiple of `shard_ranks`."""
+    may_stay_gathered: bool = False
+    """FSDP2 keeps it gathered after forward, as it does by default with the root module's own parameters."""
+    has_gradient: bool = False
+    """One was seen after a backward, or is there."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank's step."""
+
+    rank: int
+    calls: tuple[Call, ...]
+    parameters: tuple[Parameter, ...]
+    num_backwards: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What every recorded rank has called, in order."""
+
+    shape: MeshShape
+    ranks: tuple[RankRecord, ...]
+    notes: tuple[str, ...] = ()
+    """What this record cannot tell."""
+
+    def table(self) -> str:
+        """Rows in the order of their first call: phase, collective, group, calls and bytes sent, source line."""
+        counts = {rank.rank: _counts(rank, self.shape) for rank in self.ranks}
+        rows = [("phase", "collective", "over", "calls", "sent bytes", "source")]
+        for key in dict.fromkeys(key for calls, _ in counts.values() for key in calls):
+            most_calls = max(calls[key] for calls, _ in counts.values())
+            most_bytes = max(sent[key] for _, sent in counts.values())
+            rows.append((*key[:3], f"{most_calls:,}", f"{most_bytes:,}", key[3]))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        shown = ", ".join(str(rank.rank) for rank in self.ranks)
+        whose = "of the busiest of ranks" if len(self.ranks) > 1 else "of rank"
+        lines = [f"{self.shape}, {self.shape.world_size:,} ranks; calls and bytes {whose} {shown}"]
+        for row in rows:
+            left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+            right = [cell.rjust(width) for cell, width in zip(row[3:5], widths[3:], strict=True)]
+            lines.append("  ".join([*left, *right, row[5]]))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "mesh": dict(self.shape.degrees),
+            "world_size": self.shape.world_size,
+            "plan": None if self.shape.plan is None else self.shape.plan.to_dict(),
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "num_backwards": rank.num_backwards,
+                    "sent_bytes": sum(call.sent_bytes for call in rank.calls),
+                    "calls": [self._call_to_dict(call) for call in rank.calls],
+                    "parameters": [dataclasses.asdict(parameter) for parameter in rank.parameters],
+                }
+                for rank in self.ranks
+            ],
+            "notes": list(self.notes),
+        }
+
+    def _call_to_dict(self, call: Call) -> dict[str, Any]:
+        values = dataclasses.asdict(call)
+        where = values.pop("where")
+        return {**values, **where, "over": str(group_of(call.group, self.shape))}
+
+
+Key = tuple[str, str, str, str]
+"""Phase, kind, group and source of a row."""
+
+
+def _counts(rank: RankRecord, shape: MeshShape) -> tuple[Counter[Key], Counter[Key]]:
+    calls: Counter[Key] = Counter()
+    sent_bytes: Counter[Key] = Counter()
+    for call in rank.calls:
+        key = (call.phase, call.kind, str(group_of(call.group, shape)), call.source)
+        calls[key] += 1
+        sent_bytes[key] += call.sent_bytes
+    return calls, sent_bytes
 
 
 def record_step(
@@ -73,26 +176,21 @@ def record_step(
         found = tuple(
             _record_rank(step, model_fn, shape, fake_tensors, answers[rank], rank) for rank in wanted
         )
-        exchanges = gathered({rank: answer.given for rank, answer in answers.items()})
-        if are_answered(exchanges, known):
+        exchanges = merge_given({rank: answer.given for rank, answer in answers.items()})
+        if were_answered(exchanges, known):
             break
         known = exchanges
     return Record(shape, found, _notes(found))
 
 
 def _record_rank(
-    step: Step,
-    model_fn: ModelFn,
-    shape: MeshShape,
-    fake_tensors: bool,
-    answers: Answers,
-    rank: int,
+    step: Step, model_fn: ModelFn, shape: MeshShape, fake_tensors: bool, answers: Answers, rank: int
 ) -> RankRecord:
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
     with fake_world(rank, shape.world_size), _tensors(fake_tensors), answers:
         model = model_fn()
         recorder = Recorder(dict(model.named_parameters()))
-        # As where gradients are compared, so that one step serves both.
+        # In the same surroundings as where gradients are compared, so that one step serves both.
         with launcher_environment(run), accelerator_stand_ins(), without_comparing_inputs(), recorder:
             step(model, run)
         parameters = _parameters(model, recorder.with_gradient)

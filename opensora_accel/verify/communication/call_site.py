@@ -1,4 +1,4 @@
-"""Which line made a call: the frames of Python that stand above it."""
+"""Which line made a call, read from the Python frames that stand above it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,25 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_TOOLKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # opensora_accel
-_OWN = (_HERE, os.path.join(_TOOLKIT, "communications", "transport.py"))
-_TOOLKITS = (_TOOLKIT + os.sep, os.path.join(os.path.dirname(_TOOLKIT), "shardformer") + os.sep)
-
-_PLUMBING = (
-    "_compile.py",
-    "_dynamo/",
-    "_library/",
-    "_ops.py",
-    "_subclasses/",
-    "autograd/function.py",
-    "distributed/_functional_collectives.py",
-    "distributed/c10d_logger.py",
-    "distributed/distributed_c10d.py",
-    "distributed/utils.py",
-    "nn/modules/module.py",
-    "utils/_contextlib.py",
-    "utils/_python_dispatch.py",
-    "utils/_stats.py",
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # opensora_accel
+_TOOLKIT = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "shardformer") + os.sep)
+_PLUMBING = (_HERE, os.path.join(_PACKAGE, "communications", "transport.py"), "<")
+"""Files outside of torch that pass a call on."""
+_PLUMBING_OF_TORCH = (
+    *("_compile.py", "_dynamo/", "_library/", "_ops.py", "_subclasses/", "autograd/function.py"),
+    *(
+        "distributed/_functional_collectives.py",
+        "distributed/c10d_logger.py",
+        "distributed/distributed_c10d.py",
+    ),
+    *("distributed/utils.py", "nn/modules/module.py", "utils/_contextlib.py"),
+    *("utils/_python_dispatch.py", "utils/_stats.py"),
 )
 """Files of torch that pass a call on: they stand between whoever communicates and its operator."""
-
 _PASSES_ON = ("__torch_dispatch__", "__torch_function__", "__call__")
 _ENGINE = "autograd/graph.py"
 _RECOMPUTES = ("utils/checkpoint.py", "nn/modules/module.py")
 """Files of torch that stand between autograd's engine and a call only where a forward runs again."""
-
 _OWNERS = (
     ("distributed/fsdp/_fully_shard/", "FSDP2"),
     ("distributed/fsdp/", "FSDP1"),
@@ -51,7 +43,7 @@ _OWNERS = (
 
 
 @dataclass(frozen=True)
-class Where:
+class CallSite:
     """The lines behind one call."""
 
     source: str
@@ -68,8 +60,8 @@ class Where:
         return f"{self.via}, under {source}" if self.via else source
 
 
-def find_source() -> Where:
-    """Of the call that is being recorded. "no Python frame" where C++ made it outside of any line."""
+def find_call_site() -> CallSite:
+    """The lines behind the call that is being made. "no Python frame" where C++ made it outside of any line."""
     source = caller = via = ""
     is_recomputed = passed_engine = False
     frame: FrameType | None = sys._getframe(1)
@@ -79,22 +71,23 @@ def find_source() -> Where:
             inner = path[len(_TORCH) :]
             passed_engine = passed_engine or inner == _ENGINE
             is_recomputed = is_recomputed or (not passed_engine and inner in _RECOMPUTES)
-            if not source and not via and not inner.startswith(_PLUMBING) and name not in _PASSES_ON:
+            passes_on = inner.startswith(_PLUMBING_OF_TORCH) or name in _PASSES_ON
+            if not source and not via and not passes_on:
                 via = _owner(inner, name)
         elif not caller and name not in _PASSES_ON and not _is_plumbing(path):
             line = f"{_short(path)}:{frame.f_lineno} in {name}"
             source = source or line
-            caller = "" if path.startswith(_TOOLKITS) else line
+            caller = "" if path.startswith(_TOOLKIT) else line
         frame = frame.f_back
     nowhere = source or "no Python frame"
-    return Where(nowhere, caller or nowhere, via, is_recomputed and passed_engine)
+    return CallSite(nowhere, caller or nowhere, via, is_recomputed and passed_engine)
 
 
 @functools.cache
 def _is_plumbing(path: str) -> bool:
-    """Of this package, or of Python itself: decorators and context managers."""
+    """Whether the file is this package's, or Python's own: decorators and context managers."""
     is_of_python = path.startswith(_PYTHON) and "site-packages" not in path
-    return is_of_python or path.startswith((*_OWN, "<")) or path.endswith("typing_extensions.py")
+    return is_of_python or path.startswith(_PLUMBING) or path.endswith("typing_extensions.py")
 
 
 def _owner(path: str, function: str) -> str:
@@ -108,7 +101,7 @@ def _owner(path: str, function: str) -> str:
 
 @functools.cache
 def _short(path: str) -> str:
-    """From the folder that Python imports it from, or else the last folders."""
+    """The path from the folder that Python imports it from, or else its last folders."""
     roots = [os.path.abspath(entry) + os.sep for entry in sys.path]
     inside = [path[len(root) :] for root in roots if path.startswith(root)]
     return min(inside, key=len) if inside else os.sep.join(path.split(os.sep)[-3:])

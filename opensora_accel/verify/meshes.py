@@ -1,0 +1,207 @@
+"""The small meshes that a step is tried on, and what the step is told of its place on them.
+
+One axis must not be taken for another. On data=2 × ulysses=2 alone, a factor of 1/2 may be either axis's. Beside it
+stand ulysses=3 and data=3: a factor of 1/2, 1/3 and 1 on these three is ulysses to the power −1 and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from opensora_accel.plan import DATA_AXES, MESH_AXES, SEQUENCE_AXES, Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA_AXIS_NAMES = ("data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard", *DATA_AXES)
+"""Axes whose ranks see different samples, unless the caller names others."""
+PART_AXIS_NAMES = ("pp", "ep")
+"""Axes whose ranks may have no gradient of a parameter that is another rank's: a stage's, an expert's."""
+_SAMPLE_AXIS_NAMES = (
+    "sequence",
+    "sp",
+    "cp",
+    "context",
+    *SEQUENCE_AXES,
+    "tp",
+    "tensor",
+    "model",
+    *PART_AXIS_NAMES,
+)
+"""Axes whose ranks share a sample."""
+MAX_RANKS = 4
+
+Step = Callable[..., Any]
+"""`step(model, run)`, or `step(run)` where it builds its model itself."""
+ModelFn = Callable[[], "nn.Module"]
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Named axes and their degrees, outermost first, with the Plan they came from where there was one."""
+
+    degrees: tuple[tuple[str, int], ...]
+    data_axes: tuple[str, ...] = DATA_AXIS_NAMES
+    plan: Plan | None = None
+
+    @classmethod
+    def of(cls, mesh: Plan | Mapping[str, int], data_axes: Sequence[str] | None = None) -> MeshShape:
+        """From a Plan, or from degrees by axis name.
+
+        Raises:
+            ValueError: an axis without ranks, or of a name that does not tell whether its ranks share a sample.
+        """
+        if isinstance(mesh, Plan):
+            if data_axes is not None:
+                raise ValueError(
+                    f"a Plan has data axes of its own ({', '.join(DATA_AXES)}); leave data_axes out"
+                )
+            return cls(tuple(zip(MESH_AXES, mesh.degrees, strict=True)), DATA_AXES, mesh)
+        for axis, degree in mesh.items():
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(
+                    f"mesh axis {axis} must be a whole number of ranks, at least 1; got {degree!r}"
+                )
+        unknown = [axis for axis in mesh if axis not in (*DATA_AXIS_NAMES, *_SAMPLE_AXIS_NAMES)]
+        if unknown and data_axes is None:
+            raise ValueError(
+                f"do the ranks along {' and '.join(unknown)} see different samples, or share one? Say so: data_axes "
+                f"(--data-axes) names those that see different ones; {', '.join(DATA_AXIS_NAMES[:4])} do by default"
+            )
+        return cls(tuple(mesh.items()), DATA_AXIS_NAMES if data_axes is None else tuple(data_axes))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.degrees)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(degree for _, degree in self.degrees)
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks see different samples."""
+        return math.prod(degree for axis, degree in self.degrees if axis in self.data_axes)
+
+    @property
+    def alone(self) -> MeshShape:
+        """The same axes with one rank each, and a Plan that does nothing."""
+        plan = None if self.plan is None else Plan(precision=self.plan.precision)
+        return replace(self, degrees=tuple((axis, 1) for axis in self.axes or MESH_AXES), plan=plan)
+
+    def degree(self, axis: str) -> int:
+        return dict(self.degrees).get(axis, 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place along every axis."""
+        found: dict[str, int] = {}
+        for axis, degree in reversed(self.degrees):
+            rank, found[axis] = divmod(rank, degree)
+        return found
+
+    def data_rank(self, rank: int) -> int:
+        place, found = self.coordinates(rank), 0
+        for axis, degree in self.degrees:
+            if axis in self.data_axes:
+                found = found * degree + place[axis]
+        return found
+
+    def ranks_of(self, data_rank: int) -> list[int]:
+        """The ranks that share the samples of a data rank."""
+        return [rank for rank in range(self.world_size) if self.data_rank(rank) == data_rank]
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """All ranks, in groups that differ along `axes` only."""
+        found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(self.world_size):
+            key = tuple((axis, at) for axis, at in self.coordinates(rank).items() if axis not in axes)
+            found.setdefault(key, []).append(rank)
+        return list(found.values())
+
+    def __str__(self) -> str:
+        used = [f"{axis}={degree}" for axis, degree in self.degrees if degree > 1]
+        return " × ".join(used) or "one rank"
+
+
+def compose_axes(axes: Sequence[str], used: Sequence[str]) -> tuple[str, ...]:
+    """The Plan's own words for several axes: ring and ulysses are sequence, where the meshes have used both."""
+    left = list(axes)
+    words: list[str] = []
+    for word, members in (("data", DATA_AXES), ("sequence", SEQUENCE_AXES)):
+        present = [axis for axis in used if axis in members]
+        if len(present) > 1 and all(axis in left for axis in present):
+            words.append(word)
+            left = [axis for axis in left if axis not in members]
+    return (*left, *words)
+
+
+def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
+    """Plans like `plan`, small: every axis that it uses alone, in two sizes, and every pair of axes.
+
+    A data axis is always among them: averaging over it is where most errors of sequence parallelism show.
+
+    Raises:
+        ValueError: fewer than two ranks, or a plan with tensor parallelism.
+    """
+    if max_ranks < 2:
+        raise ValueError(f"max_ranks must be at least 2; got {max_ranks}")
+    if plan.tp > 1:
+        raise ValueError(f"tp={plan.tp}: tensor parallelism cannot be verified yet; use tp=1")
+    used = [axis for axis in MESH_AXES if getattr(plan, axis) > 1]
+    if not any(axis in DATA_AXES for axis in used):
+        used.insert(0, "dp_shard" if plan.sharding != "none" else "dp_replicate")
+    one = plan.replace(**dict.fromkeys(MESH_AXES, 1))
+    pairs = itertools.combinations(used, 2) if max_ranks >= 4 else ()
+    found = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
+    for axis in used:
+        sizes = (2, 4) if axis in DATA_AXES else (2, 3, 4)
+        smallest = 3 if len(used) > 1 and max_ranks >= 4 else 2  # two ranks of it are in the pairs
+        found += [one.replace(**{axis: size}) for size in sizes if smallest <= size <= max_ranks]
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the step: on a rank of a mesh, or on the single device that the mesh is compared with."""
+
+    shape: MeshShape
+    """Axes and degrees; every degree is 1 on the single device."""
+    rank: int
+    data_rank: int
+    """Which samples the step takes, and what its noise depends on: nothing else may."""
+    data_size: int
+    """How many data ranks there are, to choose samples by and for nothing else: on a single device they take their
+    turns, so a loss divided by it would be wrong alike."""
+    is_reference: bool = False
+    """The plain run on one device: apply no parallelism."""
+    watch: Callable[[nn.Module], None] = field(default=lambda model: None, repr=False)
+    """Tells the verifier whose gradients to compare, in a step that builds its model itself (no `model_fn`)."""
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan to apply; on the single device it has every degree 1 and nothing else.
+
+        Raises:
+            ValueError: the mesh was given as axes.
+        """
+        if self.shape.plan is None:
+            raise ValueError("this mesh was given as axes, not as a Plan; use run.mesh, or verify with Plans")
+        return self.shape.plan
+
+    @property
+    def world_size(self) -> int:
+        return self.shape.world_size
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh on CPU, with the axes' names: what FSDP2, diffusers and DTensor take."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes: Any = tuple(degree for _, degree in self.shape.degrees)
+        return init_device_mesh("cpu", sizes, mesh_dim_names=self.shape.axes)
