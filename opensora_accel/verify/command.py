@@ -76,37 +76,66 @@ needs, and the largest number of ranks."""
 
 
 def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path) -> int:
-    """Runs the command; its exit status. `folder`: empty, and gone afterwards."""
+    """Runs the command; its exit status. `folder`: empty, and gone afterwards.
+
+    Raises:
+        ValueError, FileNotFoundError: options or a step that nothing can be verified with; the reason is also in the
+            files that were asked for.
+    """
     parsed, rest = _parser().parse_known_args(arguments)
     try:
-        return _run(parsed, rest, proof_of_config, folder)
+        check_options(parsed, rest)
+        if parsed.config is None:
+            proof = _proof_of_file(parsed)
+        else:
+            proof = proof_of_config(["--config", parsed.config, *rest], folder, parsed.max_ranks)
+        return _prove(proof, parsed)
     except (ValueError, FileNotFoundError) as error:
-        _write_error(parsed, str(error))
+        for name in ("json", "junit"):  # for those who read only the files
+            path = getattr(parsed, name)
+            if path is not None and not path.resolve().parent.is_dir():
+                setattr(parsed, name, None)
+        _write(parsed, None, None, [], error=str(error))
         raise
 
 
-def _run(
-    parsed: argparse.Namespace, rest: Sequence[str], proof_of_config: ProofOfConfig, folder: Path
-) -> int:
-    _check_options(parsed, rest)
-    if parsed.config is not None:
-        proof = proof_of_config(["--config", parsed.config, *rest], folder, parsed.max_ranks)
-    else:
-        proof = _proof_of_file(parsed)
+def _prove(proof: Proof, parsed: argparse.Namespace) -> int:
     report: Report | None = None
     record: Record | None = None
     violations: list[Violation] = []
     if parsed.only == "communication" and proof.world is None:
         raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
     if parsed.only != "communication":
-        report = _verify(proof, parsed)
+        with _Progress() as progress:
+            report = verify(
+                proof.step,
+                proof.model_fn,
+                proof.meshes,
+                data_axes=parsed.data_axes,
+                reference=proof.reference,
+                seed=parsed.seed,
+                timeout_s=parsed.timeout,
+                preload=proof.preload,
+                on_progress=progress,
+            )
         print(report, flush=True)
         _write(parsed, report, record, violations)  # whatever becomes of the record
     if parsed.only != "gradients" and proof.world is not None:
-        record, violations = _record(proof, parsed)
+        shape = MeshShape.of(proof.world, None if isinstance(proof.world, Plan) else parsed.data_axes)
+        # Ranks whose calls are compared: those that share rank 0's sample (up to 8), and the world's last.
+        sharing = shape.ranks_of(0)
+        ranks = sorted({*sharing[:7], sharing[-1], shape.world_size - 1})
+        model_fn = proof.true_model_fn or proof.model_fn
+        assert model_fn is not None
+        record = record_step(proof.true_step or proof.step, model_fn, shape, ranks=ranks)
+        violations = broken_promises(record)
+        promise = "the plan promises" if shape.plan is not None else "its mesh allows"
         if report is not None:
             print()
-        print(_communication_text(record, violations), flush=True)
+        print(f"communication {record.table()}\n")
+        for number, violation in enumerate(violations, 1):
+            print(f"{number}. {violation}")
+        print(f"what is sent is {'NOT ' if violations else ''}what {promise}", flush=True)
     _write(parsed, report, record, violations)
     return 0 if (report is None or report.ok) and not violations else 1
 
@@ -128,38 +157,17 @@ def _parser() -> argparse.ArgumentParser:
         help="your own: a file that defines step(model, run) and model_fn()",
     )
     add("--mesh", action="append", type=_mesh, metavar="AXIS=N,...", help="once for each mesh (with --step)")
-    add(
-        "--data-axes",
-        type=_names,
-        metavar="A,B",
-        help="axes whose ranks see different samples (default: those called data, dp, fsdp, …), or none",
-    )
-    add(
-        "--one-batch",
-        action="store_true",
-        help="the step shares one batch out over the data ranks (default: each has a batch of its own)",
-    )
-    add(
-        "--world",
-        type=_mesh,
-        metavar="AXIS=N,...",
-        help="the true mesh, to record communication on (with --step)",
-    )
+    differ = "axes whose ranks see different samples (default: those called data, dp, fsdp, …), or none"
+    add("--data-axes", type=_names, metavar="A,B", help=differ)
+    shared = "the step shares one batch out over the data ranks (default: each has a batch of its own)"
+    add("--one-batch", action="store_true", help=shared)
+    world = "the true mesh, to record communication on (with --step)"
+    add("--world", type=_mesh, metavar="AXIS=N,...", help=world)
     add("--only", choices=("gradients", "communication"), help="one of the two parts")
-    add(
-        "--max-ranks",
-        type=int,
-        default=MAX_RANKS,
-        metavar="N",
-        help=f"processes at most (default: {MAX_RANKS})",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="past it a mesh counts as hanging (default: 60)",
-    )
+    most = f"processes at most (default: {MAX_RANKS})"
+    add("--max-ranks", type=int, default=MAX_RANKS, metavar="N", help=most)
+    hanging = "past it a mesh counts as hanging (default: 60)"
+    add("--timeout", type=float, default=60.0, metavar="S", help=hanging)
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write every figure")
     add("--junit", type=Path, metavar="FILE", help="write a JUnit report, for CI")
@@ -184,7 +192,13 @@ def _names(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(name.strip() for name in text.split(","))
 
 
-def _check_options(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
+def check_options(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Options that do not go together.
+
+    Raises:
+        ValueError: what is wrong with them.
+        FileNotFoundError: a file is to be written to a folder that is not there.
+    """
     if (parsed.config is None) == (parsed.step is None):
         raise ValueError("give --config FILE or --step FILE.py, one of them; --help has examples")
     if parsed.step is not None and rest:
@@ -230,21 +244,6 @@ def _proof_of_file(parsed: argparse.Namespace) -> Proof:
     )
 
 
-def _verify(proof: Proof, parsed: argparse.Namespace) -> Report:
-    with _Progress() as progress:
-        return verify(
-            proof.step,
-            proof.model_fn,
-            proof.meshes,
-            data_axes=parsed.data_axes,
-            reference=proof.reference,
-            seed=parsed.seed,
-            timeout_s=parsed.timeout,
-            preload=proof.preload,
-            on_progress=progress,
-        )
-
-
 class _Progress:
     """What runs now, on one line of a terminal; nothing elsewhere."""
 
@@ -263,51 +262,24 @@ class _Progress:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _record(proof: Proof, parsed: argparse.Namespace) -> tuple[Record, list[Violation]]:
-    assert proof.world is not None
-    axes = parsed.data_axes if not isinstance(proof.world, Plan) else None
-    shape = MeshShape.of(proof.world, axes)
-    model_fn = proof.true_model_fn or proof.model_fn
-    assert model_fn is not None
-    record = record_step(proof.true_step or proof.step, model_fn, shape, ranks=_told_apart(shape))
-    return record, broken_promises(record)
-
-
-def _told_apart(shape: MeshShape) -> list[int]:
-    """Ranks whose calls are compared: those that share rank 0's sample (up to 8), and the world's last."""
-    sharing = [rank for rank in range(shape.world_size) if shape.data_rank(rank) == 0]
-    return sorted({*sharing[:7], sharing[-1], shape.world_size - 1})
-
-
-def _communication_text(record: Record, violations: Sequence[Violation]) -> str:
-    lines = [f"communication {record.table()}", ""]
-    lines += [f"{number}. {violation}" for number, violation in enumerate(violations, 1)]
-    promise = "the plan promises" if record.shape.plan is not None else "its mesh allows"
-    lines.append(f"what is sent is {'NOT ' if violations else ''}what {promise}")
-    return "\n".join(lines)
-
-
 def _write(
-    parsed: argparse.Namespace, report: Report | None, record: Record | None, violations: Sequence[Violation]
+    parsed: argparse.Namespace,
+    report: Report | None,
+    record: Record | None,
+    violations: Sequence[Violation],
+    error: str | None = None,
 ) -> None:
     if parsed.json is not None:
         values: dict[str, Any] = {
-            "ok": (report is None or report.ok) and not violations,
+            "ok": error is None and (report is None or report.ok) and not violations,
+            **({} if error is None else {"error": error}),
             "gradients": None if report is None else report.to_dict(),
-            "communication": None
-            if record is None
-            else {**record.to_dict(), "violations": [dataclasses.asdict(each) for each in violations]},
+            "communication": None,
         }
+        if record is not None:
+            broken = [dataclasses.asdict(violation) for violation in violations]
+            values["communication"] = {**record.to_dict(), "violations": broken}
         parsed.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if parsed.junit is not None:
-        broken = None if record is None else list(map(str, violations))
-        parsed.junit.write_text(to_junit(report, broken), encoding="utf-8")
-
-
-def _write_error(parsed: argparse.Namespace, text: str) -> None:
-    """For those who read only the files: why nothing was compared."""
-    if parsed.json is not None and parsed.json.resolve().parent.is_dir():
-        values = {"ok": False, "error": text, "gradients": None, "communication": None}
-        parsed.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if parsed.junit is not None and parsed.junit.resolve().parent.is_dir():
-        parsed.junit.write_text(to_junit(None, None, text), encoding="utf-8")
+        texts = None if record is None else list(map(str, violations))
+        parsed.junit.write_text(to_junit(report, texts, error), encoding="utf-8")

@@ -20,28 +20,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opensora_accel.verify.causes import (
-    Cause,
-    ClippedByFactor,
-    ClippedByOtherNorms,
-    ClippedTooEarly,
-    Consequence,
-    HeldBack,
-    MissingGradient,
-    MissingSum,
-    Origin,
-    OutsideParameters,
-    Place,
-    RightToFp32,
-    Scale,
-    ScaledByShares,
-    Side,
-    StaleOptimizer,
-    StrangeScale,
-    Where,
-    WrongResult,
-    WrongValues,
-)
+from opensora_accel.verify import causes
+from opensora_accel.verify.causes import Cause, Origin, Place, Where
 from opensora_accel.verify.fit import (
     Remedy,
     Samples,
@@ -138,7 +118,7 @@ def diagnose(
     unlike = find_unlike_starts(results, fits, origin)
     if unlike:
         # Of another model, or of other data, factors would explain nothing.
-        consequence = Consequence(
+        consequence = causes.Consequence(
             Where(tuple(wrong_shapes(results.wrong))), tuple(results.wrong), len(results.names)
         )
         return [*failed, *unlike, consequence, *refused, *beside]
@@ -182,7 +162,7 @@ def find_slices(results: Results, fits: GradientFits) -> Shares | None:
 
 
 def _one_sided(results: Results) -> list[Cause]:
-    by_side: dict[Side, dict[str, list[MeshShape]]] = {}
+    by_side: dict[causes.Side, dict[str, list[MeshShape]]] = {}
     held_back: dict[str, list[MeshShape]] = {}
     replicas: dict[str, None] = {}
     for mesh in results.ran:
@@ -196,11 +176,13 @@ def _one_sided(results: Results) -> list[Cause]:
     if held_back:
         shapes = dict.fromkeys(shape for shapes in held_back.values() for shape in shapes)
         found.append(
-            HeldBack(Where(tuple(shapes)), tuple(held_back), total, tuple(replicas) or results.data_axes)
+            causes.HeldBack(
+                Where(tuple(shapes)), tuple(held_back), total, tuple(replicas) or results.data_axes
+            )
         )
     for side, by_name in by_side.items():
         where = results.where(shape for shapes in by_name.values() for shape in shapes)
-        found.append(MissingGradient(where, tuple(by_name), total, side))
+        found.append(causes.MissingGradient(where, tuple(by_name), total, side))
     return found
 
 
@@ -241,7 +223,7 @@ def _explained(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
     place = _place(results, names)
     if not remedy.missing:
         powers = dict(remedy.factor.exponents)
-        return Scale(
+        return causes.Scale(
             Where(tuple(shapes)) if remedy.is_everywhere else results.where(shapes),
             names,
             total,
@@ -253,13 +235,13 @@ def _explained(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
         )
     if _is_clipped_too_early(results, names, remedy.missing):
         clipped = [mesh.shape for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
-        return ClippedTooEarly(Where(tuple(clipped)), names, total, remedy.missing)
+        return causes.ClippedTooEarly(Where(tuple(clipped)), names, total, remedy.missing)
     exponents = remedy.factor.exponents
     is_average = all(dict(exponents).get(axis) == 1 for axis in remedy.missing)
     if is_average:  # the factor is what an average, and not a sum, would divide by
         exponents = tuple((axis, e) for axis, e in exponents if axis not in remedy.missing)
     rest = compose_factor(replace(remedy.factor, exponents=exponents), results.axes)
-    return MissingSum(
+    return causes.MissingSum(
         Where(tuple(shapes)),
         names,
         total,
@@ -304,7 +286,7 @@ def _strange_scale(results: Results, wrong: ByName) -> Cause:
         (str(each.shape), each.factor() or 0.0) for each in next(iter(wrong.values())) if not each.is_right
     ]
     where = results.where(wrong_shapes(wrong))
-    return StrangeScale(where, tuple(wrong), len(results.names), tuple(factors))
+    return causes.StrangeScale(where, tuple(wrong), len(results.names), tuple(factors))
 
 
 def _scaled_by_shares(results: Results, shares: Shares) -> Cause:
@@ -315,7 +297,7 @@ def _scaled_by_shares(results: Results, shares: Shares) -> Cause:
         )
 
     varied = [axis for axis in results.axes if not is_alike(axis)]
-    return ScaledByShares(
+    return causes.ScaledByShares(
         Where((shares.shape,)),
         tuple(shares.names),
         len(results.names),
@@ -331,8 +313,8 @@ def _wrong_values(results: Results, wrong: ByName, origin: Origin | None) -> Cau
     where = results.where(wrong_shapes(wrong))
     error = max(each.error() for samples in wrong.values() for each in samples)
     if error < _FP32:
-        return RightToFp32(where, names, total, error)
-    return WrongValues(
+        return causes.RightToFp32(where, names, total, error)
+    return causes.WrongValues(
         where, names, total, error, origin, tuple(first_wrong(results, names)), _place(results, names)
     )
 
@@ -350,21 +332,23 @@ def _wrong_clips(results: Results) -> list[Cause]:
     scales = [find_scale(each, results.axes) for each in wrong.values()]
     by = {str(scale.factor): scale.factor for scale in scales if scale is not None}
     if len(by) == 1 and all(scales):
-        return [ClippedByFactor(where, names, total, compose_factor(next(iter(by.values())), results.axes))]
-    return [ClippedByOtherNorms(where, names, total)]
+        return [
+            causes.ClippedByFactor(where, names, total, compose_factor(next(iter(by.values())), results.axes))
+        ]
+    return [causes.ClippedByOtherNorms(where, names, total)]
 
 
 def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
     """What the step returns, or the gradients of inputs; those that are wrong in the same way together."""
     found = [mesh.inputs() if is_input else results.scalars(mesh) for mesh in results.ran]
-    alike: dict[WrongResult, list[str]] = {}
+    alike: dict[causes.WrongResult, list[str]] = {}
     for name in dict.fromkeys(name for each in found for name in each):
         samples = [each[name] for each in found if name in each]
         bad = [each.shape for each in samples if not each.is_right]
         if bad:
             scale, where = find_scale(samples, results.axes), results.where(bad)
             by = None if scale is None else compose_factor(scale.factor, results.axes)
-            cause = WrongResult(
+            cause = causes.WrongResult(
                 where, is_input=is_input, by=by, is_everywhere=scale is None or scale.is_everywhere
             )
             alike.setdefault(cause, []).append(name)
@@ -374,7 +358,7 @@ def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
 def _outside_parameters(results: Results) -> list[Cause]:
     shapes = results.expected.first.outside
     return (
-        [OutsideParameters(Where(tuple(each.shape for each in results.meshes)), tuple(shapes))]
+        [causes.OutsideParameters(Where(tuple(each.shape for each in results.meshes)), tuple(shapes))]
         if shapes
         else []
     )
@@ -388,4 +372,4 @@ def _stale_parameters(results: Results) -> list[Cause]:
     if not by_name:
         return []
     where = results.where(shape for shapes in by_name.values() for shape in shapes)
-    return [StaleOptimizer(where, tuple(by_name), len(results.weight_names))]
+    return [causes.StaleOptimizer(where, tuple(by_name), len(results.weight_names))]

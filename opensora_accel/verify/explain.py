@@ -1,4 +1,7 @@
-"""Every cause in words: what is wrong, in one line, and what to do about it."""
+"""Every cause in words: what is wrong, in one line, and what to do about it.
+
+Most causes need a template only. Those whose words depend on their numbers have a function.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,8 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from opensora_accel.verify.causes import (
-    Cause,
-    ClippedByFactor,
-    ClippedByOtherNorms,
-    ClippedTooEarly,
-    Consequence,
-    DifferentDraws,
-    Hang,
-    HeldBack,
-    Kind,
-    MissingGradient,
-    MissingSum,
-    OutsideParameters,
-    Place,
-    RepeatedShard,
-    RightToFp32,
-    SameSamples,
-    Scale,
-    ScaledByShares,
-    StaleOptimizer,
-    StepFails,
-    StrangeScale,
-    UnlikeCollectives,
-    Where,
-    WrongInput,
-    WrongResult,
-    WrongValues,
-    WrongWeights,
-)
+from opensora_accel.verify import causes
+from opensora_accel.verify.causes import Cause
 
 _NUM_SHOWN = 4
 _OF_KEYS = re.compile(r"(^|_)(k|v|kv|key|value)(_|$|s)")
@@ -45,6 +21,74 @@ _SAME_CALLS = (
     "every rank of a group must make the same calls in the same order: look for a collective that only "
     "some ranks reach, a send without its receive, or a group of the wrong ranks"
 )
+
+_TEMPLATES: dict[type[Cause], tuple[str, str]] = {
+    causes.StepFails: (
+        "the step fails {where}: {message} (rank {rank})",
+        "the whole traceback is in the report's errors",
+    ),
+    causes.Hang: (
+        "the step never ends {where}: a rank waits for another that does not answer",
+        _SAME_CALLS,
+    ),
+    causes.WrongWeights: (
+        "the ranks start from other weights than the single device {where}: {count}",
+        "initialise by one seed on all ranks, or broadcast from rank 0 (DDP does), before the first step",
+    ),
+    causes.RepeatedShard: (
+        "every rank holds the same shard of {count}: the model starts with one slice of its weights, repeated",
+        "to_empty() and reset_parameters() draw the same numbers on every rank; draw each whole parameter from a seed "
+        "of its own and keep this rank's slice, or load a checkpoint",
+    ),
+    causes.DifferentDraws: (
+        "ranks that share a sample drew different noise (or were given different data) {where}: {listed} differ "
+        "between them",
+        "noise, timestep, caption drop and the sampler of the data must depend on the data rank only: seed by it "
+        "(run.data_rank), not by the global rank",
+    ),
+    causes.WrongInput: (
+        "the ranks were given other data than the single device {where}: {listed}",
+        "what a sample is must depend on the data rank (run.data_rank of run.data_size) only, not on the rank, the "
+        "world size or what was drawn before",
+    ),
+    causes.SameSamples: (
+        "all data ranks were given the same samples {where}: a missing average between them could not be seen",
+        "draw with torch's generator, which is seeded by the data rank before the step, or choose samples by "
+        "run.data_rank; do not seed it anew",
+    ),
+    causes.HeldBack: (
+        "missing average over {over} for {count}: FSDP2 holds back what it has added up within each replica, and gives "
+        "no gradient",
+        "set_requires_all_reduce(False) is for all microbatches but the last: True before that one's backward",
+    ),
+    causes.RightToFp32: (
+        "{count} are right to fp32 only {where}, up to {error:.1e} of the largest",
+        "something computes or adds up in a narrower type than fp64: where that is meant (convert_to_fp32 of "
+        "diffusers), turn it off for the proof",
+    ),
+    causes.Consequence: (
+        "the gradients of {count} differ, as they must after the above",
+        "mend that first, then verify again",
+    ),
+    causes.ClippedByOtherNorms: (
+        "ranks clip by other norms than that of the whole gradient {where}: {count} are wrong after it",
+        "the norm is that of all parameters, whole, after gradients are averaged: torch.nn.utils.clip_grad_norm_ on "
+        "the DTensors of FSDP2, FSDP1's own clip_grad_norm_, or an all-reduce of the squares of shards' norms",
+    ),
+    causes.ClippedByFactor: (
+        "clipping leaves {by} times the single device's gradient of {count}",
+        "the limit, or the norm, is multiplied by it",
+    ),
+    causes.ClippedTooEarly: (
+        "ranks clip their own parts of {count}, before these are added up over {over}: each by another norm",
+        "average gradients first, then clip",
+    ),
+    causes.StaleOptimizer: (
+        "the optimizer trains tensors that are the model's no longer {where}, in place of {count}: they would stay as "
+        "they are",
+        "fully_shard and others give the model new parameters: build the optimizer after that",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +100,7 @@ class Explanation:
     remedy: str
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> causes.Kind:
         return self.cause.kind
 
     @property
@@ -110,7 +154,7 @@ def join_words(words: Sequence[str], last: str = "and") -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
-def words_of(where: Where) -> str:
+def words_of(where: causes.Where) -> str:
     """`over ulysses`, `wherever ring has 3 ranks or more`, `where ring and ulysses are used together`."""
     if where.rule == "over" and where.least > 2:
         return f"wherever {where.axes[0]} has {where.least} ranks or more"
@@ -129,17 +173,19 @@ def _count(cause: Cause) -> str:
 
 @singledispatch
 def _words(cause: Cause) -> tuple[str, str]:
-    raise TypeError(f"there are no words for {type(cause).__name__}")
+    values = {
+        **vars(cause),
+        "where": words_of(cause.where),
+        "count": _count(cause),
+        "listed": list_names(cause.names),
+        "over": join_words(cause.axes) if cause.axes else "",
+    }
+    what, remedy = _TEMPLATES[type(cause)]
+    return what.format(**values), remedy
 
 
 @_words.register
-def _(cause: StepFails) -> tuple[str, str]:
-    what = f"the step fails {words_of(cause.where)}: {cause.message} (rank {cause.rank})"
-    return what, "the whole traceback is in the report's errors"
-
-
-@_words.register
-def _(cause: UnlikeCollectives) -> tuple[str, str]:
+def _(cause: causes.UnlikeCollectives) -> tuple[str, str]:
     noticed = f": noticed at {cause.line}" if cause.line else ""
     return (
         f"the step fails {words_of(cause.where)}: ranks meet in collectives that are not the same, as one of them "
@@ -149,59 +195,7 @@ def _(cause: UnlikeCollectives) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: Hang) -> tuple[str, str]:
-    what = f"the step never ends {words_of(cause.where)}: a rank waits for another that does not answer"
-    return what, _SAME_CALLS
-
-
-@_words.register
-def _(cause: WrongWeights) -> tuple[str, str]:
-    return (
-        f"the ranks start from other weights than the single device {words_of(cause.where)}: {_count(cause)}",
-        "initialise by one seed on all ranks, or broadcast from rank 0 (DDP does), before the first step",
-    )
-
-
-@_words.register
-def _(cause: RepeatedShard) -> tuple[str, str]:
-    return (
-        f"every rank holds the same shard of {_count(cause)}: the model starts with one slice of its weights, repeated",
-        "to_empty() and reset_parameters() draw the same numbers on every rank; draw each whole parameter from a seed "
-        "of its own and keep this rank's slice, or load a checkpoint",
-    )
-
-
-@_words.register
-def _(cause: DifferentDraws) -> tuple[str, str]:
-    return (
-        f"ranks that share a sample drew different noise (or were given different data) {words_of(cause.where)}: "
-        f"{list_names(cause.names)} differ between them",
-        "noise, timestep, caption drop and the sampler of the data must depend on the data rank only: seed by it "
-        "(run.data_rank), not by the global rank",
-    )
-
-
-@_words.register
-def _(cause: WrongInput) -> tuple[str, str]:
-    return (
-        f"the ranks were given other data than the single device {words_of(cause.where)}: {list_names(cause.names)}",
-        "what a sample is must depend on the data rank (run.data_rank of run.data_size) only, not on the rank, the "
-        "world size or what was drawn before",
-    )
-
-
-@_words.register
-def _(cause: SameSamples) -> tuple[str, str]:
-    return (
-        f"all data ranks were given the same samples {words_of(cause.where)}: a missing average between them could "
-        "not be seen",
-        "draw with torch's generator, which is seeded by the data rank before the step, or choose samples by "
-        "run.data_rank; do not seed it anew",
-    )
-
-
-@_words.register
-def _(cause: MissingGradient) -> tuple[str, str]:
+def _(cause: causes.MissingGradient) -> tuple[str, str]:
     what, remedy = {
         "none": ("get no gradient", "a detach, a collective without a backward, or no_grad cuts them off"),
         "some ranks only": (
@@ -217,16 +211,7 @@ def _(cause: MissingGradient) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: HeldBack) -> tuple[str, str]:
-    return (
-        f"missing average over {join_words(cause.axes)} for {_count(cause)}: FSDP2 holds back what it has added up "
-        "within each replica, and gives no gradient",
-        "set_requires_all_reduce(False) is for all microbatches but the last: True before that one's backward",
-    )
-
-
-@_words.register
-def _(cause: MissingSum) -> tuple[str, str]:
+def _(cause: causes.MissingSum) -> tuple[str, str]:
     along = join_words(cause.missing)
     what = f"missing {'average' if cause.is_average else 'sum'} over {along} for {_count(cause)}"
     if cause.rest is not None:
@@ -243,7 +228,7 @@ def _(cause: MissingSum) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: Scale) -> tuple[str, str]:
+def _(cause: causes.Scale) -> tuple[str, str]:
     what = f"scale {cause.by} on {_count(cause)}"
     remedy = _scale_remedy(cause)
     if not cause.is_everywhere:
@@ -252,7 +237,7 @@ def _(cause: Scale) -> tuple[str, str]:
     return what, remedy + _words_of_place(cause.place)
 
 
-def _scale_remedy(cause: Scale) -> str:
+def _scale_remedy(cause: causes.Scale) -> str:
     data, sharing = set(cause.data_powers), set(cause.sharing_powers)
     if cause.by.of_others:
         return "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
@@ -280,7 +265,7 @@ def _scale_remedy(cause: Scale) -> str:
     return "a divisor or a sum counts other ranks than those that hold parts of this gradient"
 
 
-def _words_of_place(place: Place | None) -> str:
+def _words_of_place(place: causes.Place | None) -> str:
     """Where in backward the error comes in, to be appended."""
     if place is None:
         return ""
@@ -289,7 +274,7 @@ def _words_of_place(place: Place | None) -> str:
 
 
 @_words.register
-def _(cause: StrangeScale) -> tuple[str, str]:
+def _(cause: causes.StrangeScale) -> tuple[str, str]:
     shown = ", ".join(f"{factor:.4g} on {mesh}" for mesh, factor in cause.factors)
     return (
         f"a factor that goes with no number of ranks ({shown}) on {_count(cause)}",
@@ -299,7 +284,7 @@ def _(cause: StrangeScale) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: ScaledByShares) -> tuple[str, str]:
+def _(cause: causes.ScaledByShares) -> tuple[str, str]:
     shown = ", ".join(f"{factor:.4g}" for factor in cause.factors)
     what = (
         f"each rank's part of the gradient is multiplied by a factor of its own on {cause.meshes[0]} ({shown}), in "
@@ -320,7 +305,7 @@ def _(cause: ScaledByShares) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: WrongValues) -> tuple[str, str]:
+def _(cause: causes.WrongValues) -> tuple[str, str]:
     what = (
         f"wrong values (no factor, no sum explains them) {words_of(cause.where)}: {_count(cause)}, "
         f"up to {cause.error:.1e} of the largest"
@@ -348,56 +333,7 @@ def _(cause: WrongValues) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: RightToFp32) -> tuple[str, str]:
-    return (
-        f"{_count(cause)} are right to fp32 only {words_of(cause.where)}, up to {cause.error:.1e} of the largest",
-        "something computes or adds up in a narrower type than fp64: where that is meant (convert_to_fp32 of "
-        "diffusers), turn it off for the proof",
-    )
-
-
-@_words.register
-def _(cause: Consequence) -> tuple[str, str]:
-    what = f"the gradients of {_count(cause)} differ, as they must after the above"
-    return what, "mend that first, then verify again"
-
-
-@_words.register
-def _(cause: ClippedByOtherNorms) -> tuple[str, str]:
-    return (
-        f"ranks clip by other norms than that of the whole gradient {words_of(cause.where)}: {_count(cause)} are "
-        "wrong after it",
-        "the norm is that of all parameters, whole, after gradients are averaged: torch.nn.utils.clip_grad_norm_ on "
-        "the DTensors of FSDP2, FSDP1's own clip_grad_norm_, or an all-reduce of the squares of shards' norms",
-    )
-
-
-@_words.register
-def _(cause: ClippedByFactor) -> tuple[str, str]:
-    what = f"clipping leaves {cause.by} times the single device's gradient of {_count(cause)}"
-    return what, "the limit, or the norm, is multiplied by it"
-
-
-@_words.register
-def _(cause: ClippedTooEarly) -> tuple[str, str]:
-    return (
-        f"ranks clip their own parts of {_count(cause)}, before these are added up over {join_words(cause.missing)}: "
-        "each by another norm",
-        "average gradients first, then clip",
-    )
-
-
-@_words.register
-def _(cause: StaleOptimizer) -> tuple[str, str]:
-    return (
-        f"the optimizer trains tensors that are the model's no longer {words_of(cause.where)}, in place of "
-        f"{_count(cause)}: they would stay as they are",
-        "fully_shard and others give the model new parameters: build the optimizer after that",
-    )
-
-
-@_words.register
-def _(cause: OutsideParameters) -> tuple[str, str]:
+def _(cause: causes.OutsideParameters) -> tuple[str, str]:
     count = "a parameter" if len(cause.names) == 1 else f"{len(cause.names)} parameters"
     return (
         f"the loss reaches {count} outside of the model, of shape {list_names(cause.names)}: not compared",
@@ -406,7 +342,7 @@ def _(cause: OutsideParameters) -> tuple[str, str]:
 
 
 @_words.register
-def _(cause: WrongResult) -> tuple[str, str]:
+def _(cause: causes.WrongResult) -> tuple[str, str]:
     where = words_of(cause.where)
     how = f"wrong {where}" if cause.by is None else f"off by the factor {cause.by}"
     if cause.by is not None and not cause.is_everywhere:

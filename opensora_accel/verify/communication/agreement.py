@@ -1,9 +1,15 @@
-"""Whether the ranks' calls fit each other, before any rank waits for another one for ever."""
+"""Whether the ranks' calls fit each other, before any rank waits for another one for ever.
+
+With P = 3, ranks 0 and 1 call an all-reduce and then a barrier over their group, and rank 2 the barrier alone: the
+first call differs, so rank 2 is named with the line that it stands on. Ranks may also agree in every group and hang:
+rank 0 waits in group A for rank 1, which waits in group B for rank 0. So all queues are run in order at the end.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from opensora_accel.verify.communication.groups import axes_between, group_of
@@ -11,6 +17,10 @@ from opensora_accel.verify.communication.record import Call
 from opensora_accel.verify.communication.record_step import Record
 
 _MOST_SOURCES = 4
+_SAME_BYTES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "gather", "scatter")
+_REMEDY = (
+    "let no rank's calls depend on its rank or its data; where shares differ, pass every rank's size to all"
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class Violation:
     actual: str
     remedy: str
     sources: tuple[str, ...] = ()
-    """Lines that the calls in question came from."""
+    """The lines that the calls in question came from."""
 
     def __str__(self) -> str:
         lines = [
@@ -38,12 +48,6 @@ def sources_of(calls: Iterable[Call]) -> tuple[str, ...]:
     return tuple([*found[:_MOST_SOURCES], *([f"and {more} more lines"] if more > 0 else [])])
 
 
-_SAME_BYTES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "gather", "scatter")
-_REMEDY = (
-    "let no rank's calls depend on its rank or its data; where shares differ, pass every rank's size to all"
-)
-
-
 def disagreements(record: Record) -> list[Violation]:
     """Between the ranks that were recorded: the first difference of each group and of each pair, and what hangs.
 
@@ -53,54 +57,55 @@ def disagreements(record: Record) -> list[Violation]:
     - No ranks wait for each other in a circle, each in another group's collective. Collectives are taken to wait, also
       those that were called with async_op: NCCL runs them in order. Messages are not.
     """
-    found = [*_collectives(record), *_messages(record)]
-    return found or list(_circles(record))  # a difference hangs by itself
+    found = [*unlike_collectives(record), *unmatched_messages(record)]
+    return found or list(circular_waits(record))  # a difference hangs by itself
 
 
-def _collectives(record: Record) -> Iterator[Violation]:
-    queues = {
-        rank.rank: _by_group([c for c in rank.calls if not c.is_point_to_point]) for rank in record.ranks
-    }
-    groups = dict.fromkeys(group for calls in queues.values() for group in calls)
-    for group in groups:
+def unlike_collectives(record: Record) -> Iterator[Violation]:
+    """The first call of each group in which two of its ranks differ."""
+    queues: dict[int, dict[tuple[int, ...], list[Call]]] = {}
+    for rank in record.ranks:
+        queues[rank.rank] = defaultdict(list)
+        for call in rank.calls:
+            if not call.is_point_to_point:
+                queues[rank.rank][call.group].append(call)
+    for group in dict.fromkeys(group for calls in queues.values() for group in calls):
         members = [rank for rank in group if rank in queues]
-        name = group_of(group, record.shape).name
         for first, other in itertools.combinations(members, 2):
-            problem = _first_difference(
-                queues[first].get(group, []), queues[other].get(group, []), first, other
-            )
-            if problem is not None:
+            difference = _first_difference((first, queues[first][group]), (other, queues[other][group]))
+            if difference is not None:
+                name = group_of(group, record.shape).name
                 rule = f"all ranks of a group call the same collectives in the same order ({name})"
-                yield Violation(rule, problem[0], _REMEDY, problem[1])
+                yield Violation(rule, difference[0], _REMEDY, difference[1])
                 break
 
 
-def _by_group(calls: Sequence[Call]) -> dict[tuple[int, ...], list[Call]]:
-    found: dict[tuple[int, ...], list[Call]] = {}
-    for call in calls:
-        found.setdefault(call.group, []).append(call)
-    return found
-
-
 def _first_difference(
-    mine: Sequence[Call], theirs: Sequence[Call], first: int, other: int
+    one: tuple[int, list[Call]], other: tuple[int, list[Call]]
 ) -> tuple[str, tuple[str, ...]] | None:
-    for number, (one, two) in enumerate(zip(mine, theirs, strict=False), start=1):
-        if not _fit(one, two, first, other):
+    """What two ranks' calls differ in, and where; both are given as a rank and its calls."""
+    (rank, calls), (other_rank, other_calls) = one, other
+    for number, (mine, theirs) in enumerate(zip(calls, other_calls, strict=False), start=1):
+        if not _fit(mine, theirs, rank, other_rank):
             actual = (
-                f"call {number} is {_shown(one, other)} on rank {first}, {_shown(two, first)} on rank {other}"
+                f"call {number} is {_shown(mine, other_rank)} on rank {rank}, {_shown(theirs, rank)} on rank "
+                f"{other_rank}"
             )
-            return actual, _lines((first, one), (other, two))
-    if len(mine) != len(theirs):
-        longer, rank, fewer = (mine, first, other) if len(mine) > len(theirs) else (theirs, other, first)
-        shorter = min(len(mine), len(theirs))
-        extra = longer[shorter]
-        actual = f"rank {rank} calls {len(longer)}, rank {fewer} {shorter}: {_shown(extra, fewer)} on rank {rank} waits"
-        return actual, _lines((rank, extra))
-    return None
+            return actual, _lines((rank, mine), (other_rank, theirs))
+    if len(calls) == len(other_calls):
+        return None
+    if len(calls) < len(other_calls):
+        (rank, calls), (other_rank, other_calls) = other, one
+    extra = calls[len(other_calls)]
+    actual = (
+        f"rank {rank} calls {len(calls)}, rank {other_rank} {len(other_calls)}: {_shown(extra, other_rank)} on rank "
+        f"{rank} waits"
+    )
+    return actual, _lines((rank, extra))
 
 
 def _fit(one: Call, two: Call, first: int, other: int) -> bool:
+    """Whether two ranks' calls are the two sides of one collective."""
     if one.kind != two.kind:
         return False
     if one.kind == "barrier":
@@ -124,75 +129,73 @@ def _shown(call: Call, towards: int) -> str:
     return f"{call.kind}{root} ({size}, {call.dtype})"
 
 
-def _messages(record: Record) -> Iterator[Violation]:
-    sends: dict[tuple[int, int], list[Call]] = {}
-    receives: dict[tuple[int, int], list[Call]] = {}
+def _lines(*calls: tuple[int, Call]) -> tuple[str, ...]:
+    return tuple(f"rank {rank}: {call.source}" for rank, call in calls[:_MOST_SOURCES])
+
+
+def unmatched_messages(record: Record) -> Iterator[Violation]:
+    """The first message between two ranks that is not received as it was sent."""
+    sends: dict[tuple[int, int], list[Call]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for rank in record.ranks:
         for call in rank.calls:
             if call.kind == "send" and call.peer is not None:
-                sends.setdefault((rank.rank, call.peer), []).append(call)
+                sends[rank.rank, call.peer].append(call)
             if call.kind == "recv" and call.peer is not None:
-                receives.setdefault((call.peer, rank.rank), []).append(call)
+                receives[call.peer, rank.rank].append(call)
     recorded = {rank.rank for rank in record.ranks}
-    for pair in dict.fromkeys([*sends, *receives]):
-        if not recorded.issuperset(pair):
+    for source, target in dict.fromkeys([*sends, *receives]):
+        if not recorded.issuperset((source, target)):
             continue
-        problem = _unmatched(pair, sends.get(pair, []), receives.get(pair, []))
-        if problem is not None:
-            along = " and ".join(axes_between(*pair, record.shape))
-            yield Violation(
-                f"every message has its receive, in order ({along})", problem[0], _REMEDY, problem[1]
+        sent, received = sends[source, target], receives[source, target]
+        rule = f"every message has its receive, in order ({' and '.join(axes_between(source, target, record.shape))})"
+        pairs = enumerate(zip(sent, received, strict=False), start=1)
+        unlike = (
+            (n, one, two)
+            for n, (one, two) in pairs
+            if (one.input_bytes, one.dtype) != (two.input_bytes, two.dtype)
+        )
+        number, one, two = next(unlike, (0, None, None))
+        if one is not None and two is not None:
+            actual = (
+                f"message {number} from rank {source} to rank {target} is {one.input_bytes:,} bytes ({one.dtype}), and "
+                f"{two.input_bytes:,} bytes ({two.dtype}) are expected"
             )
+            yield Violation(rule, actual, _REMEDY, _lines((source, one), (target, two)))
+        elif len(sent) != len(received):
+            actual = (
+                f"rank {source} sends {len(sent)} messages to rank {target}, which receives {len(received)}"
+            )
+            is_lost = len(sent) > len(received)
+            waiting = (source, sent[len(received)]) if is_lost else (target, received[len(sent)])
+            yield Violation(rule, actual, _REMEDY, _lines(waiting))
 
 
-def _unmatched(
-    pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
-) -> tuple[str, tuple[str, ...]] | None:
-    of, to = pair
-    for number, (sent, received) in enumerate(zip(sends, receives, strict=False), start=1):
-        if (sent.input_bytes, sent.dtype) != (received.input_bytes, received.dtype):
-            return (
-                f"message {number} from rank {of} to rank {to} is {sent.input_bytes:,} bytes ({sent.dtype}), and "
-                f"{received.input_bytes:,} bytes ({received.dtype}) are expected"
-            ), _lines((of, sent), (to, received))
-    if len(sends) == len(receives):
-        return None
-    actual = f"rank {of} sends {len(sends)} messages to rank {to}, which receives {len(receives)}"
-    waiting = (of, sends[len(receives)]) if len(sends) > len(receives) else (to, receives[len(sends)])
-    return actual, _lines(waiting)
-
-
-def _circles(record: Record) -> Iterator[Violation]:
+def circular_waits(record: Record) -> Iterator[Violation]:
     """Runs all ranks' collectives in order, each once its recorded members have come to it."""
-    queues = {rank.rank: [c for c in rank.calls if not c.is_point_to_point] for rank in record.ranks}
+    queues = {rank.rank: [call for call in rank.calls if not call.is_point_to_point] for rank in record.ranks}
     position = dict.fromkeys(queues, 0)
-    waiting: dict[int, Call] = {}
-    is_moving = True
-    while is_moving:
+    while True:
         waiting = {
             rank: calls[position[rank]] for rank, calls in queues.items() if position[rank] < len(calls)
         }
-        ready = [rank for rank in waiting if _all_there(waiting, queues, rank)]
+        ready = []
+        for rank, call in waiting.items():
+            members = [member for member in call.group if member in queues]
+            if all(member in waiting and waiting[member].group == call.group for member in members):
+                ready.append(rank)
         for rank in ready:
             position[rank] += 1
-        is_moving = bool(ready)
+        if not ready:
+            break
     if waiting:
-        shown = "; ".join(
+        shown = [
             f"rank {rank} in {call.kind} over {group_of(call.group, record.shape)}"
             for rank, call in waiting.items()
-        )
+        ]
         yield Violation(
             "groups that share ranks are called in one order, so that no ranks wait in a circle",
-            shown,
+            "; ".join(shown),
             _REMEDY,
             _lines(*waiting.items()),
         )
-
-
-def _all_there(waiting: dict[int, Call], queues: dict[int, list[Call]], rank: int) -> bool:
-    group = waiting[rank].group
-    return all(member in waiting and waiting[member].group == group for member in group if member in queues)
-
-
-def _lines(*calls: tuple[int, Call]) -> tuple[str, ...]:
-    return tuple(f"rank {rank}: {call.source}" for rank, call in calls[:4])
