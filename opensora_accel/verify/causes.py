@@ -81,16 +81,19 @@ class Cause:
     """The parameters (or results) concerned."""
     num_names: int = 0
     """How many there are, wrong or right."""
+    over: tuple[str, ...] | None = None
+    """The axes over which it goes wrong, where these are not simply those of `where`."""
+    by: Factor | None = None
+    """By which gradients (or results) are multiplied, where that is what is wrong."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh over which it goes wrong."""
-        return self.where.axes
+        return self.where.axes if self.over is None else self.over
 
     @property
     def factor(self) -> str:
-        """By which gradients are multiplied, where that is what is wrong: `sequence⁻¹`."""
-        return ""
+        """`sequence⁻¹`, or nothing."""
+        return "" if self.by is None else str(self.by)
 
     @property
     def meshes(self) -> tuple[str, ...]:
@@ -115,7 +118,7 @@ class UnlikeCollectives(Cause):
 
     kind = "failure"
     line: str = ""
-    """Of the user's, where it was noticed."""
+    """The user's line where it was noticed."""
     rank: int = 0
 
 
@@ -185,32 +188,16 @@ class HeldBack(Cause):
     """FSDP2 was told not to add gradients up over replicas, and was never told to."""
 
     kind = "missing sum"
-    replicas: tuple[str, ...] = ()
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.replicas
 
 
 @dataclass(frozen=True)
 class MissingSum(Cause):
-    """The ranks along some axes hold parts of one gradient, which nobody adds up."""
+    """The ranks along some axes (`over`) hold parts of one gradient, which nobody adds up; the sum is off `by`."""
 
     kind = "missing sum"
-    missing: tuple[str, ...] = ()
     is_average: bool = False
-    rest: Factor | None = None
-    """By which the sum is still off."""
     place: Place | None = None
     """Where fewer than half of the parameters are concerned."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.missing
-
-    @property
-    def factor(self) -> str:
-        return "" if self.rest is None else str(self.rest)
 
 
 @dataclass(frozen=True)
@@ -218,7 +205,6 @@ class Scale(Cause):
     """Every rank has the right gradient times a factor that goes with the degrees of the mesh."""
 
     kind = "scale"
-    by: Factor = Factor()  # noqa: RUF009 - frozen
     is_everywhere: bool = True
     """Whether the factor holds on all meshes; otherwise on those of `where`."""
     data_powers: tuple[int, ...] = ()
@@ -226,14 +212,6 @@ class Scale(Cause):
     sharing_powers: tuple[int, ...] = ()
     place: Place | None = None
     """Where not all parameters are concerned."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.by.axes if self.is_everywhere else tuple(dict.fromkeys((*self.where.axes, *self.by.axes)))
-
-    @property
-    def factor(self) -> str:
-        return str(self.by)
 
 
 @dataclass(frozen=True)
@@ -253,14 +231,8 @@ class ScaledByShares(Cause):
     factors: tuple[float, ...] = ()
     shares: str = ""
     """`4:4:3`, where the factors are shares of a whole."""
-    varied: tuple[str, ...] = ()
-    """Axes along which the factors differ."""
     data_axes: tuple[str, ...] = ()
-    """Of these, those whose ranks see different samples."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.varied
+    """Axes along which the factors differ and whose ranks see different samples."""
 
     @property
     def factor(self) -> str:
@@ -288,7 +260,7 @@ class WrongValues(Cause):
 
     kind = "values"
     error: float = 0.0
-    """Of the worst, relative to the largest magnitude."""
+    """The largest, relative to the largest magnitude."""
     origin: Origin | None = None
     first_wrong: tuple[str, ...] = ()
     """The wrong parameters of the module whose gradient is the first to be wrong."""
@@ -325,27 +297,13 @@ class ClippedByFactor(Cause):
     """After clipping a factor is left on all gradients."""
 
     kind = "clipping"
-    by: Factor = Factor()  # noqa: RUF009 - frozen
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.by.axes
-
-    @property
-    def factor(self) -> str:
-        return str(self.by)
 
 
 @dataclass(frozen=True)
 class ClippedTooEarly(Cause):
-    """Ranks clip their own parts of a gradient, before these are added up over some axes."""
+    """Ranks clip their own parts of a gradient, before these are added up over some axes (`over`)."""
 
     kind = "clipping"
-    missing: tuple[str, ...] = ()
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.missing
 
 
 @dataclass(frozen=True)
@@ -361,10 +319,6 @@ class OutsideParameters(Cause):
 
     kind = "outside"
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True)
 class WrongResult(Cause):
@@ -372,15 +326,4 @@ class WrongResult(Cause):
 
     kind = "result"
     is_input: bool = False
-    by: Factor | None = None
     is_everywhere: bool = True
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        if self.by is None:
-            return self.where.axes
-        return self.by.axes if self.is_everywhere else tuple(dict.fromkeys((*self.where.axes, *self.by.axes)))
-
-    @property
-    def factor(self) -> str:
-        return "" if self.by is None else str(self.by)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step
+from opensora_accel.verify.on_cpu import flash_attn_stand_in
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
-from opensora_accel.verify.step_file import StepFile
 from opensora_accel.verify.verify import Meshes, verify
 
 DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
@@ -283,3 +286,83 @@ def _write(
     if parsed.junit is not None:
         texts = None if record is None else list(map(str, violations))
         parsed.junit.write_text(to_junit(report, texts, error), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The file, which every process loads for itself."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"there is no file {self.path}; --step names a Python file with step and model_fn"
+            )
+        module = self.load()
+        for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
+            if not callable(getattr(module, name, None)):
+                raise ValueError(
+                    f"{self.path} defines no {signature}; `opensora-accel verify --help` shows a step file"
+                )
+
+    def load(self) -> ModuleType:
+        """The module, loaded once in each process; what the file imports may lie beside it.
+
+        Raises:
+            ValueError: the file cannot be loaded, and why.
+        """
+        path = self.path.resolve()
+        name = f"_step_file_{path.stem}"
+        if name not in sys.modules:
+            if str(path.parent) not in sys.path:
+                sys.path.insert(0, str(path.parent))
+            spec = importlib.util.spec_from_file_location(name, path)
+            if spec is None or spec.loader is None:
+                raise ValueError(f"{self.path} cannot be loaded as Python")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                with flash_attn_stand_in():
+                    spec.loader.exec_module(module)
+            except BaseException as error:
+                del sys.modules[name]
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise ValueError(
+                    f"{self.path} cannot be loaded{_place(error, path)}: {_words(error)}"
+                ) from error
+        return sys.modules[name]
+
+    @property
+    def meshes(self) -> Sequence[Mapping[str, int]] | None:
+        """`MESHES` of the file, where it has some."""
+        return getattr(self.load(), "MESHES", None)
+
+    def function(self, name: str) -> StepFunction:
+        return StepFunction(self, name)
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The line of the file in which `error` arose, as words to append."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f" (line {error.lineno} of {Path(error.filename or path).name})"
+    return f" (line {frames[-1].lineno})" if frames else ""
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return 'it ends the program while it is imported; put that under `if __name__ == "__main__":`'
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """A function of the file, as something that can be sent to another process."""
+
+    file: StepFile
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(self.file.load(), self.name)(*arguments)

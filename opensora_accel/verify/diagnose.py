@@ -114,7 +114,7 @@ def diagnose(
     """
     fits = fits or fit_gradients(results)
     failed, refused = failures(results)
-    beside = [*_outside_parameters(results), *_stale_parameters(results)]
+    beside = parameters_not_trained(results)
     unlike = find_unlike_starts(results, fits, origin)
     if unlike:
         # Of another model, or of other data, factors would explain nothing.
@@ -122,8 +122,8 @@ def diagnose(
             Where(tuple(wrong_shapes(results.wrong))), tuple(results.wrong), len(results.names)
         )
         return [*failed, *unlike, consequence, *refused, *beside]
-    gradients = [*_one_sided(results), *_wrong_gradients(results, fits, origin, shares)]
-    returned = _wrong_results(results, is_input=False)
+    gradients = [*one_sided_gradients(results), *wrong_gradients(results, fits, origin, shares)]
+    returned = wrong_results(results, is_input=False)
     return [
         *failed,
         *wrong_weights(results),
@@ -131,8 +131,8 @@ def diagnose(
         *gradients,
         *refused,
         *(wrong_inputs(results) if returned and not gradients else []),
-        *([] if gradients else _wrong_clips(results)),
-        *_wrong_results(results, is_input=True),
+        *([] if gradients else wrong_clips(results)),
+        *wrong_results(results, is_input=True),
         *beside,
         *returned,
     ]
@@ -161,12 +161,13 @@ def find_slices(results: Results, fits: GradientFits) -> Shares | None:
     return None
 
 
-def _one_sided(results: Results) -> list[Cause]:
+def one_sided_gradients(results: Results) -> list[Cause]:
     by_side: dict[causes.Side, dict[str, list[MeshShape]]] = {}
     held_back: dict[str, list[MeshShape]] = {}
     replicas: dict[str, None] = {}
     for mesh in results.ran:
         for name, side in mesh.one_sided().items():
+            # A gradient that FSDP2 was told to keep is not cut off, but not yet added up.
             axes = mesh.observations[0].held_back.get(name)
             replicas |= dict.fromkeys(axes or ())
             by_name = by_side.setdefault(side, {}) if axes is None else held_back
@@ -174,85 +175,92 @@ def _one_sided(results: Results) -> list[Cause]:
     found: list[Cause] = []
     total = len(results.weight_names)
     if held_back:
-        shapes = dict.fromkeys(shape for shapes in held_back.values() for shape in shapes)
-        found.append(
-            causes.HeldBack(
-                Where(tuple(shapes)), tuple(held_back), total, tuple(replicas) or results.data_axes
-            )
-        )
+        over = tuple(replicas) or results.data_axes
+        found.append(causes.HeldBack(results.where_of(held_back), tuple(held_back), total, over))
     for side, by_name in by_side.items():
-        where = results.where(shape for shapes in by_name.values() for shape in shapes)
-        found.append(causes.MissingGradient(where, tuple(by_name), total, side))
+        found.append(causes.MissingGradient(results.where_of(by_name), tuple(by_name), total, side=side))
     return found
 
 
-def _wrong_gradients(
+def wrong_gradients(
     results: Results, fits: GradientFits, origin: Origin | None, shares: Shares | None
 ) -> list[Cause]:
     by_shares = set(() if shares is None else shares.names)
-    first: list[Cause] = []
-    last: list[Cause] = []
-    wrong_forward = _meshes_of_wrong_forward(results)
-    for remedy, samples in fits.remedies:
-        wrong = {name: each for name, each in samples.items() if name not in by_shares}
-        if wrong:
-            # Where the forward is wrong already, what a factor happens to explain is not the cause.
-            group = last if wrong_forward & set(wrong_shapes(wrong)) else first
-            group.append(_explained(results, remedy, wrong))
-    first += [_strange_scale(results, wrong) for wrong in fits.strange]
-    if shares is not None:
-        first.append(_scaled_by_shares(results, shares))
-    rest = {name: each for name, each in fits.unexplained.items() if name not in by_shares}
-    if rest:
-        first.append(_wrong_values(results, rest, origin))
-    return [*first, *last]
-
-
-def _meshes_of_wrong_forward(results: Results) -> set[MeshShape]:
-    """Meshes on which everything that the step returns is wrong."""
-    found = set()
+    wrong_forward = set()
     for mesh in results.ran:
         scalars = results.scalars(mesh)
         if scalars and not any(each.is_right for each in scalars.values()):
-            found.add(mesh.shape)
-    return found
+            wrong_forward.add(mesh.shape)
+    first: list[Cause] = []
+    last: list[Cause] = []
+    for remedy, samples in fits.remedies:
+        wrong = {name: each for name, each in samples.items() if name not in by_shares}
+        if wrong:
+            # Where all that the step returns is wrong, so is the forward: what a factor happens to explain there is
+            # not the cause.
+            group = last if wrong_forward & set(wrong_shapes(wrong)) else first
+            group.append(cause_of_remedy(results, remedy, wrong))
+    total = len(results.names)
+    for strange in fits.strange:
+        one = next(iter(strange.values()))
+        factors = tuple((str(each.shape), each.factor() or 0.0) for each in one if not each.is_right)
+        where = results.where(wrong_shapes(strange))
+        first.append(causes.StrangeScale(where, tuple(strange), total, factors=factors))
+    if shares is not None:
+        first.append(cause_of_shares(results, shares))
+    rest = {name: each for name, each in fits.unexplained.items() if name not in by_shares}
+    if rest:
+        names, where = tuple(rest), results.where(wrong_shapes(rest))
+        error = max(each.error() for samples in rest.values() for each in samples)
+        nearest, place = tuple(first_wrong(results, names)), place_of(results, names)
+        first.append(
+            causes.RightToFp32(where, names, total, error=error)
+            if error < _FP32
+            else causes.WrongValues(
+                where, names, total, error=error, origin=origin, first_wrong=nearest, place=place
+            )
+        )
+    return [*first, *last]
 
 
-def _explained(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
+def cause_of_remedy(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
+    """The cause of gradients that a sum and a factor make right."""
     names, total, shapes = tuple(wrong), len(results.names), wrong_shapes(wrong)
-    place = _place(results, names)
-    if not remedy.missing:
-        powers = dict(remedy.factor.exponents)
-        return causes.Scale(
-            Where(tuple(shapes)) if remedy.is_everywhere else results.where(shapes),
+    powers, place = dict(remedy.factor.exponents), place_of(results, names)
+    if remedy.missing:
+        if is_clipped_too_early(results, names, remedy.missing):
+            clipped = [mesh.shape for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
+            return causes.ClippedTooEarly(Where(tuple(clipped)), names, total, remedy.missing)
+        is_average = all(powers.get(axis) == 1 for axis in remedy.missing)
+        if is_average:  # the sum is too large by what an average divides by
+            powers = {axis: e for axis, e in powers.items() if axis not in remedy.missing}
+        by = compose_factor(replace(remedy.factor, exponents=tuple(powers.items())), results.axes)
+        return causes.MissingSum(
+            Where(tuple(shapes)),
             names,
             total,
-            by=compose_factor(remedy.factor, results.axes),
-            is_everywhere=remedy.is_everywhere,
-            data_powers=tuple(e for axis, e in powers.items() if axis in results.data_axes),
-            sharing_powers=tuple(e for axis, e in powers.items() if axis not in results.data_axes),
-            place=place if len(names) < total else None,
+            over=compose_axes(remedy.missing, results.axes),
+            by=None if by.is_one else by,
+            is_average=is_average,
+            place=place if 2 * len(names) <= total else None,
         )
-    if _is_clipped_too_early(results, names, remedy.missing):
-        clipped = [mesh.shape for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
-        return causes.ClippedTooEarly(Where(tuple(clipped)), names, total, remedy.missing)
-    exponents = remedy.factor.exponents
-    is_average = all(dict(exponents).get(axis) == 1 for axis in remedy.missing)
-    if is_average:  # the factor is what an average, and not a sum, would divide by
-        exponents = tuple((axis, e) for axis, e in exponents if axis not in remedy.missing)
-    rest = compose_factor(replace(remedy.factor, exponents=exponents), results.axes)
-    return causes.MissingSum(
-        Where(tuple(shapes)),
+    where, by = Where(tuple(shapes)), compose_factor(remedy.factor, results.axes)
+    if not remedy.is_everywhere:
+        where = results.where(shapes)
+    return causes.Scale(
+        where,
         names,
         total,
-        missing=compose_axes(remedy.missing, results.axes),
-        is_average=is_average,
-        rest=None if rest.is_one else rest,
-        place=place if 2 * len(names) <= total else None,
+        over=tuple(dict.fromkeys((*where.axes, *by.axes))),
+        by=by,
+        is_everywhere=remedy.is_everywhere,
+        data_powers=tuple(e for axis, e in powers.items() if axis in results.data_axes),
+        sharing_powers=tuple(e for axis, e in powers.items() if axis not in results.data_axes),
+        place=place if len(names) < total else None,
     )
 
 
-def _is_clipped_too_early(results: Results, names: Sequence[str], missing: Sequence[str]) -> bool:
+def is_clipped_too_early(results: Results, names: Sequence[str], missing: Sequence[str]) -> bool:
     """Whether, once clipped, the gradients are the same on all ranks that hold parts of them."""
     clipped = [mesh for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
     for mesh in clipped:
@@ -265,7 +273,7 @@ def _is_clipped_too_early(results: Results, names: Sequence[str], missing: Seque
     return bool(clipped)
 
 
-def _place(results: Results, names: Sequence[str]) -> Place | None:
+def place_of(results: Results, names: Sequence[str]) -> Place | None:
     """Where in backward the error comes in."""
     order = [name for name in results.expected.first.backward_order if name in results.names]
     positions = [order.index(name) for name in names if name in order]
@@ -273,7 +281,7 @@ def _place(results: Results, names: Sequence[str]) -> Place | None:
 
 
 def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
-    """Of `names`, those of the module whose gradient is the first to be wrong."""
+    """Those of `names` that belong to the module whose gradient is the first to be wrong."""
     order = [name for name in results.expected.first.backward_order if name in names]
     if not order:
         return []
@@ -281,95 +289,70 @@ def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
     return [name for name in order if name.startswith(module + ".")]
 
 
-def _strange_scale(results: Results, wrong: ByName) -> Cause:
-    factors = [
-        (str(each.shape), each.factor() or 0.0) for each in next(iter(wrong.values())) if not each.is_right
-    ]
-    where = results.where(wrong_shapes(wrong))
-    return causes.StrangeScale(where, tuple(wrong), len(results.names), tuple(factors))
-
-
-def _scaled_by_shares(results: Results, shares: Shares) -> Cause:
-    def is_alike(axis: str) -> bool:
-        """Whether ranks that differ along `axis` only have the same factor."""
-        return all(
-            are_equal([shares.factors[rank] for rank in ranks]) for ranks in shares.shape.groups([axis])
-        )
-
-    varied = [axis for axis in results.axes if not is_alike(axis)]
+def cause_of_shares(results: Results, shares: Shares) -> Cause:
+    varied = []
+    for axis in results.axes:
+        groups = shares.shape.groups([axis])  # of ranks that differ along this axis only
+        if not all(are_equal([shares.factors[rank] for rank in ranks]) for ranks in groups):
+            varied.append(axis)
     return causes.ScaledByShares(
         Where((shares.shape,)),
         tuple(shares.names),
         len(results.names),
+        over=compose_axes(varied, results.axes),
         factors=tuple(shares.factors),
         shares=as_shares(shares.factors),
-        varied=compose_axes(varied, results.axes),
         data_axes=tuple(axis for axis in varied if axis in results.data_axes),
     )
 
 
-def _wrong_values(results: Results, wrong: ByName, origin: Origin | None) -> Cause:
-    names, total = tuple(wrong), len(results.names)
-    where = results.where(wrong_shapes(wrong))
-    error = max(each.error() for samples in wrong.values() for each in samples)
-    if error < _FP32:
-        return causes.RightToFp32(where, names, total, error)
-    return causes.WrongValues(
-        where, names, total, error, origin, tuple(first_wrong(results, names)), _place(results, names)
-    )
-
-
-def _wrong_clips(results: Results) -> list[Cause]:
+def wrong_clips(results: Results) -> list[Cause]:
     """Gradients that are right until they are clipped."""
     found = [mesh.clipped() for mesh in results.ran]
-    samples = {
-        n: [each[n] for each in found if n in each] for n in dict.fromkeys(n for each in found for n in each)
-    }
+    names = dict.fromkeys(name for each in found for name in each)
+    samples = {name: [each[name] for each in found if name in each] for name in names}
     wrong = {name: each for name, each in samples.items() if any(not s.is_right for s in each)}
     if not wrong:
         return []
-    where, names, total = results.where(wrong_shapes(wrong)), tuple(wrong), len(results.names)
+    where, total = results.where(wrong_shapes(wrong)), len(results.names)
     scales = [find_scale(each, results.axes) for each in wrong.values()]
-    by = {str(scale.factor): scale.factor for scale in scales if scale is not None}
-    if len(by) == 1 and all(scales):
-        return [
-            causes.ClippedByFactor(where, names, total, compose_factor(next(iter(by.values())), results.axes))
-        ]
-    return [causes.ClippedByOtherNorms(where, names, total)]
+    factors = {str(scale.factor): scale.factor for scale in scales if scale is not None}
+    if len(factors) > 1 or not all(scales):
+        return [causes.ClippedByOtherNorms(where, tuple(wrong), total)]
+    (by,) = (compose_factor(factor, results.axes) for factor in factors.values())
+    return [causes.ClippedByFactor(where, tuple(wrong), total, by.axes, by)]
 
 
-def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
+def wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
     """What the step returns, or the gradients of inputs; those that are wrong in the same way together."""
     found = [mesh.inputs() if is_input else results.scalars(mesh) for mesh in results.ran]
     alike: dict[causes.WrongResult, list[str]] = {}
     for name in dict.fromkeys(name for each in found for name in each):
         samples = [each[name] for each in found if name in each]
         bad = [each.shape for each in samples if not each.is_right]
-        if bad:
-            scale, where = find_scale(samples, results.axes), results.where(bad)
-            by = None if scale is None else compose_factor(scale.factor, results.axes)
-            cause = causes.WrongResult(
-                where, is_input=is_input, by=by, is_everywhere=scale is None or scale.is_everywhere
-            )
-            alike.setdefault(cause, []).append(name)
+        if not bad:
+            continue
+        where, scale = results.where(bad), find_scale(samples, results.axes)
+        cause = causes.WrongResult(where, is_input=is_input)
+        if scale is not None:
+            by = compose_factor(scale.factor, results.axes)
+            over = by.axes if scale.is_everywhere else tuple(dict.fromkeys((*where.axes, *by.axes)))
+            cause = replace(cause, over=over, by=by, is_everywhere=scale.is_everywhere)
+        alike.setdefault(cause, []).append(name)
     return [replace(cause, names=tuple(names)) for cause, names in alike.items()]
 
 
-def _outside_parameters(results: Results) -> list[Cause]:
-    shapes = results.expected.first.outside
-    return (
-        [causes.OutsideParameters(Where(tuple(each.shape for each in results.meshes)), tuple(shapes))]
-        if shapes
-        else []
-    )
-
-
-def _stale_parameters(results: Results) -> list[Cause]:
-    by_name: dict[str, list[MeshShape]] = {}
+def parameters_not_trained(results: Results) -> list[Cause]:
+    """Parameters that the model does not have and the loss reaches, or that it has replaced and an optimizer steps."""
+    found: list[Cause] = []
+    shapes = tuple(results.expected.first.outside)
+    if shapes:
+        everywhere = Where(tuple(mesh.shape for mesh in results.meshes))
+        found.append(causes.OutsideParameters(everywhere, shapes, over=()))
+    stale: dict[str, list[MeshShape]] = {}
     for mesh in results.ran:
         for name in dict.fromkeys(name for each in mesh.observations for name in each.stale):
-            by_name.setdefault(name, []).append(mesh.shape)
-    if not by_name:
-        return []
-    where = results.where(shape for shapes in by_name.values() for shape in shapes)
-    return [causes.StaleOptimizer(where, tuple(by_name), len(results.weight_names))]
+            stale.setdefault(name, []).append(mesh.shape)
+    if stale:
+        found.append(causes.StaleOptimizer(results.where_of(stale), tuple(stale), len(results.weight_names)))
+    return found

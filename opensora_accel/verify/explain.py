@@ -212,10 +212,10 @@ def _(cause: causes.MissingGradient) -> tuple[str, str]:
 
 @_words.register
 def _(cause: causes.MissingSum) -> tuple[str, str]:
-    along = join_words(cause.missing)
+    along = join_words(cause.axes)
     what = f"missing {'average' if cause.is_average else 'sum'} over {along} for {_count(cause)}"
-    if cause.rest is not None:
-        what += f", beside a scale {cause.rest}"
+    if cause.by is not None:
+        what += f", beside a scale {cause.by}"
     if 2 * len(cause.names) > cause.num_names:
         return what, (
             f"the ranks along {along} hold parts of one gradient: average gradients over the mixed group "
@@ -239,7 +239,7 @@ def _(cause: causes.Scale) -> tuple[str, str]:
 
 def _scale_remedy(cause: causes.Scale) -> str:
     data, sharing = set(cause.data_powers), set(cause.sharing_powers)
-    if cause.by.of_others:
+    if cause.by is not None and cause.by.of_others:
         return "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
     if not data and not sharing:
         return (

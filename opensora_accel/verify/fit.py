@@ -34,8 +34,8 @@ from opensora_accel.verify.meshes import MeshShape, compose_axes
 TOLERANCE = 1e-8
 """Largest difference over the largest magnitude, in fp64. Correct plans on the models of the tests reach 1e-13."""
 NEGLIGIBLE = 1e-6
-"""Of the largest gradient of the model: an error below TOLERANCE of that is none, and a gradient below it is too
-small to be compared with another (biases that softmax cancels have a gradient of rounding errors)."""
+"""Share of the model's largest gradient: a gradient below it is too small to be compared (biases that softmax cancels
+have a gradient of rounding errors), and an error below TOLERANCE of it is none."""
 _EXPONENTS = (0, -1, 1, -2, 2)
 
 
@@ -50,7 +50,7 @@ class Samples:
     """Magnitude under which nothing can be told."""
 
     def error(self) -> float:
-        """Of the worst rank, relative to the largest magnitude expected; infinite where shapes or NaNs disagree."""
+        """The worst rank's, relative to the largest magnitude expected; infinite where shapes or NaNs disagree."""
         return max(_difference(each, self.expected, self.floor) for each in self.found)
 
     @property
@@ -72,6 +72,7 @@ class Samples:
         """The s with found = s · expected on all ranks."""
         if not self.is_provable or any(each.shape != self.expected.shape for each in self.found):
             return None
+        # Least squares on the first rank; then all ranks must agree.
         s = ((self.found[0] * self.expected).sum() / self.expected.square().sum()).item()
         scaled = replace(self, expected=s * self.expected)
         return s if math.isfinite(s) and s != 0 and scaled.is_right else None
@@ -85,7 +86,7 @@ def magnitude(tensor: Tensor) -> float:
 def _difference(found: Tensor, expected: Tensor, floor: float) -> float:
     if found.shape != expected.shape or not torch.isfinite(found).all():
         return math.inf
-    scale = max(magnitude(expected), floor)
+    scale = max(magnitude(expected), floor)  # below the floor, errors are measured by the floor
     difference = magnitude(found - expected)
     return difference / scale if scale else math.inf if difference else 0.0
 
@@ -147,6 +148,7 @@ def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Facto
     if found is not None:
         return found
     for axis, exponent in itertools.product(axes, (1, -1)):
+        # An axis of one rank has no others; where it is used, P − 1 may stand in place of P.
         rest = {s: factor / max(1, s.degree(axis) - 1) ** exponent for s, factor in factors.items()}
         found = _fit_degrees(rest, axes)
         if found is not None and is_close(found.constant, 1):
@@ -164,6 +166,7 @@ def _fit_degrees(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Fac
             f / math.prod(shape.degree(axis) ** e for axis, e in powers) for shape, f in factors.items()
         ]
         if are_equal(constants):
+            # No constant before any constant, then small exponents before large ones.
             cost = not is_close(constants[0], 1), sum(map(abs, exponents))
             fitting.append((cost, Factor(powers, constants[0])))
     return min(fitting, key=lambda pair: pair[0])[1] if fitting else None

@@ -10,10 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from opensora_accel.plan import DATA_AXES, MESH_AXES, SEQUENCE_AXES, Plan
+from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,6 +127,72 @@ class MeshShape:
     def __str__(self) -> str:
         used = [f"{axis}={degree}" for axis, degree in self.degrees if degree > 1]
         return " × ".join(used) or "one rank"
+
+
+SHARD_AXES = MIXED_AXES[1:]
+"""Over which FSDP2 shards parameters; they are replicated over dp_replicate."""
+
+_NAMED = {
+    "data": DATA_AXES,
+    "sequence": SEQUENCE_AXES,
+    "mixed": MIXED_AXES,
+    "shard": SHARD_AXES,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a tuple of global ranks is on a mesh."""
+
+    axes: tuple[str, ...] | None
+    """The axes along which the ranks differ, outermost first; None where the ranks are no group of the mesh."""
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@lru_cache(maxsize=4096)
+def group_of(ranks: tuple[int, ...], shape: MeshShape) -> Group:
+    """`data (dp_replicate × dp_shard)`, `ring`, or the ranks themselves where the mesh has no such group."""
+    if not ranks:
+        return Group(None, "an unknown group")
+    if len(ranks) == 1:
+        return Group((), "one rank")
+    places = [shape.coordinates(rank) for rank in ranks]
+    axes = tuple(axis for axis in shape.axes if len({place[axis] for place in places}) > 1)
+    # Ranks are distinct: as many as there are places along these axes, is all of them.
+    if math.prod(shape.degree(axis) for axis in axes) != len(ranks):
+        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+        return Group(None, f"ranks {shown} (differ along {' and '.join(axes)}, but are not all of them)")
+    return Group(axes, name_of(axes, shape))
+
+
+def axes_between(one: int, other: int, shape: MeshShape) -> tuple[str, ...]:
+    """Along which a message travels."""
+    places = shape.coordinates(one), shape.coordinates(other)
+    return tuple(axis for axis in shape.axes if places[0][axis] != places[1][axis])
+
+
+def name_of(axes: tuple[str, ...], shape: MeshShape) -> str:
+    if len(axes) == 1:
+        return axes[0]
+    listed = " × ".join(axes)
+    for name, members in _NAMED.items():
+        if axes == used_axes(members, shape):
+            return f"{name} ({listed})"
+    return f"world ({listed})" if axes == used_axes(shape.axes, shape) else listed
+
+
+def used_axes(axes: tuple[str, ...], shape: MeshShape) -> tuple[str, ...]:
+    """The axes that have more than one rank."""
+    return tuple(axis for axis in axes if shape.degree(axis) > 1)
+
+
+def promised_groups(shape: MeshShape) -> set[tuple[str, ...]]:
+    """The axes of every group that a Plan has: each axis alone, data, sequence, shard, mixed, tensor and world."""
+    members = [*_NAMED.values(), shape.axes, *((axis,) for axis in shape.axes)]
+    return {used_axes(axes, shape) for axes in members}
 
 
 def compose_axes(axes: Sequence[str], used: Sequence[str]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ class Observation:
     drawn_from: list[str] = field(default_factory=list)
     """Default generators that the step drew from and did not seed itself."""
     calls: list[ModuleCall] = field(default_factory=list)
-    """Of the model's modules, where they were traced."""
+    """Calls of the model's modules, where they were traced."""
     leaves_patches: bool = False
     """Whether the process is no longer as it was before the step."""
     notes: list[str] = field(default_factory=list)
@@ -142,6 +142,7 @@ class Observer:
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._num_calls += 1
         if self._num_calls == 1:
+            # Before the step has trained anything, and after the loop has wrapped and broadcast.
             for name, parameter in named_parameters(module):
                 if not isinstance(parameter, DTensor):
                     self.observation.weights[name] = digest(parameter)
@@ -156,7 +157,7 @@ class Observer:
 
     def _see_tensor(self, name: str, leaf: Tensor) -> Tensor:
         """The input in fp64, as a leaf that takes a gradient where it has numbers that can."""
-        if isinstance(leaf, DTensor):
+        if isinstance(leaf, DTensor):  # the step has sharded it itself
             return leaf
         name = name if self._num_calls == 1 else f"{name} (call {self._num_calls})"
         if not self._is_captured:
@@ -176,7 +177,7 @@ class Observer:
         def weigh(_name: str, tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            tensor = tensor.view_as(tensor)  # a hook of this use alone
+            tensor = tensor.view_as(tensor)  # a hook on the tensor itself would weigh its other uses as well
             tensor.register_hook(lambda gradient: gradient * self._output_weight)
             return tensor
 
@@ -314,6 +315,7 @@ def observe(
         with observer.watching(), flash_attn_stand_in(), without_comparing_inputs():
             model = None
             if model_fn is not None:
+                # Weights are drawn alike everywhere; only then the generators are told where they are.
                 torch.manual_seed(seed)
                 model = model_fn()
                 found.notes += prepare_model(model)

@@ -45,6 +45,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             return
         seen.add(module)
         yield name, module
+        # A wrapper has one child and nothing of its own.
         is_bare = len(module._modules) == 1 and not any(p is not None for p in module._parameters.values())
         for child_name, child in module.named_children():
             is_wrapped = child_name in _WRAPPED or (child_name == "module" and is_bare)
@@ -99,7 +100,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def map_tensors(name: str, value: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
-    """`value` with `function(name, tensor)` for every tensor in it; itself where nothing has changed.
+    """`value` with `function(name, tensor)` for every tensor in it, of any shape; itself where nothing has changed.
 
     Tensors are found in what torch takes apart (lists, dicts, named tuples), in dataclasses, and in what is like a
     dict.
@@ -223,6 +224,7 @@ def join_shares(shape: MeshShape, shares: Sequence[Share], whole: Tensor) -> tup
     rank.
     """
     axes = [axis for axis, degree in shape.degrees if degree > 1]
+    # Another replica's gradient does not stand for one that is missing: that is a mistake to be told.
     if any(share.gradient is None for share in shares):
         axes = [axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES]
     for count in range(len(axes) + 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from opensora_accel.verify.causes import (
     SameSamples,
     StepFails,
     UnlikeCollectives,
-    Where,
     WrongInput,
     WrongWeights,
 )
@@ -32,7 +31,7 @@ _FOLLOWING_WORDS = (
     *("hangs", "Timed out", "timed out", "timeout"),
     *("Connection closed by peer", "Connection reset", "Socket closed", "Broken pipe"),
 )
-"""Of ranks that fail because another one has failed."""
+"""In the errors of ranks that fail because another one has failed."""
 
 
 def failures(results: Results) -> tuple[list[Cause], list[Cause]]:
@@ -115,14 +114,10 @@ def wrong_weights(results: Results) -> list[Cause]:
         (WrongWeights, wrong),
     )
     return [
-        kind(_where(results, by_name), tuple(by_name), len(results.weight_names))
+        kind(results.where_of(by_name), tuple(by_name), len(results.weight_names))
         for kind, by_name in kinds
         if by_name
     ]
-
-
-def _where(results: Results, by_name: Mapping[str, Sequence[MeshShape]]) -> Where:
-    return results.where(shape for shapes in by_name.values() for shape in shapes)
 
 
 def _is_same(digest: str | None, expected: str) -> bool:
@@ -150,9 +145,9 @@ def wrong_inputs(results: Results) -> list[Cause]:
     other = {name: shapes for name, shapes in other.items() if name not in apart}
     found: list[Cause] = []
     if apart:
-        found.append(DifferentDraws(_where(results, apart), tuple(apart)))
+        found.append(DifferentDraws(results.where_of(apart), tuple(apart)))
     if other:
-        found.append(WrongInput(_where(results, other), tuple(other)))
+        found.append(WrongInput(results.where_of(other), tuple(other)))
     return found
 
 
@@ -160,6 +155,7 @@ def same_samples(results: Results) -> list[Cause]:
     """Data ranks with one and the same gradient on the single device."""
     shapes = []
     for mesh in results.ran:
+        # Equal to the last bit: other samples cannot give that.
         first, *others = (turn.gradients for turn in mesh.expected.turns)
         if others and all(_are_equal(first, other) for other in others):
             shapes.append(mesh.shape)

@@ -97,6 +97,7 @@ class MeshResult:
             is_on_all and (expected is None or all(each.shape == expected.shape for each in present))
         ):
             return present or None
+        # Stages, experts and slices: what ranks hold is put together.
         joined = None
         if values is not None:
             shares = [self._share(name, rank, gradient, values) for rank, gradient in enumerate(own)]
@@ -179,6 +180,7 @@ class MeshResult:
         for count in range(1, len(axes) + 1):
             for some in itertools.combinations(axes, count):
                 groups = [[values[rank] for rank in ranks] for ranks in self.shape.groups(some)]
+                # What all ranks return alike is no part of anything.
                 if not all(_is_same(each, group[0]) for group in groups for each in group):
                     for combine in (sum, max, min, _root_of_squares):
                         yield statistics.fmean(combine(group) for group in groups)
@@ -294,6 +296,10 @@ class Results:
         listed = list(dict.fromkeys(bad))
         found = Where.of(listed, [shape for shape in shapes if shape not in listed], self.axes)
         return replace(found, axes=compose_axes(found.axes, self.axes), members=found.axes)
+
+    def where_of(self, by_name: Mapping[str, Iterable[MeshShape]]) -> Where:
+        """The same for meshes that are known by parameter."""
+        return self.where(shape for shapes in by_name.values() for shape in shapes)
 
 
 def wrong_shapes(wrong: Mapping[str, Sequence[Samples]]) -> list[MeshShape]:

@@ -40,7 +40,7 @@ def trace_modules(model: nn.Module, calls: list[ModuleCall]) -> Iterator[None]:
 
     def hook_of(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: object, kwargs: object, output: object) -> None:
-            if torch._C._current_graph_task_id() == -1:
+            if torch._C._current_graph_task_id() == -1:  # not recomputed within backward
                 calls.append(
                     ModuleCall(name, counts.get(name, 0), _tensors((args, kwargs)), _tensors(output))
                 )
@@ -113,10 +113,11 @@ def find_origin(turns: Sequence[Turn]) -> Origin:
 
 
 def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | None:
-    """Of one tensor, by data rank and by rank; None where shapes are no part of the single device's."""
+    """Whether one tensor's parts are right, by data rank and by rank; None where shapes are no part of `expected`."""
     ranks = [each for group in groups for each in group]
     if all(_is_close(each, expected) for each in ranks):
         return True
+    # A row-parallel layer leaves partial sums.
     if all(each.shape == expected.shape for each in ranks) and _is_close(torch.stack(ranks).sum(0), expected):
         return True
     fits = False

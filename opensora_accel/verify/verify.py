@@ -135,6 +135,7 @@ def _verify(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, in
     fits = fit_gradients(results)
     origin, shares = None, None
     if fits.unexplained:
+        # The fewest ranks say it as well, and sooner.
         bad = wrong_shapes(fits.unexplained)
         smallest = min((m for m in results.ran if m.shape in bad), key=lambda mesh: mesh.shape.world_size)
         say("looking for where it comes in", total, total)
@@ -162,7 +163,11 @@ class _Runner:
         self._expected: dict[tuple[int, str], Expected] = {}
 
     def on_one_device(self, shape: MeshShape) -> Expected:
-        """What is right on a mesh; one run serves all meshes with as many data ranks."""
+        """What is right on a mesh; one run serves all meshes with as many data ranks.
+
+        Raises:
+            ValueError: the step fails, or leaves no gradient.
+        """
         precision = "" if shape.plan is None else shape.plan.precision
         key = self._num_turns(shape), precision
         if key not in self._expected:
@@ -193,6 +198,7 @@ class _Runner:
         )
         turns: list[Observation]
         (turns,) = self._pool(1, _observe_turns, *arguments)
+        # A class that the step patches would be patched once more on the next mesh.
         if any(each.leaves_patches for each in turns):
             self._pool.renew()
         return turns
@@ -277,6 +283,7 @@ def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh:
             return None
         contributions.append({name: alone[name].found[0] for name in wrong})
     expected = {name: gradient for name in wrong if (gradient := mesh.expected.gradients[name]) is not None}
+    # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.
     for some in filter(None, (wrong, first_wrong(results, wrong))):
         factors = fit_ranks([[each[n] for n in some] for each in contributions], [expected[n] for n in some])
         if factors is not None and not are_equal(factors):

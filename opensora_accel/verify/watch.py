@@ -37,7 +37,7 @@ class Clip:
     how: How
     limit: float
     names: tuple[str, ...]
-    """Of the parameters that it was given."""
+    """The parameters that it was given."""
 
     def without(self, names: Collection[str]) -> Clip:
         return replace(self, names=tuple(name for name in self.names if name not in names))
@@ -58,6 +58,7 @@ def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iter
 
         return call
 
+    # Not by torch's functions: its parameters are flat, and their norms are added up over ranks.
     clip_of_fsdp1 = FullyShardedDataParallel.clip_grad_norm_
 
     def by_fsdp1(self: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +102,7 @@ def expected_after_clipping(
     present = {name: g for clip in clips for name in clip.names if (g := gradients.get(name)) is not None}
     by_norm = dict.fromkeys(name for clip in clips if clip.how == "norm" for name in clip.names)
     answers = []
+    # Which norm a hand-made call of clip_grads_with_norm_ was given cannot be seen, so every usual one is tried.
     for order, is_together in itertools.product(_NORMS, (False, True)):
         found = dict(present)
         norm_of_all = _norm([found[name] for name in by_norm if name in found], order)

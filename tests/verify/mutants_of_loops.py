@@ -22,6 +22,7 @@ from opensora_accel.verify.causes import Kind
 from opensora_accel.verify.meshes import Run
 from opensora_accel.verify.results import Reference
 from tests.verify import corners
+from tests.verify.corners import batch, finish
 from tests.verify.defects import Mutant
 from tests.verify.loops import Small, split_small
 from tests.verify.meshes import Meshes
@@ -69,16 +70,6 @@ def mutant(
     )
 
 
-def finish(outputs: Tensor) -> Tensor:
-    loss = outputs.square().mean()
-    loss.backward()
-    return loss
-
-
-def batch() -> Tensor:
-    return torch.randn(2, 11, 4)
-
-
 def average(tensor: Tensor | None) -> None:
     assert tensor is not None
     dist.all_reduce(tensor)
@@ -117,19 +108,6 @@ def forgets_the_hidden_weight(model: Any, run: Run) -> Tensor:
     return loss
 
 
-class Spectral(nn.Module):
-    """Complex weights, as of a Fourier operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
-        self.out = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        waves = torch.fft.rfft(x, dim=1)
-        return self.out(torch.fft.irfft(waves * self.weight, n=x.size(1), dim=1))
-
-
 def averages_real_parts(model: Any, run: Run) -> Tensor:
     loss = finish(model(batch()))
     if not run.is_reference:
@@ -165,7 +143,13 @@ _TAKEN_FOR_RIGHT = [
     mutant(
         "a weight beside `module`", forgets_the_hidden_weight, "missing sum", ("data",), model_fn=WithHidden
     ),
-    mutant("imaginary parts not averaged", averages_real_parts, "missing sum", ("data",), model_fn=Spectral),
+    mutant(
+        "imaginary parts not averaged",
+        averages_real_parts,
+        "missing sum",
+        ("data",),
+        model_fn=corners.Spectral,
+    ),
     mutant("a parameter outside of the model", trains_a_scale_beside_the_model, "outside", ()),
     mutant("the optimizer before fully_shard", builds_the_optimizer_before_sharding, "optimizer", ("data",)),
 ]
@@ -446,21 +430,17 @@ def skips_one_of_two_collectives(model: Any, run: Run) -> Tensor:
     return loss
 
 
-class Patched(Small):
-    """Whose class a step patches, as whole libraries do."""
-
-
 def patches_the_class_and_scales(model: Any, run: Run) -> Tensor:
     forward = model if run.is_reference else DistributedDataParallel(model)
     if run.is_reference or run.shape.degree("sequence") == 1:
         return finish(forward(batch()))
-    original, group = Patched.forward, run.mesh.get_group("sequence")
+    original, group = corners.Patched.forward, run.mesh.get_group("sequence")
 
-    def spread(self: Patched, x: Tensor) -> Tensor:
+    def spread(self: Any, x: Tensor) -> Tensor:
         x = original(self, split_forward_gather_backward(x, group, 1, "down"))
         return gather_forward_split_backward(x, group, 1)
 
-    Patched.forward = spread  # type: ignore[method-assign]
+    corners.Patched.forward = spread  # type: ignore[method-assign]
     return finish(forward(batch()))
 
 
@@ -480,7 +460,7 @@ _NAMED = [
     mutant("one of two collectives skipped", skips_one_of_two_collectives, "failure", ("data",)),
     mutant(
         "1/sp in a patched class", patches_the_class_and_scales, "scale", ("sequence",), "sequence⁻¹",
-        model_fn=Patched, meshes=SEQUENCE,
+        model_fn=corners.Patched, meshes=SEQUENCE,
     ),
 ]  # fmt: skip
 

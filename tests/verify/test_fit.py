@@ -219,7 +219,7 @@ def test_factors_of_slices():
 def test_every_cause_has_words():
     where = Where((SHAPES[0],), "over", ("data",))
     for kind in Cause.__subclasses__():
-        axes = {name: ("data",) for name in ("missing", "replicas") if name in kind.__dataclass_fields__}
-        explanation = explain(kind(where, ("a.weight",), 2, **axes))
+        by = Factor((("data", -1),))
+        explanation = explain(kind(where, ("a.weight",), 2, ("data",), by))
         assert explanation.what and explanation.remedy, kind
         assert explanation.to_dict()["kind"] == kind.kind

@@ -180,7 +180,7 @@ class Answers(TorchDispatchMode):
         super().__init__()
         self.given: dict[tuple[int, ...], list[Tensor]] = {}
         self._known = known or {}
-        self._works: list[_Finished] = []  # C++ keeps its half only
+        self._works: list[_Finished] = []  # C++ keeps its half only: Python's must live as long
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -199,7 +199,7 @@ class Answers(TorchDispatchMode):
         if given.dtype != torch.int64 or isinstance(given, FakeTensor):
             return
         mine = self.given.setdefault(ranks, [])
-        mine.append(given.clone())
+        mine.append(given.clone())  # the caller may write over it
         rounds = self._known.get(ranks, [])
         answers = rounds[len(mine) - 1] if len(mine) <= len(rounds) else {}
         for rank, output in zip(ranks, outputs, strict=True):
@@ -212,7 +212,7 @@ def _ranks(boxed_group: Any) -> tuple[int, ...]:
 
 
 def merge_given(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]]) -> Exchanges:
-    """What all recorded ranks have given, by group and in order."""
+    """What all recorded ranks have given, by group and in order; tensors [n] of whole numbers."""
     found: Exchanges = {}
     for rank, groups in given.items():
         for ranks, tensors in groups.items():

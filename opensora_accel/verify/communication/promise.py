@@ -7,28 +7,39 @@ over every axis of mixed". On ring=2 × ulysses=3 with DDP over ulysses only, a 
 
 so the rule is broken for a.weight on ring, which is how a missing all-reduce is named: "that of a.weight is reduced
 never over ring". Nothing is computed for it, so that it is told for 1,024 ranks as for 6.
+
+Gradients of whole parameters are followed by name into the collectives. Those that FSDP2 shards are counted by
+elements: of a parameter of 10 rows on 3 shards, which FSDP2 pads to 12, reduce-scatters must hold 10 to 12 rows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from opensora_accel.plan import Plan
+from opensora_accel.plan import MIXED_AXES, Plan
 from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
-from opensora_accel.verify.communication.gradients import gradients_kept_from_data, unreduced_gradients
-from opensora_accel.verify.communication.groups import (
+from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
+from opensora_accel.verify.communication.record_step import RankRecord, Record
+from opensora_accel.verify.meshes import (
     SHARD_AXES,
+    MeshShape,
     axes_between,
     group_of,
     name_of,
     promised_groups,
-    used,
+    used_axes,
 )
-from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
-from opensora_accel.verify.communication.record_step import RankRecord, Record
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
+_LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")
+"""Kinds by which no rank gets the gradients of all others. Any other may be a part of an average by hand."""
+_NUM_SHOWN = 3
+_AVERAGE_OVER_MIXED = (
+    'average over parallel_states.get_parallel_group("mixed") (DDP\'s process_group, or the mesh of fully_shard), '
+    "and over nothing else"
+)
 _TRAVELS = {"ring": "send", "ulysses": "all-to-all"}
 """What attention sends over each of its axes."""
 
@@ -146,7 +157,7 @@ def missing_attention(record: Record, axis: str, degree: int) -> Iterator[Violat
 
 def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Violation]:
     """Parameters that FSDP gathers over other ranks than the plan's, or too often, or not at all."""
-    shape, shard_axes = record.shape, used(SHARD_AXES, record.shape)
+    shape, shard_axes = record.shape, used_axes(SHARD_AXES, record.shape)
     gathers = [
         call for call in rank.calls if call.kind == "all-gather" and call.is_by_fsdp and len(call.group) > 1
     ]
@@ -191,6 +202,130 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
             f"{plan.sharding == 'zero3'} (opensora_accel.fsdp.shard_parameters does)",
             sources_of(gathers),
         )
+
+
+def unreduced_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Violation]:
+    """Gradients that are not reduced exactly once over every axis of mixed.
+
+    Several backward passes may reduce as often: DDP without `no_sync` does. Under FSDP1 nothing can be said, and the
+    record's notes say so.
+    """
+    axes = used_axes(MIXED_AXES, shape)
+    if axes and rank.num_backwards and not _uses_fsdp1(rank):
+        rule = (
+            f"the gradient of every trained parameter is reduced exactly once over mixed ({' × '.join(axes)})"
+        )
+        yield from _unreduced_by_name(rule, rank, axes, shape)
+        yield from _unreduced_by_elements(rule, rank, axes, shape)
+
+
+def _unreduced_by_name(
+    rule: str, rank: RankRecord, axes: tuple[str, ...], shape: MeshShape
+) -> Iterator[Violation]:
+    """Gradients of whole parameters."""
+    whole = [p for p in rank.parameters if p.is_trained and p.padded_elements is None]
+    reductions = [call for call in rank.calls if call.kind in _REDUCTIONS]
+    times = {parameter.name: dict.fromkeys(axes, 0) for parameter in whole}
+    for call in reductions:
+        for name in call.gradients:
+            for axis in group_of(call.group, shape).axes or ():
+                if axis in times.get(name, ()):
+                    times[name][axis] += 1
+    alike: dict[tuple[tuple[str, int], ...], list[str]] = defaultdict(list)
+    for name, counts in times.items():
+        off = tuple((axis, count) for axis, count in counts.items() if not 1 <= count <= rank.num_backwards)
+        if off:
+            alike[off].append(name)
+    words = {0: "never", 1: "once", 2: "twice"}
+    for off, names in alike.items():
+        often = " and ".join(f"{words.get(count, f'{count} times')} over {axis}" for axis, count in off)
+        yield Violation(
+            rule,
+            f"that of {len(names)} of {len(whole)} parameters ({_list(names)}) is reduced {often}",
+            _AVERAGE_OVER_MIXED,
+            sources_of(call for call in reductions if set(names) & set(call.gradients)),
+        )
+
+
+def _unreduced_by_elements(
+    rule: str, rank: RankRecord, axes: tuple[str, ...], shape: MeshShape
+) -> Iterator[Violation]:
+    """Gradients of parameters that FSDP2 shards."""
+    sharded = [p for p in rank.parameters if p.is_trained and p.padded_elements is not None]
+    by_fsdp = [call for call in rank.calls if call.kind in _REDUCTIONS and call.is_by_fsdp]
+    num_shards = max((len(call.group) for call in by_fsdp if call.kind == "reduce-scatter"), default=1)
+    reduced = dict.fromkeys(axes, 0)
+    for call in by_fsdp:
+        # HSDP: what is reduced over the replicas is the shard that the reduce-scatter has left here.
+        shards = num_shards if call.kind == "all-reduce" else 1
+        for axis in group_of(call.group, shape).axes or ():
+            if axis in reduced:
+                reduced[axis] += shards * call.num_elements
+    least = sum(parameter.num_elements for parameter in sharded)
+    padded = sum(parameter.padded_elements or 0 for parameter in sharded)
+    most = rank.num_backwards * padded
+    missed = [axis for axis, count in reduced.items() if not least <= count <= most]
+    if sharded and missed:
+        counted = " and ".join(f"{reduced[axis]:,} elements over {axis}" for axis in missed)
+        exact = f"{least:,} elements" + ("" if least == padded else f" (up to {padded:,} with padding)")
+        yield Violation(
+            f"{rule}: {exact} of sharded parameters",
+            f"FSDP2 reduces {counted}",
+            _AVERAGE_OVER_MIXED,
+            sources_of(by_fsdp),
+        )
+
+
+def gradients_kept_from_data(rank: RankRecord, shape: MeshShape) -> Iterator[Violation]:
+    """On a mesh given as axes: gradients of whole parameters that never meet those of other samples.
+
+    They are followed by name. What a call carries beyond that, such as gradients that lie elsewhere than in `.grad`,
+    or the parameters themselves, may be what is missed: nothing is said where it is large enough.
+    """
+    if not rank.num_backwards or _uses_fsdp1(rank):
+        return
+    sizes = {p.name: p.num_elements for p in rank.parameters if p.padded_elements is None and p.has_gradient}
+    for axis in used_axes(shape.data_axes, shape):
+        calls = [
+            call
+            for call in rank.calls
+            if axis in (group_of(call.group, shape).axes or ())
+            and call.phase != FORWARD
+            and call.kind not in _LEADS_ELSEWHERE
+            and not call.is_by_fsdp
+        ]
+        carried = {name for call in calls for name in call.gradients}
+        names = [name for name in sizes if name not in carried]
+        if names and not _may_carry(calls, sizes, sum(sizes[name] for name in names)):
+            yield Violation(
+                f"the gradient of every whole parameter is reduced over every data axis ({axis}={shape.degree(axis)})",
+                f"the gradient of {_list(names)} ({len(names)} of {len(sizes)} parameters) is never reduced over "
+                f"{axis}",
+                f"average it over a group that contains {axis} (DDP's process_group, or all_reduce after backward); "
+                f"if ranks along {axis} see the same samples, name the axes that do not in data_axes",
+                sources_of(call for call in calls if call.gradients),
+            )
+
+
+def _may_carry(calls: Sequence[Call], sizes: Mapping[str, int], missed: int) -> bool:
+    """Whether calls hold as many elements more than those of the gradients that are known to be in them."""
+    unknown = 0
+    for call in calls:
+        known, via = sum(sizes.get(name, 0) for name in call.gradients), call.where.via
+        # DDP's communication hooks, but for the default ones, send something else than the gradients.
+        is_hook_that_packs = via.startswith("torch/distributed/algorithms/") and "default_hooks" not in via
+        if is_hook_that_packs or (call.phase == BACKWARD and call.num_elements < known):
+            return True
+        unknown += max(0, call.num_elements - known) if call.carries_numbers else 0
+    return unknown >= missed
+
+
+def _uses_fsdp1(rank: RankRecord) -> bool:
+    return any(call.where.via.startswith("FSDP1") for call in rank.calls)
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")
 
 
 def _axes_of(call: Call, rank: RankRecord, record: Record) -> tuple[str, ...] | None:

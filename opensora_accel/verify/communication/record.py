@@ -51,12 +51,12 @@ class Call:
     """What other ranks get from this one."""
     input_bytes: int
     num_elements: int
-    """Of the input; of a recv, of what is filled."""
+    """In the input, or in what a recv fills."""
     dtype: str
     phase: str
     where: CallSite
     sent_to: tuple[int, ...] | None = None
-    """Of an all-to-all: bytes for every rank of the group."""
+    """In an all-to-all, the bytes for every rank of the group."""
     received_from: tuple[int, ...] | None = None
     gradients: tuple[str, ...] = ()
     """Parameters whose gradients are known to be in the input."""
@@ -109,12 +109,14 @@ class Recorder(TorchDispatchMode):
         if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor takes its operation apart; this mode then sees what is done to its parts
         kwargs = kwargs or {}
+        # A task of autograd's engine runs on this thread only within a backward.
         in_backward = torch._C._current_graph_task_id() != -1
         self.num_backwards += in_backward and not self._was_in_backward
         if self._was_in_backward and not in_backward:
             self._gradients.note()
         self._was_in_backward = in_backward
         if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            # torch has left this mode to call it; what the operator does is to be seen again.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         if func.namespace in NAMESPACES:
@@ -180,7 +182,7 @@ class _GradientStorages:
                 self._add(tensor, names)
 
     def names_in(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-        """The parameters whose gradients are in these tensors."""
+        """The parameters whose gradients are in these tensors, of any shape."""
         is_bucket = any(_may_be_gradient(tensor) and tensor.numel() > 1 for tensor in tensors)
         found = (self._accumulated() if is_bucket else set()) | self._held_in(tensors)
         return tuple(name for name in self._parameters if name in found)
@@ -205,6 +207,7 @@ class _GradientStorages:
 
     def _add(self, tensor: Tensor, names: set[str]) -> None:
         key = _storage(tensor)
+        # An address is used again once its storage is freed: a weak reference tells.
         reference, before = self._storages.get(key, (None, frozenset[str]()))
         if reference is None or reference.expired():
             reference, before = StorageWeakRef(tensor.untyped_storage()), frozenset()

@@ -24,9 +24,8 @@ from opensora_accel.verify.communication.fake_world import (
     merge_given,
     were_answered,
 )
-from opensora_accel.verify.communication.groups import group_of
 from opensora_accel.verify.communication.record import Call, Recorder
-from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step
+from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, group_of
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 
 _MOST_RECORDINGS = 4
@@ -48,7 +47,7 @@ class Parameter:
 
     name: str
     num_elements: int
-    """Of the whole parameter."""
+    """The whole parameter's."""
     is_trained: bool
     """It asks for a gradient, and has one, or had one (of sharded ones, where any has: a step may clear them)."""
     shard_ranks: int | None = None
@@ -170,6 +169,7 @@ def record_step(
         raise ValueError(
             f"ranks must be different ranks of the mesh, from 0 to {shape.world_size - 1} ({shape}); got {wanted}"
         )
+    # Sizes that ranks send each other may decide about further ones: repeat until nothing new is said.
     known: Exchanges = {}
     for _ in range(_MOST_RECORDINGS):
         answers = {rank: Answers(known) for rank in wanted}
