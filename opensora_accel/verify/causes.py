@@ -7,13 +7,12 @@ the meshes with the error from those without: an error on data=2 × ulysses=2 an
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from opensora_accel.verify.fit import Factor
-from opensora_accel.verify.meshes import MeshShape
+from opensora_accel.verify.meshes import MeshShape, subsets
 
 Kind = Literal[
     "failure",
@@ -54,18 +53,18 @@ class Where:
         def tells_apart(rule: Callable[[MeshShape], bool]) -> bool:
             return all(map(rule, bad)) and not any(map(rule, good))
 
+        # A ring that is right on two ranks may be wrong from three on.
         for axis in axes:
             for least in (2, 3, 4):
                 if tells_apart(lambda shape, axis=axis, least=least: shape.degree(axis) >= least):  # type: ignore[misc]
                     return cls(meshes, "over", (axis,), least)
-        for count in range(2, len(axes)):
-            for chosen in itertools.combinations(axes, count):
-                if tells_apart(lambda shape, chosen=chosen: any(shape.degree(a) > 1 for a in chosen)):  # type: ignore[misc]
-                    return cls(meshes, "over", chosen)
-        for count in range(2, len(axes) + 1):
-            for chosen in itertools.combinations(axes, count):
-                if tells_apart(lambda shape, chosen=chosen: all(shape.degree(a) > 1 for a in chosen)):  # type: ignore[misc]
-                    return cls(meshes, "together", chosen)
+        for some in subsets(axes, 2):
+            # All axes are "everywhere", below.
+            if len(some) < len(axes) and tells_apart(lambda shape, some=some: any(map(shape.uses, some))):  # type: ignore[misc]
+                return cls(meshes, "over", some)
+        for some in subsets(axes, 2):
+            if tells_apart(lambda shape, some=some: all(map(shape.uses, some))):  # type: ignore[misc]
+                return cls(meshes, "together", some)
         if tells_apart(lambda shape: shape.world_size > 1):
             return cls(meshes, "everywhere", tuple(axes))
         return cls(meshes)

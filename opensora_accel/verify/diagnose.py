@@ -72,6 +72,7 @@ def fit_gradients(results: Results) -> GradientFits:
     for name, samples in results.wrong.items():
         provable = [each for each in samples if each.is_provable]
         remedy = find_remedy(provable, results.axes) if provable else None
+        # One factor on every mesh is a better answer than a remedy on some of them.
         if remedy is None and (factors := _factors(provable)):
             strange.setdefault(factors, {})[name] = provable
         elif remedy is None:
@@ -95,6 +96,7 @@ def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
     found = [(each.shape, factor) for each in samples if (factor := each.factor()) is not None]
     if len(found) < len(samples) or not samples or samples[0].expected.numel() == 1:
         return ()
+    # Six digits: parameters that share a factor differ in it by rounding.
     return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in found)
 
 
@@ -285,7 +287,7 @@ def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
     order = [name for name in results.expected.first.backward_order if name in names]
     if not order:
         return []
-    module = order[0].rsplit(".", 2)[0]
+    module = order[0].rsplit(".", 2)[0]  # the parent of the layer: to_q's siblings are to_k and to_v
     return [name for name in order if name.startswith(module + ".")]
 
 

@@ -29,7 +29,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.meshes import MeshShape, compose_axes
+from opensora_accel.verify.meshes import MeshShape, compose_axes, subsets
 
 TOLERANCE = 1e-8
 """Largest difference over the largest magnitude, in fp64. Correct plans on the models of the tests reach 1e-13."""
@@ -189,11 +189,10 @@ def find_remedy(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | Non
         samples: of one parameter, on all meshes where it can be told.
         axes: those of more than one rank on some mesh.
     """
-    for count in range(len(axes) + 1):
-        for missing in itertools.combinations(axes, count):
-            factor = _common_factor([each.summed(missing) for each in samples], axes)
-            if factor is not None:
-                return Remedy(missing, factor)
+    for missing in subsets(axes):
+        factor = _common_factor([each.summed(missing) for each in samples], axes)
+        if factor is not None:
+            return Remedy(missing, factor)
     return _fit_wrong(samples, axes)
 
 
@@ -224,8 +223,9 @@ def _fit_wrong(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None
 
 def has_remedy(samples: Samples, axes: Sequence[str]) -> bool:
     """Whether on this mesh alone a sum and a factor make it right."""
-    some = (some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count))
-    return any((summed := samples.summed(each)) is not None and summed.factor() is not None for each in some)
+    return any(
+        (summed := samples.summed(some)) is not None and summed.factor() is not None for some in subsets(axes)
+    )
 
 
 def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> list[float] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,14 @@ class MeshShape:
     def degree(self, axis: str) -> int:
         return dict(self.degrees).get(axis, 1)
 
+    def uses(self, axis: str) -> bool:
+        """Whether the axis has more than one rank."""
+        return self.degree(axis) > 1
+
+    def used(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one rank."""
+        return tuple(axis for axis in axes if self.uses(axis))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's place along every axis."""
         found: dict[str, int] = {}
@@ -125,8 +133,7 @@ class MeshShape:
         return list(found.values())
 
     def __str__(self) -> str:
-        used = [f"{axis}={degree}" for axis, degree in self.degrees if degree > 1]
-        return " × ".join(used) or "one rank"
+        return " × ".join(f"{axis}={self.degree(axis)}" for axis in self.used(self.axes)) or "one rank"
 
 
 SHARD_AXES = MIXED_AXES[1:]
@@ -154,7 +161,11 @@ class Group:
 
 @lru_cache(maxsize=4096)
 def group_of(ranks: tuple[int, ...], shape: MeshShape) -> Group:
-    """`data (dp_replicate × dp_shard)`, `ring`, or the ranks themselves where the mesh has no such group."""
+    """`data (dp_replicate × dp_shard)`, `ring`, or the ranks themselves where the mesh has no such group.
+
+    On ring=2 × ulysses=2 with ranks 0 to 3, the ranks 0 and 2 are ring, 0 and 1 are ulysses, all four are sequence,
+    and 0 and 3 are no group of the mesh.
+    """
     if not ranks:
         return Group(None, "an unknown group")
     if len(ranks) == 1:
@@ -169,30 +180,32 @@ def group_of(ranks: tuple[int, ...], shape: MeshShape) -> Group:
 
 
 def axes_between(one: int, other: int, shape: MeshShape) -> tuple[str, ...]:
-    """Along which a message travels."""
+    """The axes along which a message travels between two ranks."""
     places = shape.coordinates(one), shape.coordinates(other)
     return tuple(axis for axis in shape.axes if places[0][axis] != places[1][axis])
 
 
 def name_of(axes: tuple[str, ...], shape: MeshShape) -> str:
+    """`ring`, `sequence (ring × ulysses)`, or the axes themselves where the Plan has no word for them."""
     if len(axes) == 1:
         return axes[0]
     listed = " × ".join(axes)
     for name, members in _NAMED.items():
-        if axes == used_axes(members, shape):
+        if axes == shape.used(members):
             return f"{name} ({listed})"
-    return f"world ({listed})" if axes == used_axes(shape.axes, shape) else listed
-
-
-def used_axes(axes: tuple[str, ...], shape: MeshShape) -> tuple[str, ...]:
-    """The axes that have more than one rank."""
-    return tuple(axis for axis in axes if shape.degree(axis) > 1)
+    return f"world ({listed})" if axes == shape.used(shape.axes) else listed
 
 
 def promised_groups(shape: MeshShape) -> set[tuple[str, ...]]:
     """The axes of every group that a Plan has: each axis alone, data, sequence, shard, mixed, tensor and world."""
     members = [*_NAMED.values(), shape.axes, *((axis,) for axis in shape.axes)]
-    return {used_axes(axes, shape) for axes in members}
+    return {shape.used(axes) for axes in members}
+
+
+def subsets(axes: Sequence[str], least: int = 0) -> Iterator[tuple[str, ...]]:
+    """Every choice of `least` axes or more, the smaller choices first."""
+    for count in range(least, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
 
 
 def compose_axes(axes: Sequence[str], used: Sequence[str]) -> tuple[str, ...]:

@@ -167,6 +167,7 @@ class Observer:
         leaf = leaf.double()
         if not torch.is_grad_enabled():
             return leaf
+        # An input that is a result of the step's own graph stays in it.
         leaf = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
         if not self._is_captured:
             leaf.retain_grad()
@@ -326,6 +327,7 @@ def observe(
                 observer.watch(model)
             with launcher_environment(run), accelerator_stand_ins(), without_loss_scaling(), LiftOperations():
                 returned = step(run) if model is None else step(model, run)
+            # While the step's own patches stand and the verifier's are undone.
             found.leaves_patches = definitions.have_changed()
             if isinstance(returned, Mapping) and isinstance(returned.get("gradients"), Mapping):
                 observer.capture(returned["gradients"])

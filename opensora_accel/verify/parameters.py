@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape
+from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
 
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Under which torch's wrappers keep the module that they wrap; DDP and others call it `module`."""
@@ -223,20 +222,19 @@ def join_shares(shape: MeshShape, shares: Sequence[Share], whole: Tensor) -> tup
     None where shares overlap, or leave something out. What a rank lacks altogether is not taken from another data
     rank.
     """
-    axes = [axis for axis, degree in shape.degrees if degree > 1]
+    axes = shape.used(shape.axes)
     # Another replica's gradient does not stand for one that is missing: that is a mistake to be told.
     if any(share.gradient is None for share in shares):
-        axes = [axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES]
-    for count in range(len(axes) + 1):
-        for some in itertools.combinations(axes, count):
-            joined: dict[int, Tensor] = {}
-            for ranks in shape.groups(some):
-                together = _join_group([shares[rank] for rank in ranks], whole)
-                if together is None:
-                    break
-                joined |= dict(zip(ranks, together, strict=True))
-            else:
-                return tuple(joined[rank] for rank in range(shape.world_size))
+        axes = tuple(axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES)
+    for some in subsets(axes):
+        joined: dict[int, Tensor] = {}
+        for ranks in shape.groups(some):
+            together = _join_group([shares[rank] for rank in ranks], whole)
+            if together is None:
+                break
+            joined |= dict(zip(ranks, together, strict=True))
+        else:
+            return tuple(joined[rank] for rank in range(shape.world_size))
     return None
 
 

@@ -111,7 +111,7 @@ class RankPool:
         message = _pickled(job, function)
         connections = [self._worker(rank) for rank in range(num_ranks)]
         for rank, connection in enumerate(connections):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # told by `_collect`
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_collect` will say so
                 connection.send_bytes(pickle.dumps(rank))
                 connection.send_bytes(message)
         return self._collect(connections)
@@ -120,6 +120,7 @@ class RankPool:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + self.timeout_s
+        # Answers in whatever order they come: a rank that failed must not be waited for behind one that hangs.
         while len(results) + len(errors) < len(connections):
             pending = [c for r, c in enumerate(connections) if r not in results and r not in errors]
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
@@ -133,12 +134,13 @@ class RankPool:
                 except (EOFError, ConnectionResetError):
                     succeeded, value = False, f"{_ENDED}\n{self._backend_text(rank)}"
                 (results if succeeded else errors)[rank] = value
+            # The others mostly wait for the one that failed, and notice by its closed sockets.
             if errors:
                 deadline = min(deadline, time.monotonic() + self.grace_s)
         for rank in range(len(connections)):
             if rank not in results and rank not in errors:
                 errors[rank] = "no answer: hangs"
-            if rank in errors:
+            if rank in errors:  # it may still be in a collective, and its state is anybody's guess
                 self._stop(rank)
         if errors:
             raise RankError(errors)
@@ -216,7 +218,7 @@ def _leave_the_terminal() -> None:
 def _keep_apart_what_the_backend_writes(path: str) -> None:
     """What C++ code writes to stderr goes to `path`: gloo's last words, before it aborts. Python's still are seen."""
     sys.stderr.flush()
-    seen = os.dup(2)
+    seen = os.dup(2)  # what Python goes on to write to
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 2)
     os.close(log)

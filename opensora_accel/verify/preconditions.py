@@ -64,6 +64,7 @@ def failures(results: Results) -> tuple[list[Cause], list[Cause]]:
 def _first_failure(errors: Mapping[int, str]) -> tuple[int, str]:
     """The rank that failed first, as far as can be told, and why in one line."""
     lines = {rank: _message(text) for rank, text in sorted(errors.items())}
+    # A rank whose peer has gone says so; the one that went has a reason of its own.
     first = {rank: line for rank, line in lines.items() if not any(word in line for word in _FOLLOWING_WORDS)}
     for rank, line in first.items():
         if line != _UNLIKE:

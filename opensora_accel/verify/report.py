@@ -81,6 +81,7 @@ class Report:
     def _tied_axes(self) -> Sequence[str]:
         """Axes whose powers these meshes cannot tell apart."""
         axes = self.all_results.axes
+        # Factors are products of powers of degrees: their logarithms must be independent over the meshes.
         rows = [[math.log(mesh.shape.degree(axis)) for axis in axes] for mesh in self.results]
         return (
             axes if int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64))) < len(axes) else ()

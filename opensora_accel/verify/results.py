@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opensora_accel.verify.causes import Side, Where
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, magnitude
-from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, compose_axes
+from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.parameters import Share, join_shares, share_of
 from opensora_accel.verify.watch import expected_after_clipping
@@ -111,8 +111,8 @@ class MeshResult:
         if gradient is not None:
             return share_of(gradient, seen.values.get(name), values)
         # A rank need not have the gradient of what it has no parameter of, or of another stage or expert.
-        has_parts = any(self.shape.degree(axis) > 1 for axis in PART_AXIS_NAMES)
-        return Share(None) if name not in seen.weights or has_parts else None
+        may_lack = name not in seen.weights or any(map(self.shape.uses, PART_AXIS_NAMES))
+        return Share(None) if may_lack else None
 
     def clipped(self) -> dict[str, Samples]:
         """Gradients after the step has clipped them, beside those of the single device, clipped as a whole."""
@@ -176,14 +176,12 @@ class MeshResult:
 
     def _combinations(self, values: Sequence[float]) -> Iterator[float]:
         """The ranks' numbers put together in every way; nothing where all return the same one."""
-        axes = [axis for axis, degree in self.shape.degrees if degree > 1]
-        for count in range(1, len(axes) + 1):
-            for some in itertools.combinations(axes, count):
-                groups = [[values[rank] for rank in ranks] for ranks in self.shape.groups(some)]
-                # What all ranks return alike is no part of anything.
-                if not all(_is_same(each, group[0]) for group in groups for each in group):
-                    for combine in (sum, max, min, _root_of_squares):
-                        yield statistics.fmean(combine(group) for group in groups)
+        for some in subsets(self.shape.used(self.shape.axes), 1):
+            groups = [[values[rank] for rank in ranks] for ranks in self.shape.groups(some)]
+            # What all ranks return alike is no part of anything.
+            if not all(_is_same(each, group[0]) for group in groups for each in group):
+                for combine in (sum, max, min, lambda group: math.hypot(*group)):
+                    yield statistics.fmean(combine(group) for group in groups)
 
     def inputs(self) -> dict[str, Samples]:
         """Gradients of inputs over the ranks that share a sample, beside the single device's.
@@ -225,10 +223,6 @@ def _number(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-def _root_of_squares(numbers: Sequence[float]) -> float:
-    return math.hypot(*numbers)
-
-
 def _is_same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=TOLERANCE)
 
@@ -262,7 +256,7 @@ class Results:
         self.expected = meshes[0].expected
         shapes = [each.shape for each in meshes]
         axes = dict.fromkeys(axis for shape in shapes for axis in shape.axes)
-        self.axes = tuple(axis for axis in axes if any(shape.degree(axis) > 1 for shape in shapes))
+        self.axes = tuple(axis for axis in axes if any(shape.uses(axis) for shape in shapes))
         """Axes of more than one rank on some mesh."""
         self.data_axes = shapes[0].data_axes
         self.names = list(self.expected.gradients)

@@ -105,6 +105,7 @@ def find_origin(turns: Sequence[Turn]) -> Origin:
         gave = [turn.are_right(call, "outputs") for turn in turns]
         if False in gave:
             given = [turn.are_right(call, "inputs") for turn in turns]
+            # The first module that makes something wrong of what is right.
             if all(given):
                 return Origin(call.name, before=None if first_wrong is None else first_wrong.name)
             first_wrong = first_wrong or Origin(call.name, False if False in given else None)

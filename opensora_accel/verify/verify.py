@@ -133,6 +133,7 @@ def _verify(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, in
         meshes.append(runner.on_mesh(shape, right))
     results = Results(meshes)
     fits = fit_gradients(results)
+    # Two more runs and one for each rank: only where they can tell something that the meshes cannot.
     origin, shares = None, None
     if fits.unexplained:
         # The fewest ranks say it as well, and sooner.
@@ -145,6 +146,7 @@ def _verify(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, in
             shares = find_slices(results, fits) or _measure_shares(runner, results, fits, smallest)
     causes = diagnose(results, fits, origin=origin, shares=shares)
     seeds: Sequence[str] = ()
+    # A right step may be right only because it was seeded here as it should be.
     if not causes and any(
         seen.drawn_from for mesh in _meshes_that_share(results) for seen in mesh.observations
     ):
@@ -281,6 +283,7 @@ def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh:
         alone = runner.on_mesh(mesh.shape, mesh.expected, only_rank=rank).parameters()
         if any(name not in alone for name in wrong):
             return None
+        # After the step's own average over ranks, so that the contributions add up to the whole gradient.
         contributions.append({name: alone[name].found[0] for name in wrong})
     expected = {name: gradient for name in wrong if (gradient := mesh.expected.gradients[name]) is not None}
     # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.

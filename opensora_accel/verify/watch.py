@@ -188,6 +188,7 @@ class ReachedParameters:
             yield
 
     def _walk(self, tensors: Sequence[Tensor]) -> None:
+        # Before backward runs: it frees the graph.
         ahead: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         seen = set(ahead)
         while ahead:

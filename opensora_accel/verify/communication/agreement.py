@@ -116,6 +116,7 @@ def _fit(one: Call, two: Call, first: int, other: int) -> bool:
         return one.input_bytes == two.input_bytes
     if one.sent_to is None or one.received_from is None or two.sent_to is None or two.received_from is None:
         return True
+    # An all-to-all: what each sends to the other is what the other expects of it.
     at, to = one.group.index(first), one.group.index(other)
     return one.sent_to[to] == two.received_from[at] and two.sent_to[at] == one.received_from[to]
 
@@ -174,6 +175,7 @@ def unmatched_messages(record: Record) -> Iterator[Violation]:
 def circular_waits(record: Record) -> Iterator[Violation]:
     """Runs all ranks' collectives in order, each once its recorded members have come to it."""
     queues = {rank.rank: [call for call in rank.calls if not call.is_point_to_point] for rank in record.ranks}
+    # Recorded ranks only: of the others nothing is known, and they are taken to come in time.
     position = dict.fromkeys(queues, 0)
     while True:
         waiting = {

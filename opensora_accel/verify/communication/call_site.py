@@ -64,11 +64,13 @@ def find_call_site() -> CallSite:
     """The lines behind the call that is being made. "no Python frame" where C++ made it outside of any line."""
     source = caller = via = ""
     is_recomputed = passed_engine = False
+    # From the innermost frame outwards: first what passes the call on, then who makes it, then the model.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (caller and passed_engine):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path.startswith(_TORCH):
             inner = path[len(_TORCH) :]
+            # What stands above the engine called backward, and not this collective.
             passed_engine = passed_engine or inner == _ENGINE
             is_recomputed = is_recomputed or (not passed_engine and inner in _RECOMPUTES)
             passes_on = inner.startswith(_PLUMBING_OF_TORCH) or name in _PASSES_ON

@@ -28,7 +28,6 @@ from opensora_accel.verify.meshes import (
     group_of,
     name_of,
     promised_groups,
-    used_axes,
 )
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
@@ -157,7 +156,7 @@ def missing_attention(record: Record, axis: str, degree: int) -> Iterator[Violat
 
 def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Violation]:
     """Parameters that FSDP gathers over other ranks than the plan's, or too often, or not at all."""
-    shape, shard_axes = record.shape, used_axes(SHARD_AXES, record.shape)
+    shape, shard_axes = record.shape, record.shape.used(SHARD_AXES)
     gathers = [
         call for call in rank.calls if call.kind == "all-gather" and call.is_by_fsdp and len(call.group) > 1
     ]
@@ -210,7 +209,7 @@ def unreduced_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Violatio
     Several backward passes may reduce as often: DDP without `no_sync` does. Under FSDP1 nothing can be said, and the
     record's notes say so.
     """
-    axes = used_axes(MIXED_AXES, shape)
+    axes = shape.used(MIXED_AXES)
     if axes and rank.num_backwards and not _uses_fsdp1(rank):
         rule = (
             f"the gradient of every trained parameter is reduced exactly once over mixed ({' × '.join(axes)})"
@@ -284,8 +283,9 @@ def gradients_kept_from_data(rank: RankRecord, shape: MeshShape) -> Iterator[Vio
     """
     if not rank.num_backwards or _uses_fsdp1(rank):
         return
+    # Frozen and unused parameters have no gradient to be kept.
     sizes = {p.name: p.num_elements for p in rank.parameters if p.padded_elements is None and p.has_gradient}
-    for axis in used_axes(shape.data_axes, shape):
+    for axis in shape.used(shape.data_axes):
         calls = [
             call
             for call in rank.calls
