@@ -6,7 +6,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from opensora_accel import Plan, init_parallel
+from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.verify.pool import RankError, RankPool
 
 
@@ -84,3 +88,20 @@ def test_what_the_backend_said_before_it_aborted_is_told(pool, capfd):
 def test_a_jobs_environment_ends_with_it(pool):
     assert pool(1, variable, env={"OPENSORA_ACCEL_POOL_TEST": "1"}) == ["1"]
     assert pool(1, variable) == [None]
+
+
+def trains_with_ddp():
+    """The number of threads that this process has."""
+    init_parallel(Plan(ulysses=2))
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=get_parallel_group("mixed"))
+    model.itself = model  # as hooks on a model lead back to it
+    model(torch.ones(1, 2)).sum().backward()
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_the_threads_of_ended_groups_end():
+    """A model under DDP lies in a reference cycle that holds its process group, and that holds threads."""
+    with RankPool(2) as pool:
+        counts = [pool(2, trains_with_ddp)[0] for _ in range(8)]
+    assert max(counts[2:]) == counts[2], counts
