@@ -92,13 +92,15 @@ def enter_call(
     if num_ranks == 1:
         splits, kv_splits = splits or q.shape[1:2], kv_splits or k.shape[1:2]
     are_given = splits is not None and kv_splits is not None
+    exchange = _exchange
     if torch.compiler.is_compiling() and not are_given:
         torch._dynamo.graph_break(
             msg="the ranks exchange their sizes here, which no graph can hold; to stay within one, pass splits= and "
             "kv_splits=, every rank's number of tokens (opensora_accel.communications.share_sizes)"
         )
+        exchange = torch.compiler.disable(_exchange)  # not at import, as torch's compiler is loaded by it
     if num_ranks > 1 and (not are_given or (not torch.compiler.is_compiling() and debug_enabled())):
-        held = _exchange(q, k, v, mask, groups, causal, scale, layout, text)
+        held = exchange(q, k, v, mask, groups, causal, scale, layout, text)
         for name, given, found in (("splits", splits, held[0]), ("kv_splits", kv_splits, held[1])):
             if given is not None and tuple(given) != found:
                 raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {found} tokens")
@@ -137,7 +139,6 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
 
 
-@torch.compiler.disable
 def _exchange(
     q: Tensor,
     k: Tensor,
