@@ -14,7 +14,7 @@ from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.training.proof import write_clips
 from tests.tolerances import RELATIVE
-from tests.training.runs import tiny_config
+from tests.training.runs import prove_others, tiny_config
 
 PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -63,18 +63,25 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_one_job_whatever_the_mesh(ranks, folder, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("precision", "plans", "steps"),
+    [
+        ("fp64", [PLANS[0], PLANS[4], PLANS[6]], 8),
+        pytest.param("fp64", PLANS, 20, marks=pytest.mark.prove),
+        pytest.param("fp32", PLANS, 20, marks=pytest.mark.prove),
+    ],
+)
+def test_one_job_whatever_the_mesh(ranks, folder, tmp_path, precision, plans, steps):
     results = []
-    for plan in PLANS:
+    for plan in plans:
         config = tiny_config(folder, tmp_path, plan.replace(precision=precision))
-        found = ranks(plan.world_size, curve, config, 20)
+        found = ranks(plan.world_size, curve, config, steps)
         assert all(rank[:2] == found[0][:2] for rank in found), "ranks report different losses"
         results.append(found[0])
     losses, norms, grads = results[0]
     assert losses[-1] < losses[0]
     tolerance = RELATIVE[PRECISION[precision]]
-    for plan, (other, other_norms, other_grads) in zip(PLANS[1:], results[1:], strict=True):
+    for plan, (other, other_norms, other_grads) in zip(plans[1:], results[1:], strict=True):
         assert other == pytest.approx(losses, rel=tolerance), plan
         # Adam divides small gradients by their own size, so the norm of a later step carries their noise too.
         assert other_norms == pytest.approx(norms, rel=10 * tolerance), plan
@@ -128,7 +135,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.parametrize("name", prove_others(RESUMES, "one rank", "another mesh"))
 def test_a_resumed_run_is_the_run(ranks, folder, tmp_path, name):
     before, after = RESUMES[name]
     whole_run = ranks(before.world_size, trained, tiny_config(folder, tmp_path / "a", before, steps=6))[0]
@@ -196,7 +203,12 @@ def first_losses(config):
     return Trainer(config).train()
 
 
-@pytest.mark.parametrize("name", ["SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"])
+@pytest.mark.parametrize(
+    "name",
+    prove_others(
+        ["SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"], "ChronoEditTransformer3DModel"
+    ),
+)
 def test_other_models_train_as_on_one_rank(ranks, folder, tmp_path, name):
     changes = {"steps": 3, "model.class_name": name}
     losses = []
@@ -246,7 +258,7 @@ def saved_steps(output):
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", prove_others(["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"], "SIGTERM"))
 def test_a_signal_saves_and_stops_all_ranks(ranks, folder, tmp_path, name):
     config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
     found = ranks(2, in_a_terminal, config, 4, [(getattr(signal, name), 0)])
@@ -382,7 +394,7 @@ def sampled_in_the_middle(config):
     return losses
 
 
-@pytest.mark.parametrize("sharding", ["none", "zero2", "zero3"])
+@pytest.mark.parametrize("sharding", prove_others(["none", "zero2", "zero3"], "zero2"))
 def test_sampling_does_not_disturb_training(ranks, folder, tmp_path, sharding):
     plan = Plan(dp_replicate=2) if sharding == "none" else Plan(dp_shard=2, sharding=sharding)
     quiet, sampling = (

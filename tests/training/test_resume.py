@@ -9,13 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from opensora_accel.training.state import read_record
-
-
-@pytest.fixture
-def output(run, config_file, tmp_path):
-    """Of a run with step_000002 and step_000004."""
-    assert run("train", "--config", config_file)[0] == 0
-    return tmp_path / "run"
+from tests.training.runs import prove_others
 
 
 def steps_of(output):
@@ -41,7 +35,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", prove_others(PLACES, "a relative step folder", "a link outside"))
 def test_a_run_goes_on_where_its_checkpoint_lies(run, output, tmp_path, monkeypatch, name):
     place, given = PLACES[name]
     (output / "samples").mkdir()
