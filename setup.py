@@ -19,6 +19,7 @@ TRAIN = [
     "psutil",
     "rich",
     "tyro>=1.0",
+    "pydantic>=2.11",
     "tensorboard",
     "torchdata>=0.11",
 ]

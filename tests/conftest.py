@@ -50,11 +50,12 @@ def clips(tmp_path_factory):
 @pytest.fixture
 def config_file(clips, tmp_path):
     """Of a tiny run of four steps on one rank, which writes to `tmp_path / "run"`."""
-    from opensora_accel.training.config import to_dict
+    from dataclasses import asdict
+
     from tests.training.runs import tiny_config
 
     path = tmp_path / "run.json"
-    config = to_dict(tiny_config(clips, tmp_path / "run", steps=4, save_every=2))
+    config = asdict(tiny_config(clips, tmp_path / "run", steps=4, save_every=2))
     path.write_text(json.dumps(config), encoding="utf-8")
     return path
 

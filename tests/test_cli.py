@@ -7,15 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from opensora_accel.cli import COMMANDS
-from opensora_accel.training.config import to_dict
+from opensora_accel.training.config import option_names
 from opensora_accel.training.proof import write_clips
-from opensora_accel.training.state import MODEL_WEIGHTS
+from opensora_accel.training.saved_state import MODEL_WEIGHTS
 from tests.test_layers import ROOT
 from tests.training.fuzz import BAD, GOOD, configurations
 from tests.training.runs import prove_others, tiny_config
@@ -67,27 +68,30 @@ def test_an_unknown_command_or_option(run):
         (["--data.batch-size", str(10**12)], "GiB are free; set data.batch_size"),
         (["--data.height", str(8 * 10**9), "--data.width", "8"], "GiB are free; set data.batch_size"),
         (["--model.config", '{"num_layers": 10000000}'], "num_layers is 10,000,000, and 1,000 are the most"),
-        (["--model.config", '{"num_layers": "two"}'], "num_layers must be a whole number; got 'two'"),
+        (
+            ["--model.config", '{"num_layers": "two"}'],
+            "model.config.num_layers must be a valid integer; got 'two'",
+        ),
         (["--model.config", '{"num_layers": 0}'], "model.config.num_layers must be at least 1; got 0"),
-        (["--model.config", '{"num_layers": 2.0}'], "num_layers must be a whole number; got 2.0"),
-        (["--model.config", '{"num_layers": null}'], "num_layers must be a whole number; got None"),
+        (["--model.config", '{"num_layers": 2.0}'], "num_layers must be a valid integer; got 2.0"),
+        (["--model.config", '{"num_layers": null}'], "num_layers must be a valid integer; got None"),
         (["--model.config", '{"ffn_dim": -4}'], "model.config.ffn_dim must be at least 1; got -4"),
         (
             ["--model.config", '{"patch_size": [2, 2]}'],
             "patch_size must be three sizes (time, height, width)",
         ),
-        (["--model.config", '{"patch_size": 2}'], "patch_size must be a list of numbers; got 2"),
+        (["--model.config", '{"patch_size": 2}'], "patch_size must be a valid array; got 2"),
         (["--model.config", '{"patch_size": [1, 0, 2]}'], "patch_size must be at least 1; got [1, 0, 2]"),
         (["--model.config", '{"attention_head_dim": 11, "num_layers": 1}'], "WanTransformer3DModel"),
         (["--model.config", '{"ffn_dim": 1000000000000000000}'], "cannot be made with this model.config"),
         (["--model.config", '{"rope_max_seq_len": 3, "num_layers": 1}'], "cannot take clips of 5 × 6 × 10"),
         (["--model.config", '{"eps": NaN}'], "model.config.eps must be a finite number"),
-        (["--model.config", '{"qk_norm": 3}'], "model.config.qk_norm must be a text or left out; got 3"),
+        (["--model.config", '{"qk_norm": 3}'], "model.config.qk_norm must be a valid string; got 3"),
         (["--model.path", "/nowhere", "--model.config", '{"num_layers": 2}'], "leave model.config out"),
         (["--codec.path", "/nowhere", "--codec.patch", "2"], "codec.patch is for a run without a VAE"),
         (["--plan.offload", "auto"], "checkpoint is none"),
-        (["--resume"], "there is no checkpoint in"),
-        (["--resume", "/nowhere"], "/nowhere is no checkpoint"),
+        (["--resume"], "there is no saved state in"),
+        (["--resume", "/nowhere"], "/nowhere is no saved state"),
     ],
 )
 def test_bad_input_is_one_line_with_the_remedy(run, config_file, tmp_path, options, message):
@@ -191,7 +195,7 @@ IO_ERRORS = [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT]
 @pytest.mark.parametrize("number", prove_others(IO_ERRORS, errno.ENOSPC), ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "optimizer.safetensors", "state.json"])
 def test_an_error_of_the_file_system_is_one_line(run, config_file, tmp_path, monkeypatch, name, number):
-    from opensora_accel.training import state, trackers
+    from opensora_accel.training import metrics, saved_state
 
     def fail(*args, **options):
         raise OSError(number, os.strerror(number), str(args[-1] if name == "optimizer.safetensors" else name))
@@ -199,11 +203,11 @@ def test_an_error_of_the_file_system_is_one_line(run, config_file, tmp_path, mon
     def save_file(entries, path, **options):
         return fail(path) if path.name == name else original(entries, path, **options)
 
-    original, write_text = state.save_file, Path.write_text
+    original, write_text = saved_state.save_file, Path.write_text
     if name == "optimizer.safetensors":
-        monkeypatch.setattr(state, "save_file", save_file)
+        monkeypatch.setattr(saved_state, "save_file", save_file)
     elif name == "metrics.jsonl":
-        monkeypatch.setattr(trackers.json, "dumps", fail)
+        monkeypatch.setattr(metrics.json, "dumps", fail)
     else:
         monkeypatch.setattr(
             Path,
@@ -400,7 +404,7 @@ def too_slow(_number, _frame):
 @pytest.mark.parametrize("case", prove_others(CASES, *CASES[:12]), ids=str)
 def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
-    values = to_dict(tiny_config(clips, tmp_path / "run", steps=1, log_every=1))
+    values = asdict(tiny_config(clips, tmp_path / "run", steps=1, log_every=1))
     values["flow"]["sample_steps"] = 1
     for name, value in case.changes.items():
         *tables, key = name.split(".")
@@ -427,9 +431,7 @@ def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, 
 
 
 def test_every_option_is_fuzzed():
-    from opensora_accel.training.config import _all_options
-
-    options = set(_all_options().values()) - {
+    options = set(option_names()) - {
         "data",
         "model",
         "codec",

@@ -18,9 +18,9 @@ import shardformer
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.codec import Codec, check_multiple, latent_shape
-from opensora_accel.training.config import ModelConfig, TrainConfig, check_type
+from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
 from opensora_accel.training.pretrained import in_one_line, load_pretrained, read_description
-from opensora_accel.training.together import from_all_ranks
+from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
 from shardformer.policy import model_names
 
@@ -169,7 +169,7 @@ def _check_arguments(cls: type, arguments: dict[str, Any]) -> None:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ValueError(f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(known)}")
-        check_type(hints[name], value, f"model.config.{name}")
+        check_argument(hints[name], value, f"model.config.{name}")
         for size in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(size, int) and not isinstance(size, bool) and size < 1:
                 raise ValueError(f"model.config.{name} must be at least 1; got {value!r}")

@@ -24,16 +24,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from opensora_accel.training.config import DataConfig
 from opensora_accel.training.draws import generator
-from opensora_accel.training.index import (
-    DataConfig,
-    Entry,
-    Video,
-    index_videos,
-    nothing_usable,
-    read_metadata,
-)
-from opensora_accel.training.together import from_all_ranks, from_first_rank
+from opensora_accel.training.index import Entry, Video, index_videos, nothing_usable, read_metadata
+from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.video import UnreadableVideo, read_clip
 
 logger = logging.getLogger(__name__)
@@ -316,7 +310,7 @@ class ClipLoader:
                 for sample in samples
             ]
             failures = {sample.file: sample.error for sample in samples if sample.error is not None}
-            if not self._any_rank_failed(len(failures)):
+            if not (any_rank(bool(failures), self._group) if self._group is not None else failures):
                 return samples
             self._quarantine([failures] if self._group is None else from_all_ranks(failures, self._group))
 
@@ -332,14 +326,6 @@ class ClipLoader:
     def _check_any_left(self) -> None:
         if all(video.file in self.quarantined for video in self._videos):
             raise ValueError(nothing_usable(self.config.folder, self.quarantined))
-
-    def _any_rank_failed(self, num_failures: int) -> bool:
-        if self._group is None:
-            return num_failures > 0
-        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
-        total = torch.tensor(num_failures, device=device)
-        dist.all_reduce(total, group=self._group)
-        return total.item() > 0
 
     def _read_listing(self) -> _Listing:
         """What rank 0 finds in the folder, on all ranks."""

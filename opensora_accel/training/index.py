@@ -11,50 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.training.config import DataConfig
 from opensora_accel.training.video import UnreadableVideo, VideoInfo, probe
 
 METADATA_EXAMPLE = '{"file": "clip.mp4", "caption": "a rabbit stretches in a meadow"}'
 
-_MOST_WORKERS = 256
 _LONGEST_CAPTION = 10_000
 """Characters; training a tokenizer takes a minute for one word of 300,000 (2 cores, 2026-11)."""
 _PROGRESS_FROM_FILES = 200
 _PROBE_THREADS = 8  # opening files waits on storage more than on the processor
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which clips are trained on, and how they are cut."""
-
-    folder: str = ""
-    """Folder with the videos and a metadata.jsonl that names a file and its caption on each line."""
-    num_frames: int = 9
-    """Frames per clip."""
-    frame_stride: int = 1
-    """Take every n-th frame; 2 halves the frame rate and doubles the time that a clip covers."""
-    height: int = 48
-    """Height of a clip in pixels; videos are scaled to cover height x width and cropped at the centre."""
-    width: int = 80
-    """Width of a clip in pixels."""
-    batch_size: int = 4
-    """Clips per step over all data-parallel ranks together."""
-    num_workers: int = 0
-    """Decoding processes per rank; 0 decodes in the training process."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_frames", "frame_stride", "height", "width", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}; set --data.{name}")
-        if not 0 <= self.num_workers <= _MOST_WORKERS:
-            raise ValueError(
-                f"num_workers must be 0 (decode in the training process) to {_MOST_WORKERS}, got {self.num_workers}; "
-                "set --data.num_workers"
-            )
-
-    @property
-    def frames_needed(self) -> int:
-        """Length of the shortest video that holds a clip, in frames."""
-        return (self.num_frames - 1) * self.frame_stride + 1
 
 
 @dataclass(frozen=True)

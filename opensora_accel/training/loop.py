@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -20,26 +21,24 @@ from torch import Tensor, nn
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
 from opensora_accel.training import build
 from opensora_accel.training.codec import build_codec
-from opensora_accel.training.config import TrainConfig, to_dict
+from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
-from opensora_accel.training.files import write_text
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
 from opensora_accel.training.index import Video
-from opensora_accel.training.offloading import OffloadReport
+from opensora_accel.training.metrics import OffloadLog, Tracker
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
-from opensora_accel.training.output import CHECKPOINTS, CONFIG, OFFLOAD, SAMPLES
+from opensora_accel.training.output import CONFIG, SAMPLES, write_text
+from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
 from opensora_accel.training.samples import sample_clips, write_comparison
-from opensora_accel.training.state import (
+from opensora_accel.training.saved_state import (
+    FOLDER,
     TOKENIZER,
     TrainState,
-    load_checkpoint,
-    save_checkpoint,
+    load_state,
+    save_state,
     set_newer_aside,
 )
-from opensora_accel.training.stopping import StopRequest
 from opensora_accel.training.text import build_text_encoder, train_tokenizer
-from opensora_accel.training.together import from_first_rank
-from opensora_accel.training.trackers import Tracker
 from opensora_accel.training.video import UnreadableVideo, read_clip
 
 logger = logging.getLogger(__name__)
@@ -80,13 +79,13 @@ class Trainer:
         model, self.forward = build.parallelize(model, config.plan, self.device)
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
-        self._checkpoints = self.output / CHECKPOINTS
+        self._checkpoints = self.output / FOLDER
         self._saved: tuple[int, Path] | None = None
         if checkpoint is not None and record is not None:
-            load_checkpoint(checkpoint, record, self.state)
+            load_state(checkpoint, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, checkpoint
-        self.offload = OffloadReport(self.output / OFFLOAD, config.memory_target_gib)
+        self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
         # Told apart from checkpoints of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
@@ -98,7 +97,7 @@ class Trainer:
         with StopRequest() as stop, self._tracker() as tracker:
             while self.state.step < self.config.steps:
                 started = time.perf_counter()
-                metrics = self.step(lambda: self._any_rank(stop.requested))
+                metrics = self.step(lambda: any_rank(stop.requested))
                 if metrics is None:
                     self._save_and_say_how_to_go_on()
                     return losses
@@ -109,7 +108,7 @@ class Trainer:
                     self.offload.show_decisions()
                 if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
                     self.save()
-            stopping = self._any_rank(stop.requested)
+            stopping = any_rank(stop.requested)
         if self.config.num_samples and not stopping:
             strip = self.write_samples()
             if is_first:
@@ -182,9 +181,13 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint of the present step; every rank has to call."""
         folder = self._checkpoints / f"step_{self.state.step:06d}"
-        extra = {"run": self._run_id, "config": to_dict(self.config), "data": self.loader.state_dict()}
+        extra = {
+            "run": self._run_id,
+            "config": dataclasses.asdict(self.config),
+            "data": self.loader.state_dict(),
+        }
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
-        save_checkpoint(folder, self.state, extra, texts, self.config.keep_checkpoints)
+        save_state(folder, self.state, extra, texts, self.config.keep_checkpoints)
         self._saved = self.state.step, folder
         if dist.get_rank() == 0:
             self.offload.write()
@@ -248,7 +251,7 @@ class Trainer:
         self.output.mkdir(parents=True, exist_ok=True)
         for path in set_newer_aside(self._checkpoints, self.state.step):
             print(f"a later checkpoint of the run before is kept as {path}", flush=True)
-        text = json.dumps(to_dict(self.config), indent=2) + "\n"
+        text = json.dumps(dataclasses.asdict(self.config), indent=2) + "\n"
         write_text(self.output / CONFIG, text)
         return Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
 
@@ -277,13 +280,6 @@ class Trainer:
                 f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
                 "or resume from an earlier checkpoint"
             )
-
-    def _any_rank(self, flag: bool) -> bool:
-        # On the host where gloo is there, too: on a GPU every microbatch would wait for the one before.
-        on_host = "gloo" in dist.get_backend_config()
-        total = torch.tensor(float(flag), device="cpu" if on_host else self.device)
-        dist.all_reduce(total)
-        return total.item() > 0
 
     def _speed_and_memory(self, seconds: float) -> dict[str, float]:
         tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation

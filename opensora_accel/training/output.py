@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from opensora_accel.training import saved_state
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.state import list_checkpoints
-from opensora_accel.training.together import from_first_rank
+from opensora_accel.training.ranks import from_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +28,31 @@ CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 OFFLOAD = "offload.json"
-CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
-WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, CHECKPOINTS, SAMPLES)
+WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES)
 _LOCK = ".opensora-accel.lock"
 
 
-def is_run(folder: Path) -> bool:
-    """Whether its config.json is one that a run wrote; without config.json, whether it has a checkpoint."""
-    if not os.path.lexists(folder / CONFIG):
-        return bool(list_checkpoints(folder / CHECKPOINTS))
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its name on success and vanishes on failure.
+
+    A file that is written so is there whole or as it was before: a full disk costs none that was there.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and {"output", "steps", "data", "optim", "plan"} <= set(values)
+        yield temporary
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes the whole text, or leaves the file as it was."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -51,14 +61,24 @@ def claim(config: TrainConfig) -> Iterator[None]:
 
     The folder is made where there is none, and removed again where nothing was written to it.
 
-    Raises: ValueError or OSError, on all ranks, for a folder that another run uses, that cannot be written to, that
-    holds files of somebody else under the names that a run writes, or whose files are links.
+    Raises:
+        ValueError, OSError: on all ranks, for a folder that another run uses, that cannot be written to, that holds
+            files of somebody else under the names that a run writes, or whose files are links.
     """
     held: list[IO[str]] = []
     output = Path(config.output)
-    made = _missing_folders(output)
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+
+    def enter() -> None:
+        if os.path.lexists(output) and not output.is_dir():
+            what = "a link to nothing" if output.is_symlink() else "a file"
+            raise ValueError(f"--output {output} is {what}; name a folder")
+        _refuse_foreign(output)
+        output.mkdir(parents=True, exist_ok=True)
+        held.append(_lock(output))
+
     try:
-        from_first_rank(lambda: _enter(output, held))
+        from_first_rank(enter)
         yield
     finally:
         for lock in held:
@@ -69,23 +89,9 @@ def claim(config: TrainConfig) -> Iterator[None]:
                     folder.rmdir()
 
 
-def _enter(output: Path, held: list[IO[str]]) -> None:
-    if os.path.lexists(output) and not output.is_dir():
-        what = "a link to nothing" if output.is_symlink() else "a file"
-        raise ValueError(f"--output {output} is {what}; name a folder")
-    _refuse_foreign(output)
-    output.mkdir(parents=True, exist_ok=True)
-    held.append(_lock(output))
-
-
-def _missing_folders(path: Path) -> list[Path]:
-    """The folders that making `path` would make, the deepest first."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
-
-
 def _refuse_foreign(output: Path) -> None:
     found = [name for name in WRITTEN if os.path.lexists(output / name)]
-    if found and not is_run(output):
+    if found and not _is_run(output):
         raise ValueError(
             f"--output {output} has {', '.join(found)}, which no run of opensora-accel wrote (it has no config.json of "
             "a run); name another folder, or move them out of it"
@@ -93,14 +99,24 @@ def _refuse_foreign(output: Path) -> None:
     # A run that was received from somebody else could lead our writing anywhere.
     places = [output / name for name in found]
     for name in (TENSORBOARD, SAMPLES):
-        if name in found:
-            places += (output / name).rglob("*")
+        places += (output / name).rglob("*")
     for place in places:
         if place.is_symlink():
             raise ValueError(
                 f"{place} is a link (to {os.readlink(place)}), and a run writes through none; put the file or folder "
                 "itself there, or name another --output"
             )
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether its config.json is one that a run wrote; without config.json, whether it has a saved state."""
+    if not os.path.lexists(folder / CONFIG):
+        return bool(saved_state.list_saved_states(folder / saved_state.FOLDER))
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"output", "steps", "data", "optim", "plan"} <= set(values)
 
 
 def _lock(output: Path) -> IO[str]:
@@ -133,10 +149,7 @@ def _lock(output: Path) -> IO[str]:
 
 
 def move_aside(config: TrainConfig) -> None:
-    """What an earlier run left in the folder keeps all of it, in `earlier_N`.
-
-    Raises ValueError where this run reads something that would be moved.
-    """
+    """Moves what an earlier run left in the output into `earlier_N`, so that nothing of it is lost."""
     output = Path(config.output)
     found = [name for name in WRITTEN if os.path.lexists(output / name)]
     if not found:
@@ -147,14 +160,16 @@ def move_aside(config: TrainConfig) -> None:
     target.mkdir()
     for name in found:
         (output / name).rename(target / name)
-    print(
-        f"{output} had an earlier run; it is in {target} now (--resume would have gone on with it)",
-        flush=True,
-    )
+    kept = f"it is in {target} now (--resume would have gone on with it)"
+    print(f"{output} had an earlier run; {kept}", flush=True)
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Raises ValueError where a new run would move what it reads: its videos, or a model that it starts from."""
+    """Checks that `move_aside` would not move what a new run reads.
+
+    Raises:
+        ValueError: its videos, or a model that it starts from, lie in what an earlier run wrote.
+    """
     output = Path(config.output).resolve()
     written = [output / name for name in WRITTEN if (output / name).exists()]
     inputs = {

@@ -23,7 +23,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from opensora_accel.training.files import replacing
+from opensora_accel.training.output import replacing
 
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48

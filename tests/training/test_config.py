@@ -8,7 +8,7 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 
 from opensora_accel.plan import Plan
-from opensora_accel.training.config import TrainConfig, config_from_dict, differences, load_config, to_dict
+from opensora_accel.training.config import TrainConfig, config_from_dict, differences, load_config
 from tests.test_layers import ROOT
 
 
@@ -21,7 +21,7 @@ def written(tmp_path, text, name="run.toml"):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
 def test_every_shipped_config_is_valid_and_survives_json(path, tmp_path):
     config = load_config(path)
-    assert load_config(written(tmp_path, json.dumps(to_dict(config)), "saved.json")) == config
+    assert load_config(written(tmp_path, json.dumps(dataclasses.asdict(config)), "saved.json")) == config
 
 
 def test_toml_and_defaults(tmp_path):
@@ -40,30 +40,30 @@ def test_toml_and_defaults(tmp_path):
         ("[plan]\nulyses = 2", "there is no option 'plan.ulyses'; did you mean 'plan.ulysses'?"),
         ("lr = 0.1", "there is no option 'lr'; did you mean 'optim.lr'?"),
         ("[data]\nbatchsize = 2", "did you mean 'data.batch_size'?"),
-        ("steps = 0", "steps must be at least 1; got 0"),
-        ('steps = "many"', "steps must be a whole number; got 'many'"),
-        ("steps = true", "steps must be a whole number; got True"),
-        ("[optim]\nbetas = [0.9]", "optim.betas must be a list of 2 numbers; got [0.9]"),
-        ('[optim]\nschedule = "linear"', "optim.schedule must be one of constant, cosine; got 'linear'"),
-        ("plan = 3", "plan must be a table of options; got 3"),
+        ("steps = 0", "steps must be greater than or equal to 1; got 0"),
+        ('steps = "many"', "steps must be a valid integer; got 'many'"),
+        ("steps = true", "steps must be a valid integer; got True"),
+        ("[optim]\nbetas = [0.9]", "optim.betas.1 field required; got [0.9]"),
+        ('[optim]\nschedule = "linear"', "optim.schedule must be 'constant' or 'cosine'; got 'linear'"),
+        ("plan = 3", "plan must be an object; got 3"),
         ("memory_target_gib = 8", "is 0.0; set it to auto, or leave memory_target_gib out"),
         ("[plan]\noffload = 0.5", 'checkpoint is none; set checkpoint="full"'),
-        ("[flow]\nshift = -1", "flow.shift must be above 0, or auto"),
+        ("[flow]\nshift = -1", "flow.shift must be greater than 0 or must be 'auto'; got -1"),
         ("steps = ", "cannot be read as toml"),
-        ("[data]\nnum_frames = 0", "num_frames must be 1 or more"),
-        ("[data]\nnum_workers = 1000000", "num_workers must be 0 (decode in the training process) to 256"),
-        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas must be from 0 to below 1; got [0.9, 1.0]"),
-        ("[optim]\neps = 0", "optim.eps must be above 0; got 0"),
-        ("[optim]\nweight_decay = -1", "optim.weight_decay must be at least 0; got -1"),
+        ("[data]\nnum_frames = 0", "data.num_frames must be greater than or equal to 1; got 0"),
+        ("[data]\nnum_workers = 1000000", "data.num_workers must be less than or equal to 256; got 1000000"),
+        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1 must be less than 1; got 1.0"),
+        ("[optim]\neps = 0", "optim.eps must be greater than 0; got 0"),
+        ("[optim]\nweight_decay = -1", "optim.weight_decay must be greater than or equal to 0; got -1"),
         (
             "[optim]\naccumulation = 1000000000",
-            "optim.accumulation must be at most 100,000; got 1,000,000,000",
+            "optim.accumulation must be less than or equal to 100000; got 1000000000",
         ),
-        ("[text]\nlength = 1000000000", "text.length must be at most 4,096; got 1,000,000,000"),
-        ("[text]\nwidth = 1000000000", "text.width must be at most 8,192"),
-        ("[flow]\nsample_steps = 1000000000", "flow.sample_steps must be at most 10,000"),
-        ("seed = -1", "seed must be from 0 to below 2**63; got -1"),
-        ("seed = 9223372036854775808", "seed must be from 0 to below 2**63"),
+        ("[text]\nlength = 1000000000", "text.length must be less than or equal to 4096; got 1000000000"),
+        ("[text]\nwidth = 1000000000", "text.width must be less than or equal to 8192"),
+        ("[flow]\nsample_steps = 1000000000", "flow.sample_steps must be less than or equal to 10000"),
+        ("seed = -1", "seed must be greater than or equal to 0; got -1"),
+        ("seed = 9223372036854775808", "seed must be less than or equal to 9223372036854775807"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_remedy(tmp_path, text, message):
@@ -78,7 +78,7 @@ def float_options(cls=TrainConfig, prefix=""):
     for name, hint in get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             yield from float_options(hint, f"{prefix}{name}.")
-        elif hint is float or float in get_args(hint):
+        elif hint is float or float in get_args(hint) or get_origin(hint) is tuple:
             yield prefix + name, (lambda bad: [0.9, bad]) if get_origin(hint) is tuple else (lambda bad: bad)
 
 
@@ -128,4 +128,6 @@ def test_differences_have_full_names():
         "plan.ulysses": (1, 2),
         "model.config.num_layers": (None, 3),
     }
-    assert differences(before, config_from_dict(json.loads(json.dumps(to_dict(before))), "x")) == {}
+    assert (
+        differences(before, config_from_dict(json.loads(json.dumps(dataclasses.asdict(before))), "x")) == {}
+    )

@@ -118,7 +118,7 @@ def test_accumulation_is_a_larger_batch(ranks, folder, tmp_path):
 
 def trained(config, checkpoint=None):
     from opensora_accel.training.loop import Trainer
-    from opensora_accel.training.state import read_record
+    from opensora_accel.training.saved_state import read_record
 
     trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
     losses = trainer.train()
@@ -220,13 +220,13 @@ def test_other_models_train_as_on_one_rank(ranks, folder, tmp_path, name):
 
 def stopped(config, at_loss, signals, checkpoint=None):
     """Signals come to rank 1 before the loss of number `at_loss`; the losses until the run ends."""
-    from opensora_accel.training import stopping
+    from opensora_accel.training import ranks as ranks_of_training
     from opensora_accel.training.loop import Trainer
-    from opensora_accel.training.state import read_record
+    from opensora_accel.training.saved_state import read_record
 
     trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
-    original, count, one_press_s = trainer.loss, itertools.count(1), stopping._ONE_PRESS_S
-    stopping._ONE_PRESS_S = 0.2
+    original, count, one_press_s = trainer.loss, itertools.count(1), ranks_of_training.ONE_PRESS_S
+    ranks_of_training.ONE_PRESS_S = 0.2
 
     def loss(batch):
         if next(count) == at_loss and dist.get_rank() == dist.get_world_size() - 1:
@@ -242,7 +242,7 @@ def stopped(config, at_loss, signals, checkpoint=None):
     except KeyboardInterrupt:
         return "interrupted"
     finally:
-        stopping._ONE_PRESS_S = one_press_s
+        ranks_of_training.ONE_PRESS_S = one_press_s
         assert [signal.getsignal(number) for number, _ in signals] == before
     return losses
 

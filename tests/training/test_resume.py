@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from opensora_accel.training.state import read_record
+from opensora_accel.training.saved_state import read_record
 from tests.training.runs import prove_others
 
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_in_an_archive_goes_on_in_the_run_that_links_to_it(run, out
 
     # By itself it lies in no run.
     status, text = run("train", "--resume", archive, "--steps", "6")
-    assert status == 2 and f"the checkpoint {archive} lies in no run" in text and "--output" in text
+    assert status == 2 and f"the saved state {archive} lies in no run" in text and "--output" in text
     status, text = run("train", "--resume", archive, "--steps", "6", "--output", tmp_path / "new")
     assert status == 0 and steps_of(tmp_path / "new") == [5, 6], text
 
@@ -102,14 +102,14 @@ def test_auto_starts_goes_on_and_skips_what_is_damaged(run, config_file, tmp_pat
     flip(newest / "optimizer.safetensors")
     status, text = run(*options, "--steps", "7", "--keep-checkpoints", "9")
     assert status == 0 and "resuming" in text and "step_000004" in text.split("resuming")[1], text
-    assert f"skipping a checkpoint: {newest}/optimizer.safetensors was changed" in text
+    assert f"skipping a saved state: {newest}/optimizer.safetensors was changed" in text
     assert steps_of(output) == [1, 2, 3, 4, 5, 6, 7]
     assert (output / "checkpoints" / "step_000006.kept_1").is_dir(), "a damaged checkpoint was thrown away"
 
     for checkpoint in (output / "checkpoints").glob("step_??????"):
         (checkpoint / "manifest.json").write_text("{}")
     status, text = run(*options)
-    assert status == 0 and text.count("skipping a checkpoint") == 3 and "earlier run; it is in" in text, text
+    assert status == 0 and text.count("skipping a saved state") == 3 and "earlier run; it is in" in text, text
     assert steps_of(output) == [1, 2, 3, 4] and steps_of(output / "earlier_1") == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -130,11 +130,11 @@ def test_auto_in_the_file(run, config_file, output):
 
 
 def found(folders, resume):
-    from opensora_accel.training.resume import find_checkpoint
+    from opensora_accel.training.saved_state import find_saved_state
 
     with contextlib.chdir(folders[dist.get_rank()]):
         try:
-            result = find_checkpoint(resume, Path("run"))
+            result = find_saved_state(resume, Path("run"))
         except (ValueError, OSError) as error:
             return type(error).__name__, str(error)
     return result and (str(result[0]), result[1]["step"])
@@ -161,7 +161,9 @@ def test_ranks_with_an_old_listing_take_the_newest_that_all_see(ranks, views, ra
     for resume in ("newest", "auto"):
         assert ranks(2, found, views, resume) == [("run/checkpoints/step_000002", 2)] * 2
     first, second = ranks(2, found, views, "run/checkpoints/step_000004")
-    assert first == second and f"rank {rank}: error: run/checkpoints/step_000004 is no checkpoint" in first[1]
+    assert (
+        first == second and f"rank {rank}: error: run/checkpoints/step_000004 is no saved state" in first[1]
+    )
     assert "a file system that all machines share" in first[1]
 
 
@@ -177,7 +179,9 @@ def test_ranks_of_which_one_sees_nothing_fail_together_and_never_start_anew(rank
 def test_ranks_that_see_nothing(ranks, tmp_path):
     assert ranks(2, found, [tmp_path, tmp_path], "auto") == [None, None]
     first, second = ranks(2, found, [tmp_path, tmp_path], "newest")
-    assert first == second and first[0] == "FileNotFoundError" and "there is no checkpoint in run" in first[1]
+    assert (
+        first == second and first[0] == "FileNotFoundError" and "there is no saved state in run" in first[1]
+    )
 
 
 def test_a_checkpoint_of_another_digest_is_never_trained_on(ranks, views):

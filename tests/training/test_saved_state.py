@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training.state import MODEL_WEIGHTS, list_checkpoints, read_record
+from opensora_accel.training.saved_state import MODEL_WEIGHTS, list_saved_states, read_record
 from tests.training.runs import tiny_config
 
 
@@ -227,7 +227,7 @@ MANIFESTS = {
     ),
     "outside": (
         lambda f: change_manifest(f, lambda s: s.update({"../x": "0" * 64})),
-        "is outside of the checkpoint",
+        "is outside of the saved state",
     ),
     "a missing file": (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
     "a changed state": (
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_read_only_where_its_manifest_vouches_for_every_file(
     damage(checkpoints / "step_000004")
     status, text = run("train", "--config", config_file, "--resume", "--steps", "5")
     assert status == 2 and message in text and len(text.splitlines()) == 1, text
-    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_000002", "step_000004"]
+    assert [path.name for path in list_saved_states(checkpoints)] == ["step_000002", "step_000004"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"step": 4, "config": {}, "data": {}}'])
@@ -255,6 +255,6 @@ def test_a_state_of_something_else_is_refused(run, config_file, checkpoints, con
     sums = {"state.json": hashlib.sha256(content.encode()).hexdigest()}
     change_manifest(state.parent, lambda manifest: manifest.update(sums))
     status, text = run("train", "--config", config_file, "--resume")
-    assert status == 2 and "is no record of a checkpoint: it lacks" in text and len(text.splitlines()) == 1, (
-        text
-    )
+    assert (
+        status == 2 and "is no record of a saved state: it lacks" in text and len(text.splitlines()) == 1
+    ), text

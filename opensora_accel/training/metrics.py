@@ -1,29 +1,32 @@
-"""What a run shows while it runs: a progress bar or lines, metrics.jsonl, tensorboard. Rank 0 only."""
+"""What a run shows and records while it runs: a progress bar or lines, metrics.jsonl, tensorboard, offload.json."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from opensora_accel.training.files import write_text
-from opensora_accel.training.output import METRICS, TENSORBOARD
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
 
 _SMOOTHING = 0.95
-"""Of the loss shown to a person; the files hold every step's own."""
+"""Smoothing of the loss that a person sees; the files hold the loss of every step."""
 
 
 class Tracker:
-    """Records each step; everything is flushed, so that a killed run keeps its metrics.
+    """Records each step on rank 0. Everything is flushed, so that a killed run keeps its metrics.
 
     Args:
         folder: gets metrics.jsonl (one object a step; those after `start` are dropped) and tensorboard/.
         start, total: steps done before this run, and at its end.
         log_every: steps between lines where stderr is no terminal.
+
+    Raises:
+        ValueError: a row of metrics.jsonl is none of a run.
     """
 
     def __init__(self, folder: Path, start: int, total: int, log_every: int):
@@ -43,16 +46,14 @@ class Tracker:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
         self._board.close()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """`step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
+        """Records one step. `step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
@@ -67,12 +68,9 @@ class Tracker:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, shown=shown)
         elif step % self._log_every == 0 or step in (self._start + 1, self._total):
-            print(f"step {step}/{self._total}  {shown}  {self._time_left(step)} left", flush=True)
-
-    def _time_left(self, step: int) -> str:
-        done = step - self._start
-        seconds = (time.monotonic() - self._start_time) / done * (self._total - step)
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+            seconds_a_step = (time.monotonic() - self._start_time) / (step - self._start)
+            left = int(seconds_a_step * (self._total - step))
+            print(f"step {step}/{self._total}  {shown}  {left // 60}:{left % 60:02d} left", flush=True)
 
 
 def _forget_after(path: Path, step: int) -> None:
@@ -108,3 +106,36 @@ def _make_bar(start: int, total: int) -> Any:
     )
     bar.add_task("training", total=total, completed=start, shown="")
     return bar
+
+
+class OffloadLog:
+    """What offload did on this rank: each decision of `offload="auto"` as it is taken, and all of it in offload.json.
+
+    A run that moves nothing writes nothing.
+    """
+
+    def __init__(self, folder: Path, memory_target_gib: float):
+        self._path = folder / OFFLOAD
+        self._first = self._shown = len(MANAGER.decisions)
+        MANAGER.memory_target_bytes = int(memory_target_gib * 2**30) if memory_target_gib else None
+        MANAGER.reset_counters()
+
+    def show_decisions(self) -> None:
+        """Prints the decisions that were taken since the last call, and writes the file."""
+        for decision in MANAGER.decisions[self._shown :]:
+            print(f"offload: {decision.reason}", flush=True)
+        if len(MANAGER.decisions) > self._shown:
+            self._shown = len(MANAGER.decisions)
+            self.write()
+
+    def write(self) -> None:
+        """Writes every decision, and the counters of the run so far."""
+        if not MANAGER.enable:
+            return
+        record = {
+            "decisions": [decision.to_dict() for decision in MANAGER.decisions[self._first :]],
+            "counters": dataclasses.asdict(MANAGER.counters),
+            "slot_bytes": MANAGER.slot_bytes,
+            "arena_bytes": MANAGER.arena.size_bytes if MANAGER.arena is not None else 0,
+        }
+        self._path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
