@@ -17,9 +17,15 @@ from torch import nn
 import shardformer
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
-from opensora_accel.training.codec import Codec, check_multiple, latent_shape
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
-from opensora_accel.training.pretrained import in_one_line, load_pretrained, read_description
+from opensora_accel.training.encoders import (
+    Codec,
+    check_multiple,
+    in_one_line,
+    latent_shape,
+    load_pretrained,
+    read_description,
+)
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
 from shardformer.policy import model_names

@@ -25,10 +25,17 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from opensora_accel.training.config import DataConfig
-from opensora_accel.training.draws import generator
-from opensora_accel.training.index import Entry, Video, index_videos, nothing_usable, read_metadata
+from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
-from opensora_accel.training.video import UnreadableVideo, read_clip
+from opensora_accel.training.video import (
+    Entry,
+    UnreadableVideo,
+    Video,
+    index_videos,
+    nothing_usable,
+    read_clip,
+    read_metadata,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ growth with resolution and length: Open-Sora 2.0 (arXiv:2503.09642).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,10 +14,19 @@ import torch
 from torch import Tensor
 
 from opensora_accel.training.config import FlowConfig
-from opensora_accel.training.draws import generator
 
 _TIMESTEPS = 1000
 """Models take t in 0…1 as a timestep in 0…1000."""
+
+
+def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
+    """A random stream of its own for each (seed, purpose, counter): neighbouring seeds share nothing.
+
+    Keyed by a sample's position in the job, it gives all ranks of a sequence group equal draws, ranks with other
+    samples different ones, and any number of data ranks the same job.
+    """
+    digest = hashlib.sha256(f"{seed}/{purpose}/{counter}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> float:

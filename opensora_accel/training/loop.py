@@ -17,14 +17,14 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
 from opensora_accel.training import build
-from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
+from opensora_accel.training.encoders import build_codec, build_text_encoder, train_tokenizer
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
-from opensora_accel.training.index import Video
 from opensora_accel.training.metrics import OffloadLog, Tracker
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
 from opensora_accel.training.output import CONFIG, SAMPLES, write_text
@@ -38,8 +38,7 @@ from opensora_accel.training.saved_state import (
     save_state,
     set_newer_aside,
 )
-from opensora_accel.training.text import build_text_encoder, train_tokenizer
-from opensora_accel.training.video import UnreadableVideo, read_clip
+from opensora_accel.training.video import UnreadableVideo, Video, read_clip
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +48,15 @@ _MAX_SKIPPED_STEPS = 10
 class Trainer:
     """One run. Everything that its configuration can get wrong fails in the constructor, on all ranks."""
 
-    def __init__(
-        self, config: TrainConfig, checkpoint: Path | None = None, record: dict[str, Any] | None = None
-    ):
-        """Args: `checkpoint` to go on from, with the `record` that `read_record` gave."""
+    def __init__(self, config: TrainConfig, saved: Path | None = None, record: dict[str, Any] | None = None):
+        """A new run, or one that goes on from the saved state `saved`, whose `record` `read_record` gave.
+
+        Raises:
+            ValueError, OSError: on all ranks, for whatever the configuration gets wrong.
+        """
         self.config, self.output = config, Path(config.output)
         init_parallel(config.plan, timeout_s=config.timeout_s or None)
+        self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
         data_group = get_data_parallel_group()
@@ -66,7 +68,7 @@ class Trainer:
             data_size=data_group.size(),
             group=dist.group.WORLD,
         )
-        self.tokenizer_json = self._tokenizer(checkpoint)
+        self.tokenizer_json = self._tokenizer(saved)
         self.text = build_text_encoder(config.text, self.tokenizer_json, config.seed)
         self.text.check(entry.caption for entry in self.loader.entries)
         self.text.model.to(self.device, self.dtype)
@@ -79,22 +81,29 @@ class Trainer:
         model, self.forward = build.parallelize(model, config.plan, self.device)
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
-        self._checkpoints = self.output / FOLDER
         self._saved: tuple[int, Path] | None = None
-        if checkpoint is not None and record is not None:
-            load_state(checkpoint, record, self.state)
+        if saved is not None and record is not None:
+            load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
-            self._saved = self.state.step, checkpoint
+            self._saved = self.state.step, saved
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
-        # Told apart from checkpoints of other runs that lie beside them; kept when a run goes on.
+        # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
 
     def train(self) -> list[float]:
-        """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step."""
+        """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
+
+        Raises:
+            ValueError: ten steps in a row had gradients that are not finite.
+            OSError: the output cannot be written.
+        """
         losses: list[float] = []
-        is_first = dist.get_rank() == 0
-        with StopRequest() as stop, self._tracker() as tracker:
+        tracker: Tracker | None = None
+        if self.is_first:
+            self._prepare_output()
+            tracker = Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
+        with StopRequest() as stop, tracker or nullcontext():
             while self.state.step < self.config.steps:
                 started = time.perf_counter()
                 metrics = self.step(lambda: any_rank(stop.requested))
@@ -102,24 +111,37 @@ class Trainer:
                     self._save_and_say_how_to_go_on()
                     return losses
                 losses.append(metrics["loss"])
-                metrics |= self._speed_and_memory(time.perf_counter() - started)
-                if isinstance(tracker, Tracker):
-                    tracker.step(self.state.step, metrics)
+                if tracker is not None:
+                    tracker.step(
+                        self.state.step, metrics | self._speed_and_memory(time.perf_counter() - started)
+                    )
                     self.offload.show_decisions()
                 if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
                     self.save()
             stopping = any_rank(stop.requested)
         if self.config.num_samples and not stopping:
             strip = self.write_samples()
-            if is_first:
+            if self.is_first:
                 print(f"sampled clips beside their sources: {strip}", flush=True)
         return losses
+
+    def _prepare_output(self) -> None:
+        """Writes config.json, and sets aside the saved states of steps that will be trained again."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        for path in set_newer_aside(self.output / FOLDER, self.state.step):
+            print(f"a later saved state of the run before is kept as {path}", flush=True)
+        write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks.
 
         `interrupted` is asked before each batch, and must say the same on all ranks. Where it says yes the step is
         given up, and the result is None: what is saved then is the state before the step, whose batches come again.
+
+        Communication: that of the model, and an all-reduce of the loss.
+
+        Raises:
+            ValueError: this is the tenth step in a row whose gradients are not finite.
         """
         config, state = self.config.optim, self.state
         rate = learning_rate(config, state.step, self.config.steps)
@@ -132,10 +154,7 @@ class Trainer:
                 state.optimizer.zero_grad()
                 self.loader.load_state_dict(position)
                 return None
-            with self._synchronized(micro == config.accumulation - 1):
-                loss = self.loss(next(self.loader)) / config.accumulation
-                loss.backward()
-            total += loss.detach()
+            total += self._backward(next(self.loader), is_last=micro == config.accumulation - 1)
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
         dist.all_reduce(total)
         norm = clip_gradients(state.model, config.clip_norm)
@@ -148,8 +167,20 @@ class Trainer:
         self._count_skipped(norm)
         return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
 
+    def _backward(self, batch: Batch, is_last: bool) -> Tensor:
+        """Adds the gradients of a batch, which stay local until the last one of a step; its part of the loss."""
+        local: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.forward, nn.parallel.DistributedDataParallel):
+            local = nullcontext() if is_last else self.forward.no_sync()
+        elif isinstance(self.state.model, FSDPModule):
+            self.state.model.set_requires_gradient_sync(is_last)
+        with local:
+            loss = self.loss(batch) / self.config.optim.accumulation
+            loss.backward()
+        return loss.detach()
+
     def loss(self, batch: Batch) -> Tensor:
-        """Mean over this data rank's samples; draws depend on the samples' positions only."""
+        """The mean loss of this data rank's samples, a scalar; draws depend on the samples' positions only."""
         config, seed = self.config.flow, self.config.seed
         clean = self.codec.encode(batch.frames.to(self.device)).to(self.dtype)
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
@@ -158,29 +189,35 @@ class Trainer:
         return flow_loss(lambda x, t: self.predict(x, t, captions), clean, noise, times)
 
     def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
+        """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B]."""
         text = self.text.encode(captions, self.device, self.dtype)
-        with self._autocast():
+        bf16 = self.config.plan.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             (velocity,) = self.forward(
                 hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
             )
         return velocity
 
     def _save_and_say_how_to_go_on(self) -> None:
-        step, is_first = self.state.step, dist.get_rank() == 0
+        step = self.state.step
         if self._saved is None and step == 0:
-            if is_first:
+            if self.is_first:
                 print("stopped before the first step: there is nothing to save", flush=True)
             return
         if self._saved is None or self._saved[0] != step:
-            if is_first:
+            if self.is_first:
                 print(f"saving step {step}", flush=True)
             self.save()
-        if is_first and self._saved is not None:
+        if self.is_first and self._saved is not None:
             print(f"stopped after step {step}; go on with --resume {self._saved[1]}", flush=True)
 
     def save(self) -> Path:
-        """Writes a checkpoint of the present step; every rank has to call."""
-        folder = self._checkpoints / f"step_{self.state.step:06d}"
+        """Writes a saved state of the present step; every rank has to call.
+
+        Raises:
+            OSError: on all ranks, where it cannot be written.
+        """
+        folder = self.output / FOLDER / f"step_{self.state.step:06d}"
         extra = {
             "run": self._run_id,
             "config": dataclasses.asdict(self.config),
@@ -189,7 +226,7 @@ class Trainer:
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         save_state(folder, self.state, extra, texts, self.config.keep_checkpoints)
         self._saved = self.state.step, folder
-        if dist.get_rank() == 0:
+        if self.is_first:
             self.offload.write()
         return folder
 
@@ -212,9 +249,10 @@ class Trainer:
             )
         model.train()
         folder = self.output / SAMPLES / f"step_{self.state.step:06d}"
-        if dist.get_rank() == 0:
-            sources = [self._source(video) for video in videos]
-            write_comparison(folder, sources, clips, captions, self._frame_rate(videos))
+        if self.is_first:
+            assert videos[0].info is not None
+            frame_rate = max(1.0, videos[0].info.fps / self.config.data.frame_stride)
+            write_comparison(folder, [self._source(video) for video in videos], clips, captions, frame_rate)
         dist.barrier()
         return folder / "strip.png"
 
@@ -232,53 +270,26 @@ class Trainer:
             logger.warning("no source beside the sample: %s", error)
             return torch.full((data.num_frames, data.height, data.width, 3), 128, dtype=torch.uint8)
 
-    def _frame_rate(self, videos: Sequence[Video]) -> float:
-        assert videos[0].info is not None
-        return max(1.0, videos[0].info.fps / self.config.data.frame_stride)
-
-    def _tokenizer(self, checkpoint: Path | None) -> str:
-        """The tokenizer of the checkpoint, or one trained on all captions: rank 0's, on all ranks."""
+    def _tokenizer(self, saved: Path | None) -> str:
+        """The tokenizer of the saved state, or one trained on all captions, as rank 0 has it."""
         if self.config.text.path:
             return ""
         captions = [entry.caption for entry in self.loader.entries]
-        if checkpoint is None:
+        if saved is None:
             return from_first_rank(lambda: train_tokenizer(captions))
-        return from_first_rank(lambda: (checkpoint / TOKENIZER).read_text(encoding="utf-8"))
-
-    def _tracker(self) -> AbstractContextManager[Any]:
-        if dist.get_rank() != 0:
-            return nullcontext()
-        self.output.mkdir(parents=True, exist_ok=True)
-        for path in set_newer_aside(self._checkpoints, self.state.step):
-            print(f"a later checkpoint of the run before is kept as {path}", flush=True)
-        text = json.dumps(dataclasses.asdict(self.config), indent=2) + "\n"
-        write_text(self.output / CONFIG, text)
-        return Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
-
-    def _synchronized(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients of all but the last accumulated batch stay local."""
-        if isinstance(self.forward, nn.parallel.DistributedDataParallel):
-            return nullcontext() if last else self.forward.no_sync()
-        if self.config.plan.sharding != "none":
-            self.state.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-        return nullcontext()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.plan.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return nullcontext()
+        return from_first_rank(lambda: (saved / TOKENIZER).read_text(encoding="utf-8"))
 
     def _count_skipped(self, norm: float) -> None:
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        if dist.get_rank() == 0:
+        if self.is_first:
             logger.warning("step %d skipped: its gradient norm is %s", self.state.step, norm)
         if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
             raise ValueError(
                 f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
-                "or resume from an earlier checkpoint"
+                "or resume from an earlier saved state"
             )
 
     def _speed_and_memory(self, seconds: float) -> dict[str, float]:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
+from shardformer.tensor_parallel import total_grad_norm
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Of the step counted from 0: a linear warm-up, then constant or cosine down to a thousandth."""
+    """The rate of a step counted from 0: a linear warm-up, then constant or cosine down to a thousandth."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -37,18 +37,16 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scales gradients down to `max_norm` and returns the norm before, over all parameters on all their ranks.
 
-    A sharded gradient's norm is summed over its shards; a norm of this rank's shards alone would differ between
-    ranks and clip each by another factor. With `max_norm` 0 nothing is scaled. Gradients whose norm is not finite
-    are left alone: the caller skips the step.
+    The norm is `shardformer.tensor_parallel.total_grad_norm`, which is right for whole parameters, for the shards of
+    FSDP2 and for the parts of tensor-parallel layers. A norm of what this rank holds alone would differ between ranks
+    and clip each by another factor. With `max_norm` 0 nothing is scaled. Gradients whose norm is not finite are left
+    alone, and the caller skips the step.
 
     Communication: an all-reduce of one number where parameters are sharded.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = total_grad_norm(model)
     if max_norm > 0 and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm.item()
 
 

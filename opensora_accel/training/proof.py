@@ -16,10 +16,9 @@ from torch import nn
 
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
-from opensora_accel.training.codec import build_codec, latent_shape
 from opensora_accel.training.config import CodecConfig, ModelConfig, TextConfig, TrainConfig
+from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
-from opensora_accel.training.text import text_width
 from opensora_accel.verify import Run, meshes_of
 
 TINY = {
@@ -167,7 +166,7 @@ def _autocast(plan: Plan) -> torch.autocast:
 
 def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path:
     """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing."""
-    from opensora_accel.training.video import write_video
+    from opensora_accel.training.samples import write_video
 
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []

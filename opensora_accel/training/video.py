@@ -1,29 +1,33 @@
-"""Video files in and out: exact clips for training, samples and frame strips to look at.
+"""Video files: which of a folder can be trained on, and exact clips of them.
 
-PyAV decodes and encodes, Pillow resizes and draws. Every way in which a file can be bad (missing, empty,
-truncated, damaged, too short) ends in one exception, `UnreadableVideo`, so that the data loader can set the
-file aside and go on.
+A folder holds metadata.jsonl and the videos that it names. PyAV decodes them, and Pillow resizes. Every way in which a
+file can be bad (missing, empty, truncated, damaged, too short) ends in one exception, `UnreadableVideo`, so that the
+data loader can set the file aside and go on.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import av
 import numpy
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor
 
-from opensora_accel.training.output import replacing
+from opensora_accel.training.config import DataConfig
 
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
@@ -31,8 +35,6 @@ _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpeg
 """FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
 patterns and devices are not among them: they open other files and addresses, wherever these lie."""
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file", "enable_drefs": "0"}
-_STRIP_MARGIN = 6
-_STRIP_FONT_SIZE = 15
 
 
 class UnreadableVideo(ValueError):
@@ -102,68 +104,6 @@ def read_clip(
     if pictures is None:
         pictures = _decode_from_start(path, wanted, height, width)
     return torch.from_numpy(numpy.stack(pictures))
-
-
-def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> None:
-    """Writes `frames` (uint8 [T, H, W, 3]) to `path` as mp4: H.264 if this build of PyAV has it, else MPEG-4.
-
-    yuv420p stores colour at half the size, so an odd height or width gets its last row or column repeated
-    once. The file appears under its name only when it is complete.
-
-    Raises: ValueError for another dtype or shape, no frames, or a rate that is not positive.
-    """
-    _check_frames(frames)
-    if not fps > 0:
-        raise ValueError(f"fps must be positive, got {fps}")
-    array = frames.detach().cpu().numpy()
-    _, height, width, _ = array.shape
-    array = numpy.pad(array, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    codec, options = "mpeg4", {"qscale": "3"}
-    if "libx264" in av.codecs_available:
-        codec, options = "libx264", {"crf": "16", "preset": "veryfast"}
-    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
-        rate = Fraction(fps).limit_denominator(1001)
-        stream: Any = container.add_stream(codec, rate=rate, options=options)
-        stream.height, stream.width, stream.pix_fmt = array.shape[1], array.shape[2], "yuv420p"
-        for picture in array:
-            picture = numpy.ascontiguousarray(picture)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
-
-
-def write_strip(
-    path: str | os.PathLike[str],
-    rows: Sequence[tuple[str, Tensor]],
-    *,
-    max_frames: int = 8,
-    tile_width: int = 192,
-) -> None:
-    """Writes a PNG with one labelled row of frames per clip, to compare clips at a glance.
-
-    Args: rows: (label, frames uint8 [T, H, W, 3]); up to `max_frames` frames, evenly spaced with the first
-    and the last, are drawn, each scaled to `tile_width` pixels. A label too long for its row ends in "...".
-
-    Raises: ValueError if there is no row, or for frames of another dtype or shape.
-    """
-    if not rows or max_frames < 1 or tile_width < 1:
-        raise ValueError(
-            "a strip needs at least one row, one frame and one pixel; got "
-            f"{len(rows)} rows, max_frames={max_frames}, tile_width={tile_width}"
-        )
-    tiles = [_tiles(frames, max_frames, tile_width) for _, frames in rows]
-    margin, label_height = _STRIP_MARGIN, _STRIP_FONT_SIZE + _STRIP_MARGIN
-    sheet_width = max(len(row) for row in tiles) * (tile_width + margin) + margin
-    sheet_height = sum(label_height + row[0].height + margin for row in tiles) + margin
-    sheet = Image.new("RGB", (sheet_width, sheet_height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_STRIP_FONT_SIZE)
-    top = margin
-    for (label, _), row in zip(rows, tiles, strict=True):
-        draw.text((margin, top), _shorten(label, draw, font, sheet_width - 2 * margin), "black", font)
-        for column, tile in enumerate(row):
-            sheet.paste(tile, (margin + column * (tile_width + margin), top + label_height))
-        top += label_height + row[0].height + margin
-    with replacing(path) as temporary:
-        sheet.save(temporary, format="PNG")
 
 
 @contextmanager
@@ -305,30 +245,130 @@ def _fit(frame: Any, height: int, width: int) -> numpy.ndarray:
     return numpy.asarray(resized)
 
 
-def _check_frames(frames: Tensor) -> None:
-    if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[3] != 3 or frames.shape[0] < 1:
-        raise ValueError(
-            f"frames must be uint8 [T, H, W, 3], T 1 or more, got {frames.dtype} {list(frames.shape)}; "
-            "scale to 0..255, move channels last and call .to(torch.uint8)"
+# The videos of a folder
+
+METADATA_EXAMPLE = '{"file": "clip.mp4", "caption": "a rabbit stretches in a meadow"}'
+
+_LONGEST_CAPTION = 10_000
+"""Characters; training a tokenizer takes a minute for one word of 300,000 (2 cores, 2026-11)."""
+_PROGRESS_FROM_FILES = 200
+_PROBE_THREADS = 8  # opening files waits on storage more than on the processor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of metadata.jsonl."""
+
+    file: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Video:
+    """An entry whose file has been looked at; `info` is None if the file could not be used."""
+
+    file: str
+    caption: str
+    info: VideoInfo | None
+
+
+def read_metadata(folder: str | os.PathLike[str]) -> list[Entry]:
+    """The entries of `folder`/metadata.jsonl, in the order of its lines; blank lines are skipped.
+
+    Raises: FileNotFoundError if there is no such file; ValueError, naming file and line, for a line that is
+    not an object with the texts `file` and `caption`, or whose file lies outside the folder.
+    """
+    path = Path(folder) / "metadata.jsonl"
+    if not os.fspath(folder) or not path.is_file():
+        missing = f"there is no {path}" if os.fspath(folder) else "no folder of videos is given"
+        raise FileNotFoundError(
+            f"{missing}; point --data.folder at a folder with videos and a metadata.jsonl that has one line "
+            f"per video, for example {METADATA_EXAMPLE}"
         )
+    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    entries = [_parse_line(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if not entries:
+        raise ValueError(f"{path} names no video; write one line per video, for example {METADATA_EXAMPLE}")
+    return entries
 
 
-def _tiles(frames: Tensor, max_frames: int, tile_width: int) -> list[Image.Image]:
-    """Evenly spaced frames of a clip, each `tile_width` wide."""
-    _check_frames(frames)
-    num_frames, height, width, _ = frames.shape
-    picks = torch.linspace(0, num_frames - 1, min(num_frames, max_frames)).round().long()
-    size = (tile_width, max(1, round(height * tile_width / width)))
-    pictures = (Image.fromarray(frames[index].cpu().contiguous().numpy()) for index in picks)
-    return [picture.resize(size, Image.Resampling.BICUBIC) for picture in pictures]
+def _parse_line(line: bytes, place: str) -> Entry:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+        raise ValueError(f"{place}: is not a line of JSON ({error}); write {METADATA_EXAMPLE}") from error
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{place}: is a JSON {type(record).__name__}, not an object; write {METADATA_EXAMPLE}"
+        )
+    for name in ("file", "caption"):
+        if not isinstance(record.get(name), str):
+            raise ValueError(
+                f"{place}: needs a text under {name!r}, has {record!r}; write {METADATA_EXAMPLE}"
+            )
+    if len(record["caption"]) > _LONGEST_CAPTION:
+        raise ValueError(
+            f"{place}: the caption has {len(record['caption']):,} characters, and {_LONGEST_CAPTION:,} are the most; "
+            "shorten it; what follows the first --text.length tokens is not read anyway"
+        )
+    file = os.path.normpath(record["file"])
+    # By name only: a link inside the folder may well lead to larger storage.
+    if os.path.isabs(file) or file.split(os.sep)[0] == os.pardir or file == os.curdir:
+        raise ValueError(
+            f"{place}: file {record['file']!r} must lie inside the folder; move or link the video into it"
+        )
+    return Entry(file, record["caption"])
 
 
-def _shorten(label: str, draw: ImageDraw.ImageDraw, font: Any, width: int) -> str:
-    """The label on one line, cut to `width` pixels."""
-    label = shortened = " ".join(label.split())
-    while shortened and draw.textlength(shortened, font=font) > width:
-        label = label[:-1]
-        shortened = label.rstrip() + "..."
-        if not label:
-            return ""
-    return shortened
+def index_videos(
+    entries: Sequence[Entry], folder: str | os.PathLike[str], config: DataConfig
+) -> tuple[list[Video], dict[str, str]]:
+    """The usable videos, in order, and the reason for each file that is set aside.
+
+    A file is set aside if its header cannot be read or it is shorter than one clip.
+
+    Raises: ValueError with the first five reasons if no video is left.
+    """
+
+    def look(entry: Entry) -> Video | str:
+        try:
+            info = probe(Path(folder) / entry.file)
+        except UnreadableVideo as error:
+            return str(error)
+        if info.num_frames < config.frames_needed:
+            return (
+                f"{entry.file}: too short: has {info.num_frames} frames, a clip of {config.num_frames} "
+                f"frames in steps of {config.frame_stride} needs {config.frames_needed}"
+            )
+        return Video(entry.file, entry.caption, info)
+
+    usable: list[Video] = []
+    quarantined: dict[str, str] = {}
+    with ThreadPoolExecutor(_PROBE_THREADS) as pool:
+        for entry, outcome in zip(entries, _progress(pool.map(look, entries), len(entries)), strict=True):
+            if isinstance(outcome, Video):
+                usable.append(outcome)
+            else:
+                quarantined[entry.file] = outcome
+    if not usable:
+        raise ValueError(nothing_usable(folder, quarantined))
+    return usable, quarantined
+
+
+def _progress(outcomes: Iterable[Any], total: int) -> Iterable[Any]:
+    """The same outcomes, with a bar for a person who would otherwise wait in front of nothing."""
+    if total <= _PROGRESS_FROM_FILES or not sys.stderr.isatty():
+        return outcomes
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(outcomes, "reading video headers", total=total, console=Console(stderr=True))
+
+
+def nothing_usable(folder: str | os.PathLike[str], quarantined: Mapping[str, str]) -> str:
+    reasons = "\n  ".join(list(quarantined.values())[:5])
+    return (
+        f"none of the {len(quarantined)} videos in {os.fspath(folder)} can be used; the first reasons:\n"
+        f"  {reasons}\n"
+        "Repair or replace the files, or lower --data.num_frames or --data.frame_stride if they are too short"
+    )

@@ -17,7 +17,7 @@ from opensora_accel.training.data import (
     index_videos,
     read_metadata,
 )
-from opensora_accel.training.video import write_video
+from opensora_accel.training.samples import write_video
 
 NUM_VIDEOS = 7  # does not divide into batches of four: every batch position meets every video
 

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from opensora_accel.training import video
-from opensora_accel.training.video import UnreadableVideo, probe, read_clip, write_strip, write_video
+from opensora_accel.training.samples import write_strip, write_video
+from opensora_accel.training.video import UnreadableVideo, probe, read_clip
 from tests.training.fuzz import damaged_videos, impossible_videos
 
 HEIGHT, WIDTH, NUM_FRAMES = 48, 64, 96

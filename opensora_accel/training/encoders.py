@@ -1,0 +1,362 @@
+"""What the model sees of a clip: pixels as latents, and captions as embeddings. Neither encoder is trained.
+
+Models come from local folders: they are loaded whole or refused in one line. Nothing is fetched, and none of their code
+is run. Example with `codec.patch` 2: a clip of 5 × 32 × 56 pixels becomes latents of 12 channels and 5 × 16 × 28
+positions, because every square of 2 × 2 pixels with 3 colours becomes one position.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opensora_accel.training.config import CodecConfig, TextConfig
+
+# Folders of pretrained models
+
+
+def read_description(option: str, folder: str | Path, what: str) -> dict[str, Any]:
+    """Its config.json. `what` tells which folder `option` needs.
+
+    Raises FileNotFoundError where there is none, ValueError where it is no JSON object.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{option} {folder} has no config.json; give the local folder of {what}")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{option} {folder}: its config.json is damaged ({error})") from error
+    if not isinstance(description, dict):
+        raise ValueError(
+            f"{option} {folder}: its config.json is a JSON {type(description).__name__}, not an object; give the local "
+            f"folder of {what}"
+        )
+    return description
+
+
+def load_pretrained(cls: Any, option: str, folder: str | Path, **options: Any) -> Any:
+    """`cls.from_pretrained` of a folder.
+
+    Raises ValueError, naming the option, for whatever the library raises, and for weights that are missing or of
+    another shape: the library would draw them at random and go on.
+    """
+    try:
+        model, info = cls.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except Exception as error:
+        raise unloadable(cls, option, folder, error) from error
+    lacking = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
+    if lacking:
+        raise ValueError(
+            f"{option} {folder} does not hold all weights of a {cls.__name__}: {len(lacking)} are missing or of "
+            f"another shape, {', '.join(lacking[:3])} among them; copy the folder again, whole"
+        )
+    return model
+
+
+def unloadable(cls: Any, option: str, folder: str | Path, error: Exception) -> ValueError:
+    """What to raise for a library's error, which may have any type and many lines."""
+    return ValueError(
+        f"{option} {folder} cannot be loaded as {cls.__name__} ({in_one_line(error)}); copy the folder again, "
+        "whole, or give another"
+    )
+
+
+def in_one_line(error: Exception) -> str:
+    """Type and first line of an error that a library raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# Pixels to latents
+
+
+class Codec(Protocol):
+    channels: int
+    """Of a latent."""
+    spatial: int
+    """Pixels along each side of a latent position."""
+    temporal: int
+    """Frames per latent frame, after the first."""
+
+    def encode(self, frames: Tensor) -> Tensor:
+        """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents to uint8 [B, T, H, W, 3]."""
+        ...
+
+
+class SpaceToDepth:
+    """Every square of pixels becomes the channels of one position: exact, and nothing to train."""
+
+    temporal = 1
+
+    def __init__(self, patch: int, dtype: torch.dtype):
+        self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
+
+    def encode(self, frames: Tensor) -> Tensor:
+        pixels = _to_unit(frames, self.dtype)
+        batch, length = frames.shape[:2]
+        folded = F.pixel_unshuffle(pixels.flatten(0, 1), self.spatial)
+        return folded.unflatten(0, (batch, length)).transpose(1, 2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        batch, _, length = latents.shape[:3]
+        pixels = F.pixel_shuffle(latents.transpose(1, 2).flatten(0, 1), self.spatial)
+        return _to_bytes(pixels.unflatten(0, (batch, length)))
+
+
+class VideoVAE:
+    """A video VAE of diffusers, frozen, its latents normalised by the statistics in its config."""
+
+    def __init__(self, model: Any):
+        self.model = model.eval().requires_grad_(False)
+        config = model.config
+        self.channels = config.get("z_dim") or config["latent_channels"]
+        self.spatial, self.temporal = _compression(model)
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        self.mean = torch.tensor(mean or [0.0]).view(1, -1, 1, 1, 1)
+        self.std = torch.tensor(std or [1.0 / (config.get("scaling_factor") or 1.0)]).view(1, -1, 1, 1, 1)
+
+    @torch.no_grad()
+    def encode(self, frames: Tensor) -> Tensor:
+        pixels = _to_unit(frames, self.model.dtype).transpose(1, 2)
+        latents = self.model.encode(pixels).latent_dist.mode()
+        return (latents - self.mean.to(latents)) / self.std.to(latents)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
+        return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
+
+
+def _compression(model: Any) -> tuple[int, int]:
+    """Pixels a side, and frames, to one latent position; the classes say it under two names."""
+    config = model.config
+    for pattern in ("scale_factor_{}", "{}_compression_ratio"):
+        names = (pattern.format("spatial"), pattern.format("temporal"))
+        spatial, temporal = (config.get(name) or getattr(model, name, None) for name in names)
+        if isinstance(spatial, int) and isinstance(temporal, int):
+            return spatial, temporal
+    raise ValueError(
+        f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
+        "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
+    )
+
+
+def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -> Codec:
+    """Raises FileNotFoundError or ValueError for a `codec.path` that holds no video VAE."""
+    if not config.path:
+        return SpaceToDepth(config.patch, dtype)
+    import diffusers
+
+    name = str(read_description("codec.path", config.path, "a diffusers VAE").get("_class_name", ""))
+    if not name.startswith("AutoencoderKL") or not hasattr(diffusers, name):
+        raise ValueError(
+            f"codec.path {config.path} holds {name or 'no model of diffusers'}, not a VAE (AutoencoderKL…)"
+        )
+    model = load_pretrained(getattr(diffusers, name), "codec.path", config.path)
+    return VideoVAE(model.to(device, dtype))
+
+
+def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Channels, frames, height and width of a clip's latents; ValueError where the sizes do not fit the codec."""
+    if (num_frames - 1) % codec.temporal:
+        fits = (num_frames - 1) // codec.temporal * codec.temporal + 1
+        raise ValueError(
+            f"data.num_frames ({num_frames}) must be 1 more than a multiple of {codec.temporal} for this codec; "
+            f"use {fits} or {fits + codec.temporal}"
+        )
+    for name, size in (("height", height), ("width", width)):
+        check_multiple(f"data.{name}", size, codec.spatial, "the codec")
+    return (
+        codec.channels,
+        (num_frames - 1) // codec.temporal + 1,
+        height // codec.spatial,
+        width // codec.spatial,
+    )
+
+
+def check_multiple(name: str, size: int, unit: int, reason: str) -> None:
+    if size % unit:
+        below = size // unit * unit
+        choices = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ValueError(f"{name} ({size}) must be a multiple of {unit} for {reason}; use {choices}")
+
+
+def _to_unit(frames: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [B, T, H, W, 3] to [B, T, 3, H, W] in −1…1."""
+    return frames.permute(0, 1, 4, 2, 3).to(dtype) / 127.5 - 1
+
+
+def _to_bytes(pixels: Tensor) -> Tensor:
+    return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 1, 3, 4, 2).cpu()
+
+
+# Captions to embeddings
+
+_VOCABULARY = 2048
+_VOCABULARIES = ("tokenizer.json", "spiece.model")
+_TOLD_APART = 1000
+"""Captions, and words, that are looked at."""
+
+
+class TextEncoder:
+    """A frozen T5 encoder and its tokenizer. Nothing is fetched."""
+
+    def __init__(self, tokenizer: Any, model: Any, length: int):
+        self.tokenizer, self.length = tokenizer, length
+        self.model = model.eval().requires_grad_(False)
+
+    @property
+    def width(self) -> int:
+        return self.model.config.d_model
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[B, length, width]; zero behind the end of a caption, as Wan's pipeline has it."""
+        tokens = self.tokenizer(
+            list(captions), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )
+        ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
+        states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return states.to(dtype) * mask.unsqueeze(-1).to(dtype)
+
+    def check(self, captions: Iterable[str]) -> None:
+        """Raises ValueError for captions of which the model would be told nothing.
+
+        That is where different words, or different captions, all become the same tokens, or tokens that the encoder
+        does not have.
+        """
+        different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
+        words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
+        if not words:
+            return
+        of_words = self.tokenizer(words)["input_ids"]
+        largest, size = max(max(ids, default=0) for ids in of_words), self.model.config.vocab_size
+        if largest >= size:
+            raise ValueError(
+                f"the tokenizer is of another encoder: it gives token {largest} where the encoder has {size}; "
+                "give a --text.path whose tokenizer and encoder belong together"
+            )
+        # One token is left of any word where there is a mark for its beginning; the rest is <unk>, and special.
+        known = {token for ids in of_words for token in ids} - set(self.tokenizer.all_special_ids)
+        if len(words) > 1 and len(known) <= 1:
+            raise ValueError(
+                f"the tokenizer knows none of the {len(words)} words in the captions: {words[-1]!r} becomes "
+                f"{self.tokenizer.convert_ids_to_tokens(of_words[-1])}, and the others the like; give a --text.path "
+                "with the whole tokenizer"
+            )
+        of_captions = self.tokenizer(different, truncation=True, max_length=self.length)["input_ids"]
+        if len(different) > 1 and len(set(map(tuple, of_captions))) == 1:
+            raise ValueError(
+                f"all captions are the same in their first {self.length} tokens, and longer ones are cut there; raise "
+                "--text.length, or let the captions begin with what tells them apart"
+            )
+
+
+def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> TextEncoder:
+    """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`."""
+    if config.path:
+        return _load(config)
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer_from_json(tokenizer_json),
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = T5EncoderModel(
+            T5Config(
+                vocab_size=len(tokenizer),
+                d_model=config.width,
+                d_kv=max(8, config.width // 4),
+                d_ff=2 * config.width,
+                num_layers=2,
+                num_heads=4,
+                feed_forward_proj="gated-gelu",
+                dropout_rate=0.0,
+            )
+        )
+    return TextEncoder(tokenizer, model, config.length)
+
+
+def train_tokenizer(captions: Sequence[str]) -> str:
+    """A BPE tokenizer over these captions, as the JSON of the `tokenizers` library.
+
+    BPE, because a seed must give one run: the Unigram and WordPiece trainers of tokenizers 0.23 give another
+    vocabulary each time (three runs, three results, 2026-11).
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(sorted(set(captions)), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tokenizer.to_str()
+
+
+def _tokenizer_from_json(text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(text)
+
+
+def text_width(config: TextConfig) -> int:
+    """Embedding width of the encoder that `build_text_encoder` gives, without loading it."""
+    return config.width if not config.path else int(_description(config)["d_model"])
+
+
+def _description(config: TextConfig) -> dict[str, Any]:
+    description = read_description("text.path", config.path, "a T5 or UMT5 encoder")
+    kind = description.get("model_type")
+    if kind not in ("t5", "umt5") or not isinstance(description.get("d_model"), int):
+        raise ValueError(
+            f"text.path {config.path} holds a {kind!r} model; the encoders used here are t5 and umt5"
+        )
+    return description
+
+
+def _load(config: TextConfig) -> TextEncoder:
+    from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
+
+    classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
+    cls = classes[_description(config)["model_type"]]
+    folder = _tokenizer_folder(Path(config.path))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable(AutoTokenizer, "text.path", folder, error) from error
+    return TextEncoder(tokenizer, load_pretrained(cls, "text.path", config.path), config.length)
+
+
+def _tokenizer_folder(encoder: Path) -> Path:
+    """The encoder's own folder, or the one beside it: diffusers has text_encoder and tokenizer, text_encoder_2 and …"""
+    absolute = Path(os.path.abspath(encoder))
+    beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
+    for folder in (encoder, beside):
+        # Without these transformers makes a tokenizer all the same, of nothing but <unk>.
+        if any((folder / name).is_file() for name in _VOCABULARIES):
+            return folder
+    raise FileNotFoundError(
+        f"text.path {encoder} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"
+        f"{f' or in {beside}' if beside != absolute else ''}; put the files of its tokenizer there"
+    )
