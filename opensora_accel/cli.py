@@ -126,7 +126,7 @@ def _in_words(name: str, error: Exception) -> str | None:
     if isinstance(error, (ValueError, OSError)):
         return str(error)
     if type(error).__name__ == "MissingRankError":
-        return f"{error}. Go on from the newest checkpoint with --resume auto"
+        return f"{error}. Go on from the newest saved state with --resume auto"
     return None
 
 

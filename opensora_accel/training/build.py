@@ -31,7 +31,7 @@ from opensora_accel.verify import lift_casts
 from shardformer.policy import model_names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-"""Of the weights; bf16 computes in bf16 on fp32 weights."""
+"""The type of the weights; bf16 computes in bf16 on fp32 weights."""
 
 TRAINABLE = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel")
 """Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs."""
@@ -55,9 +55,10 @@ def build_model(
 
     `dtype` is what the model will run in.
 
-    Raises ValueError, before anything large is made, for a class that has no policy, an argument that it does not take
-    (with the nearest it does) or that does not work, channels that do not fit the codec and the text encoder, clips
-    that do not fit the model, and sizes that this machine has no memory for.
+    Raises:
+        ValueError: before anything large is made, for a class that has no policy, an argument that it does not take
+            (with the nearest it does) or that does not work, channels that do not fit the codec and the text encoder,
+            clips that do not fit the model, and sizes that this machine has no memory for.
     """
     cls = model_class(config.model)
     derived = derived_arguments(codec.channels, text_width)
@@ -105,7 +106,11 @@ def _try_shapes(
 
 
 def model_class(config: ModelConfig) -> Any:
-    """The class of diffusers; ValueError for one that this loop does not know how to call."""
+    """The class of diffusers.
+
+    Raises:
+        ValueError: this trainer does not know how to call it.
+    """
     import diffusers
 
     name = config.class_name
@@ -123,14 +128,17 @@ def model_class(config: ModelConfig) -> Any:
 
 
 def model_arguments(config: ModelConfig, num_channels: int, text_width: int) -> dict[str, Any]:
-    """What the model is made with; ValueError for an argument that its class does not take."""
+    """The arguments that the model is made with.
+
+    Raises:
+        ValueError: its class does not take one of them, or not with this value.
+    """
     cls = model_class(config)
     if config.path:
         # Read again: load_config would leave out of sight what is wrong with the file.
         description = read_description("model.path", config.path, "a diffusers model")
         return {name: value for name, value in description.items() if not name.startswith("_")}
-    _check_arguments(cls, config.config)
-    return {**derived_arguments(num_channels, text_width), **_tuples(config.config)}
+    return {**derived_arguments(num_channels, text_width), **_checked_arguments(cls, config.config)}
 
 
 def derived_arguments(num_channels: int, text_width: int) -> dict[str, int]:
@@ -167,7 +175,9 @@ def _check_memory(config: TrainConfig, outline: nn.Module, dtype: torch.dtype) -
         )
 
 
-def _check_arguments(cls: type, arguments: dict[str, Any]) -> None:
+def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the types that the class asks for: JSON's and TOML's lists become tuples."""
+    checked = {}
     hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]  # type: ignore[misc]
     for name, value in arguments.items():
@@ -175,7 +185,7 @@ def _check_arguments(cls: type, arguments: dict[str, Any]) -> None:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ValueError(f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(known)}")
-        check_argument(hints[name], value, f"model.config.{name}")
+        checked[name] = check_argument(hints[name], value, f"model.config.{name}")
         for size in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(size, int) and not isinstance(size, bool) and size < 1:
                 raise ValueError(f"model.config.{name} must be at least 1; got {value!r}")
@@ -183,21 +193,21 @@ def _check_arguments(cls: type, arguments: dict[str, Any]) -> None:
         raise ValueError(
             f"model.config.num_layers is {arguments['num_layers']:,}, and {_MOST_LAYERS:,} are the most; set it lower"
         )
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON's and TOML's lists as the tuples that model configs are made of."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return checked
 
 
 def check_sizes(config: TrainConfig, codec: Codec, model: Any) -> tuple[int, int, int, int]:
-    """The latent shape [C, t, h, w] of a clip; ValueError where it does not fit codec, patches or data ranks."""
+    """The latent shape [C, t, h, w] of a clip.
+
+    Raises:
+        ValueError: a clip does not fit the codec or the model's patches.
+    """
     shape = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
     if len(model.config.patch_size) != 3:
         raise ValueError(
             f"model.config.patch_size must be three sizes (time, height, width); got {list(model.config.patch_size)}"
         )
-    patch_time, patch_height, patch_width = _patch_size(model)
+    patch_time, patch_height, patch_width = model.config.patch_size
     for name, unit in (("height", patch_height), ("width", patch_width)):
         reason = f"codec ({codec.spatial}) × model patch ({unit})"
         check_multiple(f"data.{name}", getattr(config.data, name), codec.spatial * unit, reason)
@@ -206,12 +216,9 @@ def check_sizes(config: TrainConfig, codec: Codec, model: Any) -> tuple[int, int
     return shape
 
 
-def _patch_size(model: Any) -> tuple[int, int, int]:
-    return tuple(model.config.patch_size)
-
-
-def tokens_per_sample(shape: tuple[int, int, int, int], model: nn.Module) -> int:
-    patch_time, patch_height, patch_width = _patch_size(model)
+def tokens_per_sample(shape: tuple[int, int, int, int], model: Any) -> int:
+    """The number of tokens that the model makes of latents [C, t, h, w] of this shape."""
+    patch_time, patch_height, patch_width = model.config.patch_size
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
 
 

@@ -1,9 +1,10 @@
 """Video folders as training batches that do not depend on how many ranks read them.
 
-The draw of every sample follows from (seed, position), where the position counts samples over the whole
-job. Each data rank takes its contiguous share of every global batch, so 1, 2 or 4 data ranks train on the
-same batches and a saved position resumes on any number of them. A file that turns out bad is set aside on
-all ranks together and its place is taken by the next usable one.
+The draw of every sample follows from (seed, position), where the position counts samples over the whole job. Each data
+rank takes its contiguous share of every global batch. Example for P = 3 data ranks and a batch of 6: the first batch
+holds positions 0 … 5, rank 0 reads 0 and 1, rank 1 reads 2 and 3, rank 2 reads 4 and 5; one rank alone would read all
+six, and the same clips. So a saved position resumes on any number of ranks. A file that turns out bad is set aside on
+all ranks together, and the next usable one takes its place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,10 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 
     Every epoch is a seeded permutation of the videos; batches run across the ends of epochs. A draw depends
     on (seed, position) alone. `substitute`, where given, maps the index of a video that is set aside to the
-    one that stands in for it. Stateful: `position` counts the samples of the whole job.
+    one that stands in for it. `position` counts the samples of the whole job, and may be set before iterating.
 
-    Raises: ValueError if the batch does not divide among the data ranks.
+    Raises:
+        ValueError: the batch does not divide among the data ranks.
     """
 
     def __init__(
@@ -83,11 +85,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         *,
         substitute: Callable[[int], int] | None = None,
     ) -> None:
-        if num_videos < 1:
-            raise ValueError(f"num_videos must be 1 or more, got {num_videos}")
-        if data_size < 1 or not 0 <= data_rank < data_size:
-            raise ValueError(f"data_rank must be in 0..data_size-1, got {data_rank} of {data_size}")
-        if batch_size < 1 or batch_size % data_size:
+        assert num_videos >= 1 and 0 <= data_rank < data_size
+        if batch_size % data_size:
             below = batch_size // data_size * data_size
             sizes = f"{below} or {below + data_size}" if below > 0 else f"{data_size}"
             degrees = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
@@ -106,12 +105,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             first = self.position
             self.position += self._batch_size
             yield [(first + n, self._substitute(self._draw(first + n))) for n in self._share]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.position = state["position"]
 
     def _draw(self, position: int) -> int:
         epoch, place = divmod(position, self._num_videos)
@@ -156,15 +149,6 @@ class VideoFolder(Dataset[Sample]):
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
 
 
-@dataclass
-class _Listing:
-    """What rank 0 read from the folder."""
-
-    entries: list[Entry] = field(default_factory=list)
-    usable: list[Video] = field(default_factory=list)
-    quarantined: dict[str, str] = field(default_factory=dict)
-
-
 class ClipLoader:
     """Endless iterator over this data rank's batches, the same for any number of data ranks.
 
@@ -181,8 +165,9 @@ class ClipLoader:
     Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
     all-reduce of one number; only after a failure an all-gather of the failures' texts.
 
-    Raises: FileNotFoundError or ValueError, on all ranks, for a folder without usable videos; ValueError, on
-    all ranks, from `next` when the last usable video has failed.
+    Raises:
+        FileNotFoundError, ValueError: on all ranks, for a folder without usable videos.
+        ValueError: on all ranks, from `next`, when the last usable video has failed.
     """
 
     def __init__(
@@ -201,26 +186,30 @@ class ClipLoader:
         self._batches: Iterator[list[Sample]] | None = None
         self._seed, self._data_rank, self._data_size, self._group = seed, data_rank, data_size, group
         self._is_first = group is None or dist.get_rank(group) == 0
-        listing = self._read_listing()
-        self._entries = listing.entries
-        self._infos = {video.file: video.info for video in listing.usable}
-        self._unreadable = listing.quarantined
-        self._order_id = _order_id(self._entries, seed, config)
-        self._begin(0, excluded=listing.quarantined, quarantined=listing.quarantined)
+
+        def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
+            entries = read_metadata(config.folder)
+            return entries, *index_videos(entries, config.folder, config)
+
+        # Every line of metadata.jsonl, usable or not.
+        self.entries, usable, self._unreadable = (
+            look_at_folder() if group is None else from_first_rank(look_at_folder, group)
+        )
+        self._infos = {video.file: video.info for video in usable}
+        # Equal exactly if the videos come in the same order with the same start frames.
+        files = [entry.file for entry in self.entries]
+        content = json.dumps([files, seed, config.num_frames, config.frame_stride])
+        self._order_id = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self._begin(0, excluded=self._unreadable, quarantined=self._unreadable)
         if self._is_first and self.quarantined:
             reasons = "\n  ".join(list(self.quarantined.values())[:5])
             logger.warning(
                 "set aside %d of %d videos in %s; the first reasons:\n  %s",
                 len(self.quarantined),
-                len(self._entries),
+                len(self.entries),
                 config.folder,
                 reasons,
             )
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Every line of metadata.jsonl, usable or not."""
-        return self._entries
 
     @property
     def videos(self) -> list[Video]:
@@ -242,7 +231,7 @@ class ClipLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides the next batches: plain JSON, equal on all ranks, good for any number of them."""
+        """All that decides the next batches, as plain JSON: equal on all ranks, and good for any number of them."""
         return {
             "position": self.position,
             "order": self._order_id,
@@ -256,6 +245,9 @@ class ClipLoader:
         The order of the videos is that of the saved run also if files have gone bad since, or have been
         repaired: what was set aside stays so. If the list of videos, the seed or the clip length is another,
         the position is kept, the order is new, and a warning says so.
+
+        Raises:
+            ValueError: the state lacks something, or all of its videos were set aside.
         """
         missing = {"position", "order", "excluded", "quarantined"} - set(state)
         if missing:
@@ -278,7 +270,7 @@ class ClipLoader:
         self.quarantined, self._excluded = dict(quarantined), frozenset(excluded)
         self._videos = [
             Video(entry.file, entry.caption, self._infos.get(entry.file))
-            for entry in self._entries
+            for entry in self.entries
             if entry.file not in self._excluded
         ]
         self._folder = VideoFolder(self._videos, self.config, seed=self._seed)
@@ -298,7 +290,7 @@ class ClipLoader:
             self._seed,
             substitute=self._substitute,
         )
-        sampler.load_state_dict({"position": self.position})
+        sampler.position = self.position
         with warnings.catch_warnings():
             # torchdata 0.11 calls it, torch 2.13 deprecates it: nothing that a user could act on.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -326,21 +318,13 @@ class ClipLoader:
             if file not in self.quarantined:
                 self.quarantined[file] = reason
                 if self._is_first:
-                    count, total = len(self.quarantined), len(self._entries)
+                    count, total = len(self.quarantined), len(self.entries)
                     logger.warning("set aside a video (%d of %d so far): %s", count, total, reason)
         self._check_any_left()
 
     def _check_any_left(self) -> None:
         if all(video.file in self.quarantined for video in self._videos):
             raise ValueError(nothing_usable(self.config.folder, self.quarantined))
-
-    def _read_listing(self) -> _Listing:
-        """What rank 0 finds in the folder, on all ranks."""
-        return self._index() if self._group is None else from_first_rank(self._index, self._group)
-
-    def _index(self) -> _Listing:
-        entries = read_metadata(self.config.folder)
-        return _Listing(entries, *index_videos(entries, self.config.folder, self.config))
 
 
 def _stand_in(videos: Sequence[Video], quarantined: Mapping[str, str], video_index: int) -> int:
@@ -351,9 +335,3 @@ def _stand_in(videos: Sequence[Video], quarantined: Mapping[str, str], video_ind
     """
     following = ((video_index + n) % len(videos) for n in range(len(videos)))
     return next(index for index in following if videos[index].file not in quarantined)
-
-
-def _order_id(entries: Sequence[Entry], seed: int, config: DataConfig) -> str:
-    """A short text that is equal exactly if the videos come in the same order with the same start frames."""
-    content = json.dumps([[entry.file for entry in entries], seed, config.num_frames, config.frame_stride])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]

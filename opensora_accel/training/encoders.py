@@ -23,9 +23,11 @@ from opensora_accel.training.config import CodecConfig, TextConfig
 
 
 def read_description(option: str, folder: str | Path, what: str) -> dict[str, Any]:
-    """Its config.json. `what` tells which folder `option` needs.
+    """The config.json of a folder. `what` tells which folder `option` needs.
 
-    Raises FileNotFoundError where there is none, ValueError where it is no JSON object.
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON object.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -45,8 +47,9 @@ def read_description(option: str, folder: str | Path, what: str) -> dict[str, An
 def load_pretrained(cls: Any, option: str, folder: str | Path, **options: Any) -> Any:
     """`cls.from_pretrained` of a folder.
 
-    Raises ValueError, naming the option, for whatever the library raises, and for weights that are missing or of
-    another shape: the library would draw them at random and go on.
+    Raises:
+        ValueError: the library raises anything, or weights are missing or of another shape, which the library would
+            draw at random and go on.
     """
     try:
         model, info = cls.from_pretrained(
@@ -82,7 +85,7 @@ def in_one_line(error: Exception) -> str:
 
 class Codec(Protocol):
     channels: int
-    """Of a latent."""
+    """Channels of a latent."""
     spatial: int
     """Pixels along each side of a latent position."""
     temporal: int
@@ -156,7 +159,11 @@ def _compression(model: Any) -> tuple[int, int]:
 
 
 def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -> Codec:
-    """Raises FileNotFoundError or ValueError for a `codec.path` that holds no video VAE."""
+    """The codec of a configuration.
+
+    Raises:
+        FileNotFoundError, ValueError: `codec.path` holds no video VAE.
+    """
     if not config.path:
         return SpaceToDepth(config.patch, dtype)
     import diffusers
@@ -171,7 +178,11 @@ def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """Channels, frames, height and width of a clip's latents; ValueError where the sizes do not fit the codec."""
+    """The shape [C, t, h, w] of a clip's latents.
+
+    Raises:
+        ValueError: the sizes of the clip do not fit the codec.
+    """
     if (num_frames - 1) % codec.temporal:
         fits = (num_frames - 1) // codec.temporal * codec.temporal + 1
         raise ValueError(
@@ -189,6 +200,7 @@ def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tupl
 
 
 def check_multiple(name: str, size: int, unit: int, reason: str) -> None:
+    """Raises a ValueError, with the sizes that would do, unless `size` is a multiple of `unit`."""
     if size % unit:
         below = size // unit * unit
         choices = f"{below} or {below + unit}" if below else f"{unit}"
@@ -225,7 +237,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[B, length, width]; zero behind the end of a caption, as Wan's pipeline has it."""
+        """Embeddings [B, length, width] of B captions; zero behind the end of a caption, as Wan's pipeline has it."""
         tokens = self.tokenizer(
             list(captions), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
         )
@@ -234,10 +246,11 @@ class TextEncoder:
         return states.to(dtype) * mask.unsqueeze(-1).to(dtype)
 
     def check(self, captions: Iterable[str]) -> None:
-        """Raises ValueError for captions of which the model would be told nothing.
+        """Checks that the model is told something by the captions.
 
-        That is where different words, or different captions, all become the same tokens, or tokens that the encoder
-        does not have.
+        Raises:
+            ValueError: different words, or different captions, all become the same tokens, or tokens that the encoder
+                does not have.
         """
         different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
         words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
@@ -267,7 +280,11 @@ class TextEncoder:
 
 
 def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> TextEncoder:
-    """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`."""
+    """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`.
+
+    Raises:
+        FileNotFoundError, ValueError: `config.path` holds no encoder with its tokenizer.
+    """
     if config.path:
         return _load(config)
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel

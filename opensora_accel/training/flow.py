@@ -1,5 +1,10 @@
 """Flow matching on straight paths: x_t = (1 − t) x + t ε, velocity ε − x, time shifted towards noise.
 
+A clip x = 2 with noise ε = 8 is at t = 0.5 the noisy 5, and the model learns to answer 6, which points from the clip to
+the noise. A sample starts at ε = 8 and walks back in Euler steps: 3 steps of −1/3 with the right answer end at 2.
+
+Every draw follows from a seed, a purpose and a sample's position in the job, and never from the rank that draws.
+
 Source: Rectified Flow (arXiv:2209.03003); logit-normal times and the shift: SD3 (arXiv:2403.03206); the shift's
 growth with resolution and length: Open-Sora 2.0 (arXiv:2503.09642).
 """
@@ -38,6 +43,7 @@ def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> fl
 
 
 def shifted(t: Tensor, alpha: float) -> Tensor:
+    """Times t in 0…1, of any shape, moved towards noise (1) by α; 0 and 1 stay where they are."""
     return alpha * t / (1 + (alpha - 1) * t)
 
 
@@ -52,7 +58,7 @@ def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[
 
 
 def draw_noise(like: Tensor, seed: int, positions: Sequence[int]) -> Tensor:
-    """Standard normal, shaped as `like` [B, …], drawn on the host so that every device trains on the same."""
+    """Standard normal noise of the shape of `like` [B, …], drawn on the host: every device trains on the same."""
     noise = [torch.randn(like.shape[1:], generator=generator(seed, "noise", p)) for p in positions]
     return torch.stack(noise).to(like)
 
@@ -69,7 +75,8 @@ def flow_loss(
     """Mean squared error of the predicted velocity, over all elements.
 
     Args:
-        predict: (x_t [B, C, t, h, w], timestep [B]) -> velocity.
+        predict: gives the velocity [B, C, t, h, w] for latents of that shape and timesteps [B].
+        clean, noise: [B, C, t, h, w].
         times: [B] in 0…1.
     """
     t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
@@ -84,7 +91,7 @@ def flow_loss(
 def sample(
     predict: Callable[[Tensor, Tensor], Tensor], noise: Tensor, num_steps: int, alpha: float
 ) -> Tensor:
-    """Latents from noise by Euler steps along the shifted times."""
+    """Latents [B, C, t, h, w] from noise of that shape, by Euler steps along the shifted times."""
     times = shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), alpha)
     latents = noise
     for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):

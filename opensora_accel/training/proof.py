@@ -123,7 +123,7 @@ class TrueSize:
 
     config: TrainConfig
     arguments: dict[str, Any]
-    """Of the transformer."""
+    """Arguments of the transformer."""
     latents: tuple[int, int, int, int]
     """[C, t, h, w] of a clip."""
     text_width: int

@@ -37,7 +37,13 @@ def sample_clips(
     like: Tensor,
     seed: int,
 ) -> Tensor:
-    """uint8 [N, T, H, W, 3], one clip per caption; every rank has to call, and gets the same."""
+    """One clip per caption, uint8 [N, T, H, W, 3]; every rank has to call, and gets the same.
+
+    Args:
+        predict: gives the velocity [N, C, t, h, w] for latents of that shape, timesteps [N] and N captions.
+        shape: [C, t, h, w] of the latents of one clip.
+        like: a tensor of the dtype and on the device that latents have.
+    """
     noise = torch.stack(
         [torch.randn(shape, generator=generator(seed, "sample", index)) for index in range(len(captions))]
     ).to(like)
@@ -61,7 +67,12 @@ def _enlarged(frames: Tensor) -> Tensor:
 def write_comparison(
     folder: Path, sources: Sequence[Tensor], sampled: Tensor, captions: Sequence[str], fps: float
 ) -> Path:
-    """One mp4 per clip, the source on the left and the sample on the right, and strip.png of them all."""
+    """Writes one mp4 per clip, the source on the left and the sample on the right, and strip.png of them all.
+
+    Args:
+        sources: a clip uint8 [T, H, W, 3] for each caption.
+        sampled: uint8 [N, T, H, W, 3].
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index, (source, clip) in enumerate(zip(sources, sampled, strict=True), start=1):
@@ -79,7 +90,8 @@ def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> Non
     yuv420p stores colour at half the size, so an odd height or width gets its last row or column repeated
     once. The file appears under its name only when it is complete.
 
-    Raises: ValueError for another dtype or shape, no frames, or a rate that is not positive.
+    Raises:
+        ValueError: another dtype or shape, no frames, or a rate that is not positive.
     """
     _check_frames(frames)
     if not fps > 0:
@@ -112,7 +124,8 @@ def write_strip(
     Args: rows: (label, frames uint8 [T, H, W, 3]); up to `max_frames` frames, evenly spaced with the first
     and the last, are drawn, each scaled to `tile_width` pixels. A label too long for its row ends in "...".
 
-    Raises: ValueError if there is no row, or for frames of another dtype or shape.
+    Raises:
+        ValueError: there is no row, or frames have another dtype or shape.
     """
     if not rows or max_frames < 1 or tile_width < 1:
         raise ValueError(

@@ -65,8 +65,9 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
     Reads the header only where the container counts its frames (mp4, mov, avi); otherwise counts packets
     (mkv, webm), and decodes the file where the packets carry no time stamps.
 
-    Raises: UnreadableVideo if there is no readable video stream, no frame, or the file ends before the
-    last frame that its header promises.
+    Raises:
+        UnreadableVideo: there is no readable video stream, no frame, or the file ends before the last frame that its
+            header promises.
     """
     with _open(path) as (container, stream):
         num_frames = _count_in_header(path, stream) or len(_packet_table(*_identity(path)).times)
@@ -88,9 +89,10 @@ def read_clip(
     the last keyframe before `start`; if what it delivers is not what the packets' time stamps promise, the
     file is decoded from its beginning instead, so the result is the same frame for frame.
 
-    Raises: UnreadableVideo for a missing, damaged, truncated or too short file (flipped bits that still
-    decode, or that no frame asked for depends on, go unnoticed); ValueError for a negative start or a size
-    below 1.
+    Raises:
+        UnreadableVideo: the file is missing, damaged, truncated or too short (flipped bits that still decode, or that
+            no frame asked for depends on, go unnoticed).
+        ValueError: a negative start, or a size below 1.
     """
     if start < 0 or min(num_frames, stride, height, width) < 1:
         raise ValueError(
@@ -275,8 +277,10 @@ class Video:
 def read_metadata(folder: str | os.PathLike[str]) -> list[Entry]:
     """The entries of `folder`/metadata.jsonl, in the order of its lines; blank lines are skipped.
 
-    Raises: FileNotFoundError if there is no such file; ValueError, naming file and line, for a line that is
-    not an object with the texts `file` and `caption`, or whose file lies outside the folder.
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no object with the texts `file` and `caption`, or its file lies outside the folder; the
+            message names file and line.
     """
     path = Path(folder) / "metadata.jsonl"
     if not os.fspath(folder) or not path.is_file():
@@ -327,7 +331,8 @@ def index_videos(
 
     A file is set aside if its header cannot be read or it is shorter than one clip.
 
-    Raises: ValueError with the first five reasons if no video is left.
+    Raises:
+        ValueError: no video is left; the message has the first five reasons.
     """
 
     def look(entry: Entry) -> Video | str:

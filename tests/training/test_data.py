@@ -166,7 +166,7 @@ def test_the_sampler_resumes_where_it_was():
     sampler = GlobalBatchSampler(NUM_VIDEOS, 4, 1, 2, 0)
     list(itertools.islice(sampler, 3))
     resumed = GlobalBatchSampler(NUM_VIDEOS, 4, 1, 2, 0)
-    resumed.load_state_dict(sampler.state_dict())
+    resumed.position = sampler.position
     assert list(itertools.islice(resumed, 4)) == sampled(7, 1, 2)[3:]
 
 
