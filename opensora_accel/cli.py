@@ -42,14 +42,14 @@ def _verify(arguments: Sequence[str]) -> int:
     from opensora_accel.verify.command import main as verify
 
     def proof_of_config(options: Sequence[str], folder: Path, max_ranks: int) -> Proof:
-        from opensora_accel.training.proof import (
+        from opensora_accel.training.run import parse
+        from opensora_accel.training.tiny_run import (
             TrainerStep,
             TrueSize,
             proof_meshes,
             tiny_config,
             write_clips,
         )
-        from opensora_accel.training.run import parse
 
         config, _, _ = parse(options)
         tiny = tiny_config(config, write_clips(folder / "clips"))
@@ -84,7 +84,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Runs one command; its exit status. What a user can mend is said in one line, without a traceback."""
+    """Runs one command, and returns its exit status. What a user can mend is said in one line, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
@@ -99,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return _fail(f"there is no command {name!r}; {hint}The commands are {', '.join(COMMANDS)}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        return _recorded(COMMANDS[name])(rest)
+        return _told_to_torchrun(COMMANDS[name])(rest)
     except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
-        message = _in_words(name, error)
+        message = _one_line(name, error)
         # For those whose message does not tell enough: OPENSORA_ACCEL_DEBUG=1 shows where it was raised.
         if message is None or os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
             raise
@@ -113,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return _fail(f"interrupted{saved}", status=130)
 
 
-def _in_words(name: str, error: Exception) -> str | None:
-    """One line for what a user can mend; None for what is a mistake of ours."""
+def _one_line(name: str, error: Exception) -> str | None:
+    """What a user can mend, in one line; None where the mistake is ours."""
     if isinstance(error, ModuleNotFoundError):
         missing = str(error.name).partition(".")[0]
         if missing in ("opensora_accel", "shardformer"):
@@ -130,10 +130,10 @@ def _in_words(name: str, error: Exception) -> str | None:
     return None
 
 
-def _recorded(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int | None]:
-    """The command; under torchrun, its error is in torchrun's summary, in one line.
+def _told_to_torchrun(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int | None]:
+    """The command, which under torchrun writes its error, in one line, where torchrun's summary reads it.
 
-    The summary would say how to enable tracebacks otherwise, and record() by itself would print them again there.
+    Without it the summary says how to enable tracebacks, and record() by itself prints them there a second time.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return command

@@ -1,4 +1,9 @@
-"""Parameters sharded by torch FSDP2 over the ranks that a Plan names."""
+"""Parameters sharded by torch FSDP2 over the ranks that a Plan names.
+
+Example for P = 3 ranks (dp_shard=3, sharding="zero3"): each rank keeps a third of every weight. Before a block
+computes, its weights are gathered on all three, and dropped after it; after its backward the three gradients
+are averaged, and each rank keeps the third that belongs to its weights.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +47,9 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
 
 
 def reshard(model: nn.Module) -> None:
-    """Back to shards, after a forward without backward: under zero2 it leaves the parameters gathered.
+    """Drops gathered parameters, after a forward without backward, which leaves them gathered under zero2.
 
-    Whoever then reads or writes `model.parameters()` would otherwise meet copies that the next step forgets.
+    Whoever reads or writes `model.parameters()` after it would otherwise meet copies that the next step forgets.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

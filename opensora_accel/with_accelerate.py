@@ -1,5 +1,8 @@
 """The one part of `accelerate` that does not know sequence parallelism: which rank gets which batch.
 
+Example for P = 3 ranks that share each sample (ulysses=3): `accelerator.prepare` deals batches 0, 1 and 2 to ranks 0, 1
+and 2, which then hold parts of three samples. Here the three ranks are one data rank, and all of them get batch 0.
+
 accelerate is imported on use only. Everything else of it works on a sharded model as it is: docs/accelerate.md.
 """
 
@@ -49,8 +52,18 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
     data, mixed = get_data_parallel_group(), get_data_parallel_group(get_mixed_dp_pg=True)
     num_ranks = 1 if data is None else data.size()
     rank = 0 if data is None else data.rank()
-    _check_ranks(accelerator.num_processes, 1 if mixed is None else mixed.size())
-    seed = _agree_on_draws(dataloader, rank)
+    num_seen, num_mixed = accelerator.num_processes, 1 if mixed is None else mixed.size()
+    if num_seen < num_mixed:
+        raise ValueError(
+            f"accelerate sees {num_seen} of the {num_mixed} ranks, and would not average gradients over the rest; "
+            "on CPUs it needs Accelerator(cpu=True)"
+        )
+    if num_seen > num_mixed:
+        raise ValueError(
+            f"accelerate averages gradients over all {num_seen} ranks, but data × sequence are {num_mixed}: "
+            "tensor-parallel ranks hold different parameters; use tp=1"
+        )
+    seed = _agree_on_seeds(dataloader, rank)
     given = accelerator.dataloader_config.data_seed
     prepared: Any = prepare_data_loader(
         dataloader,
@@ -72,22 +85,8 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
     return accelerator.prepare_data_loader(prepared)
 
 
-def _check_ranks(num_processes: int, num_mixed: int) -> None:
-    """accelerate averages gradients over the ranks that it sees: they must be data × sequence."""
-    if num_processes < num_mixed:
-        raise ValueError(
-            f"accelerate sees {num_processes} of the {num_mixed} ranks, and would not average gradients over the rest; "
-            "on CPUs it needs Accelerator(cpu=True)"
-        )
-    if num_processes > num_mixed:
-        raise ValueError(
-            f"accelerate averages gradients over all {num_processes} ranks, but data × sequence are {num_mixed}: "
-            "tensor-parallel ranks hold different parameters; use tp=1"
-        )
-
-
-def _agree_on_draws(dataloader: DataLoader, data_rank: int) -> int:
-    """One order of samples for all ranks, and one seed of workers for those that share a sample; rank 0's seed.
+def _agree_on_seeds(dataloader: DataLoader, data_rank: int) -> int:
+    """Gives all ranks one order of samples, and those that share a sample one seed of workers; returns rank 0's seed.
 
     accelerate itself synchronises a sampler only where there are several data ranks.
     """

@@ -42,7 +42,7 @@ def parallel_registry():
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory):
     """A folder of small videos with captions."""
-    from opensora_accel.training.proof import write_clips
+    from opensora_accel.training.tiny_run import write_clips
 
     return write_clips(tmp_path_factory.mktemp("clips"))
 

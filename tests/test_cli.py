@@ -15,8 +15,8 @@ import torch
 
 from opensora_accel.cli import COMMANDS
 from opensora_accel.training.config import option_names
-from opensora_accel.training.proof import write_clips
 from opensora_accel.training.saved_state import MODEL_WEIGHTS
+from opensora_accel.training.tiny_run import write_clips
 from tests.test_layers import ROOT
 from tests.training.fuzz import BAD, GOOD, configurations
 from tests.training.runs import prove_others, tiny_config

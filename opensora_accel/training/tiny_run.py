@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from opensora_accel.plan import Plan
@@ -19,6 +18,7 @@ from opensora_accel.training import build
 from opensora_accel.training.config import CodecConfig, ModelConfig, TextConfig, TrainConfig
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import Run, meshes_of
 
 TINY = {
@@ -98,13 +98,12 @@ class TrainerStep:
 
 
 def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Loss and gradient norm, which the trainer reports of all ranks, and how far ranks are apart in them: not at all.
+    """Loss and gradient norm, which the trainer reports for all ranks, and how far apart the ranks are in them (0).
 
-    Collective.
+    Communication: one object all-gather.
     """
     found = {name: metrics[name] for name in ("loss", "grad_norm")}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    everyone = from_all_ranks(found)
     for name, value in list(found.items()):
         values = [each[name] for each in everyone]
         apart = max(values) - min(values)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.training.proof import write_clips
+from opensora_accel.training.tiny_run import write_clips
 from tests.tolerances import RELATIVE
 from tests.training.runs import prove_others, tiny_config
 

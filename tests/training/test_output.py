@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora_accel.training.proof import write_clips
+from opensora_accel.training.tiny_run import write_clips
 from tests.training.runs import prove_others
 
 HOLDS_THE_FOLDER = """

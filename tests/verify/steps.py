@@ -525,7 +525,7 @@ class TrainerStep:
 
     def __call__(self, run: Run) -> dict[str, float]:
         from opensora_accel.training.loop import Trainer
-        from opensora_accel.training.proof import told_by_all
+        from opensora_accel.training.tiny_run import told_by_all
         from tests.training.runs import tiny_config
 
         changes = {"data.num_workers": 0, "optim.accumulation": self.accumulation, **dict(self.changes)}

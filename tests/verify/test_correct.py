@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opensora_accel.training.proof import write_clips
+from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.verify import verify
 from tests.tiers import PROVE
 from tests.verify import corners, loops

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from opensora_accel.training.proof import write_clips
+from opensora_accel.training.tiny_run import write_clips
 from tests.tiers import PROVE
 from tests.verify.mutants import MUTANTS, REPRESENTATIVES
 from tests.verify.mutants_of_forwards import FORWARD_MUTANTS
