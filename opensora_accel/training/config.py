@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
 import types
@@ -224,8 +223,7 @@ def config_from_dict(values: Mapping[str, Any], source: str) -> TrainConfig:
     """
     try:
         # As JSON, where a list may stand for a tuple also under strict checks.
-        config: TrainConfig = _train_config_adapter().validate_json(json.dumps(values, default=str))
-        return config
+        return TypeAdapter(TrainConfig).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise ValueError(f"{source}: {_in_one_line(error)}") from error
 
@@ -244,11 +242,6 @@ def check_argument(hint: Any, value: Any, name: str) -> Any:
     except ValidationError as error:
         rule = " or ".join(_rule(each["msg"]) for each in error.errors())
         raise ValueError(f"{name} {rule}; got {value!r}") from error
-
-
-@functools.cache
-def _train_config_adapter() -> TypeAdapter[TrainConfig]:
-    return TypeAdapter(TrainConfig)
 
 
 def _in_one_line(error: ValidationError) -> str:

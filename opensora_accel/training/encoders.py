@@ -287,10 +287,11 @@ def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> Te
     """
     if config.path:
         return _load(config)
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer_from_json(tokenizer_json),
+        tokenizer_object=Tokenizer.from_str(tokenizer_json),
         pad_token="<pad>",
         eos_token="</s>",
         unk_token="<unk>",
@@ -329,12 +330,6 @@ def train_tokenizer(captions: Sequence[str]) -> str:
     tokenizer.train_from_iterator(sorted(set(captions)), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return tokenizer.to_str()
-
-
-def _tokenizer_from_json(text: str) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(text)
 
 
 def text_width(config: TextConfig) -> int:

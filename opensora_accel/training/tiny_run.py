@@ -150,17 +150,13 @@ class TrueSize:
         text = torch.randn(batch, self.config.text.length, self.text_width)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            with _autocast(run.plan):
+            with torch.autocast("cpu", torch.bfloat16, enabled=run.plan.precision == "bf16"):
                 (velocity,) = forward(
                     hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
                 )
             return velocity
 
         flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()
-
-
-def _autocast(plan: Plan) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16")
 
 
 def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path:
