@@ -20,7 +20,7 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 .PHONY: help train test prove bench lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
-	@echo "make test    run every behaviour once, in about eight minutes"
+	@echo "make test    run every behaviour once"
 	@echo "make prove   run every test: all matrices, defects, peers and launchers (PART=verify: those of tests/verify)"
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"

@@ -18,6 +18,7 @@ from opensora_accel.training.config import option_names
 from opensora_accel.training.saved_state import MODEL_WEIGHTS
 from opensora_accel.training.tiny_run import write_clips
 from tests.test_layers import ROOT
+from tests.tiers import PROVE
 from tests.training.fuzz import BAD, GOOD, configurations
 from tests.training.runs import prove_others, tiny_config
 
@@ -299,6 +300,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@PROVE
 def test_an_error_under_torchrun_is_one_line_a_rank(config_file, tmp_path):
     """The failing rank says the cause, and the others that it did; torchrun's summary repeats the cause."""
     (tmp_path / "fails.py").write_text(FAILS)

@@ -9,7 +9,7 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.attention import joint_attention, ring_attention, ulysses_attention, usp_attention
 from opensora_accel.communications import all_to_all_packed, share_sizes
 from tests.attention.reference import random_inputs, weights_like, worst_error
-from tests.tiers import some
+from tests.tiers import PROVE, some
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without needing a C++ compiler
 
@@ -51,7 +51,8 @@ def test_compiled_in_one_graph(ranks, name, tokens, heads, seen):
     assert max(ranks(3, compared, name, tokens, heads, masked, causal, BACKEND)) < 1e-12
 
 
-@pytest.mark.parametrize("name", some(["ulysses", "ring"]))
+@PROVE
+@pytest.mark.parametrize("name", ["ulysses", "ring"])
 def test_compiled_by_inductor(ranks, name):
     assert max(ranks(2, compared, name, (7, 7), (3, 3), True, False, "inductor")) < 1e-12
 

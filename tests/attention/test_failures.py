@@ -12,7 +12,7 @@ import torch.distributed as dist
 from opensora_accel.attention import ring, ring_attention
 from opensora_accel.communications import share_sizes
 from tests.attention.reference import full_attention, random_inputs
-from tests.tiers import some
+from tests.tiers import PROVE
 
 
 class OutOfMemory(RuntimeError):
@@ -164,7 +164,8 @@ def one_message_fails(direction, at_call):
     return time.monotonic() - start < 20 and ("no memory" in str(caught.value)) == (rank == 1)
 
 
-@pytest.mark.parametrize("direction", some(["backward", "forward"]))
+@PROVE
+@pytest.mark.parametrize("direction", ["backward", "forward"])
 def test_the_first_failure_is_the_one_that_is_raised(ranks, direction):
     at_call = {"forward": 1, "backward": 3}[direction]
     assert ranks(2, one_message_fails, direction, at_call) == [True] * 2
@@ -186,5 +187,6 @@ def fails_while_its_neighbour_is_away():
     return True
 
 
+@PROVE
 def test_what_fails_while_passing_on_does_not_hide_the_failure(ranks):
     assert all(ranks(2, fails_while_its_neighbour_is_away))

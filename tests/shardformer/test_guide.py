@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from shardformer.policy import UNSUPPORTED, base
+from tests.tiers import PROVE
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/policies.md"
 
@@ -30,6 +31,7 @@ def test_the_policy_from_nothing_is_proven_and_short(tmp_path):
     assert "the gradients are those of a single device" in run(code(), tmp_path)
 
 
+@PROVE
 def test_a_wrong_table_is_found(tmp_path):
     """Blocks that are not told to attend to all see their own tokens."""
     wrong = code().replace('    self_attention=("blocks.*.attention",),\n', "")

@@ -134,6 +134,7 @@ def test_claims(part, rows, held):
     assert [claim["held"] for claim in claims(result)] == held
 
 
+@pytest.mark.prove
 def test_the_command_end_to_end_with_a_peer_that_is_not_there(tmp_path, capsys):
     paths = [f"--{kind}={tmp_path}/result.{end}" for kind, end in (("output", "json"), ("markdown", "md"))]
     paths += [f"--picture={tmp_path}/result.png", "--environments", str(tmp_path)]

@@ -16,6 +16,7 @@ import pytest
 
 from opensora_accel.cli import main
 from opensora_accel.verify.report import to_junit
+from tests.tiers import PROVE
 
 GUIDE = Path(__file__).parents[2] / "docs" / "verify.md"
 
@@ -62,6 +63,7 @@ def test_a_wrong_step_fails_with_its_reasons_in_every_form(tmp_path):
     assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
 
 
+@PROVE
 def test_the_plan_of_a_configured_run(tmp_path):
     config = Path(__file__).parents[2] / "configs" / "bunny.toml"
     done = run("--config", str(config), "--plan.ring", "2", "--optim.accumulation", "2", cwd=tmp_path)
@@ -138,7 +140,12 @@ def test_a_report_of_colours_is_still_xml():
 
 
 @pytest.mark.parametrize(
-    ("signal_", "delay_s"), [(signal.SIGINT, 0), (signal.SIGINT, 3), (signal.SIGKILL, 3)]
+    ("signal_", "delay_s"),
+    [
+        pytest.param(signal.SIGINT, 0, marks=PROVE),
+        (signal.SIGINT, 3),
+        pytest.param(signal.SIGKILL, 3, marks=PROVE),
+    ],
 )
 def test_interrupted_it_leaves_no_process_behind(tmp_path, signal_, delay_s):
     file = step_file(tmp_path, [("loss.backward()", "import time; time.sleep(60); loss.backward()")])
