@@ -33,7 +33,7 @@ test: .venv/.dev data/bunny/metadata.jsonl
 	$(BIN)/python -m pytest -m "not prove" $(ARGS)
 
 prove: .venv/.dev data/bunny/metadata.jsonl
-	OPENSORA_ACCEL_FUZZ=whole $(BIN)/python -m pytest tests/$(PART) $(ARGS)
+	$(BIN)/python -m pytest tests/$(PART) $(ARGS)
 
 bench: .venv/.dev
 	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done

@@ -18,9 +18,9 @@ from opensora_accel.training.config import option_names
 from opensora_accel.training.saved_state import MODEL_WEIGHTS
 from opensora_accel.training.tiny_run import write_clips
 from tests.test_layers import ROOT
-from tests.tiers import PROVE
+from tests.tiers import PROVE, some
 from tests.training.fuzz import BAD, GOOD, configurations
-from tests.training.runs import prove_others, tiny_config
+from tests.training.runs import tiny_config
 
 
 def test_help_teaches(run):
@@ -163,7 +163,7 @@ def test_the_version(run):
     )
 
 
-@pytest.mark.parametrize("missing", prove_others(["tyro", "diffusers", "av", "torchdata"], "tyro"))
+@pytest.mark.parametrize("missing", some(["tyro", "diffusers", "av", "torchdata"], "tyro"))
 def test_training_without_its_extra_says_what_to_install(config_file, missing):
     code = (
         f"import sys; sys.modules[{missing!r}] = None; from opensora_accel.cli import main; sys.exit(main())"
@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_read_is_named(run, tmp_path, content):
 IO_ERRORS = [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT]
 
 
-@pytest.mark.parametrize("number", prove_others(IO_ERRORS, errno.ENOSPC), ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", some(IO_ERRORS, errno.ENOSPC), ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "optimizer.safetensors", "state.json"])
 def test_an_error_of_the_file_system_is_one_line(run, config_file, tmp_path, monkeypatch, name, number):
     from opensora_accel.training import metrics, saved_state
@@ -258,7 +258,7 @@ LAUNCHERS = {"torchrun": TORCHRUN, "accelerate": ACCELERATE}
 
 
 # torchrun by default: test_torchrun_starts_again_where_the_run_was.
-@pytest.mark.parametrize("name", prove_others(LAUNCHERS, "accelerate"))
+@pytest.mark.parametrize("name", some(LAUNCHERS, "accelerate"))
 def test_every_launcher_starts_the_same_run(run, config_file, tmp_path, name):
     assert run("train", "--config", config_file)[0] == 0
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -403,7 +403,7 @@ def too_slow(_number, _frame):
     raise TimeoutError("this configuration hangs")
 
 
-@pytest.mark.parametrize("case", prove_others(CASES, *CASES[:12]), ids=str)
+@pytest.mark.parametrize("case", some(CASES, *CASES[:12]), ids=str)
 def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     values = asdict(tiny_config(clips, tmp_path / "run", steps=1, log_every=1))

@@ -100,7 +100,7 @@ def ring_overlap(shape: RingShape, hardware: RingHardware) -> Overlap:
 
 
 def _waited_s(num_ranks: int, compute_s: float, keys_s: float, sums_s: float) -> float:
-    """What the trip of `circulate` takes beyond its compute: one processor, one link each way, event by event."""
+    """What the trip of `ring_pipeline` takes beyond its compute: one processor, one link each way, event by event."""
     now = link = keys_arrive = sums_arrive = 0.0
     for step in range(num_ranks):
         now = max(now, keys_arrive)

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from opensora_accel import Plan
-
-
-def prove_others(values: Iterable[Any], *by_default: Any) -> list[Any]:
-    """Parameters of a test: those of `by_default` run always, the others in `make prove`."""
-    return [
-        value if value in by_default else pytest.param(value, marks=pytest.mark.prove) for value in values
-    ]
 
 
 def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None, **changes: Any) -> Any:

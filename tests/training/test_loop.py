@@ -13,8 +13,9 @@ import torch.distributed as dist
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.training.tiny_run import write_clips
+from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE
-from tests.training.runs import prove_others, tiny_config
+from tests.training.runs import tiny_config
 
 PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -67,8 +68,8 @@ PLANS = [
     ("precision", "plans", "steps"),
     [
         ("fp64", [PLANS[0], PLANS[4], PLANS[6]], 8),
-        pytest.param("fp64", PLANS, 20, marks=pytest.mark.prove),
-        pytest.param("fp32", PLANS, 20, marks=pytest.mark.prove),
+        pytest.param("fp64", PLANS, 20, marks=PROVE),
+        pytest.param("fp32", PLANS, 20, marks=PROVE),
     ],
 )
 def test_one_job_whatever_the_mesh(ranks, folder, tmp_path, precision, plans, steps):
@@ -135,7 +136,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("name", prove_others(RESUMES, "one rank", "another mesh"))
+@pytest.mark.parametrize("name", some(RESUMES, "one rank", "another mesh"))
 def test_a_resumed_run_is_the_run(ranks, folder, tmp_path, name):
     before, after = RESUMES[name]
     whole_run = ranks(before.world_size, trained, tiny_config(folder, tmp_path / "a", before, steps=6))[0]
@@ -205,9 +206,7 @@ def first_losses(config):
 
 @pytest.mark.parametrize(
     "name",
-    prove_others(
-        ["SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"], "ChronoEditTransformer3DModel"
-    ),
+    some(["SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"], "ChronoEditTransformer3DModel"),
 )
 def test_other_models_train_as_on_one_rank(ranks, folder, tmp_path, name):
     changes = {"steps": 3, "model.class_name": name}
@@ -258,7 +257,7 @@ def saved_steps(output):
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-@pytest.mark.parametrize("name", prove_others(["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"], "SIGTERM"))
+@pytest.mark.parametrize("name", some(["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"], "SIGTERM"))
 def test_a_signal_saves_and_stops_all_ranks(ranks, folder, tmp_path, name):
     config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
     found = ranks(2, in_a_terminal, config, 4, [(getattr(signal, name), 0)])
@@ -394,7 +393,7 @@ def sampled_in_the_middle(config):
     return losses
 
 
-@pytest.mark.parametrize("sharding", prove_others(["none", "zero2", "zero3"], "zero2"))
+@pytest.mark.parametrize("sharding", some(["none", "zero2", "zero3"], "zero2"))
 def test_sampling_does_not_disturb_training(ranks, folder, tmp_path, sharding):
     plan = Plan(dp_replicate=2) if sharding == "none" else Plan(dp_shard=2, sharding=sharding)
     quiet, sampling = (

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from opensora_accel.training.saved_state import read_record
-from tests.training.runs import prove_others
+from tests.tiers import some
 
 
 def steps_of(output):
@@ -35,7 +35,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", prove_others(PLACES, "a relative step folder", "a link outside"))
+@pytest.mark.parametrize("name", some(PLACES, "a relative step folder", "a link outside"))
 def test_a_run_goes_on_where_its_checkpoint_lies(run, output, tmp_path, monkeypatch, name):
     place, given = PLACES[name]
     (output / "samples").mkdir()
