@@ -1,7 +1,8 @@
 """The configuration of one training run: frozen dataclasses, read from TOML or JSON, never executed.
 
-A bound of an option is part of its type, and pydantic checks it where a user's values come in: `config_from_dict` takes
-those of a file, of a saved state and of the command line alike. Rules between several options stand in `__post_init__`.
+A bound of an option is part of its type, and pydantic checks it wherever a config is made: in Python code, and by
+`config_from_dict` from a file, a saved state or the command line. Rules between several options stand in
+`__post_init__`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import tomllib
 import tyro
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from opensora_accel.plan import Plan
 
@@ -29,9 +31,26 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+Class = TypeVar("Class", bound=type)
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def options(cls: Class) -> Class:
+    """Makes a frozen dataclass whose fields pydantic checks when it is made; an error is one line of ours."""
+    checked = dataclass(frozen=True, config=_STRICT)(cls)
+    make = checked.__init__
+
+    def make_or_explain(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            make(self, *args, **values)
+        except ValidationError as error:
+            raise ValueError(_in_one_line(error, cls)) from error
+
+    setattr(checked, "__init__", make_or_explain)  # noqa: B010 — mypy refuses the assignment
+    return checked  # type: ignore[return-value]
+
+
+@options
 class DataConfig:
     """Which clips are trained on, and how they are cut."""
 
@@ -56,7 +75,7 @@ class DataConfig:
         return (self.num_frames - 1) * self.frame_stride + 1
 
 
-@dataclass(frozen=True)
+@options
 class ModelConfig:
     """The transformer that is trained."""
 
@@ -80,7 +99,7 @@ class ModelConfig:
             )
 
 
-@dataclass(frozen=True)
+@options
 class CodecConfig:
     """Pixels to latents: space-to-depth, or a video VAE."""
 
@@ -94,7 +113,7 @@ class CodecConfig:
             raise ValueError("codec.patch is for a run without a VAE; leave it out, or leave codec.path out")
 
 
-@dataclass(frozen=True)
+@options
 class TextConfig:
     """Captions to embeddings: a small T5 with a tokenizer trained on the captions, or a real one."""
 
@@ -110,7 +129,7 @@ class TextConfig:
             raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
 
 
-@dataclass(frozen=True)
+@options
 class FlowConfig:
     """Flow matching: which times are trained, and how a clip is sampled."""
 
@@ -126,7 +145,7 @@ class FlowConfig:
     """Classifier-free guidance of sampled clips; 1 is none."""
 
 
-@dataclass(frozen=True)
+@options
 class OptimConfig:
     """AdamW, its schedule and what surrounds it."""
 
@@ -150,11 +169,10 @@ class OptimConfig:
     """Decay of the averaged weights that sampling uses; 0 keeps none."""
 
 
-@dataclass(frozen=True)
+@options
 class TrainConfig:
     """One training run. Every option may stand in the file, or on the command line after it."""
 
-    __pydantic_config__ = _STRICT  # of this class and of all below
     output: Annotated[str, Field(min_length=1)] = "runs/default"
     """Folder for saved states, metrics, samples. An earlier run in it is moved into earlier_N, not overwritten."""
     steps: Count = 1000
@@ -225,7 +243,7 @@ def config_from_dict(values: Mapping[str, Any], source: str) -> TrainConfig:
         # As JSON, where a list may stand for a tuple also under strict checks.
         return TypeAdapter(TrainConfig).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ValueError(f"{source}: {_in_one_line(error)}") from error
+        raise ValueError(f"{source}: {_in_one_line(error, TrainConfig)}") from error
 
 
 def check_argument(hint: Any, value: Any, name: str) -> Any:
@@ -244,23 +262,23 @@ def check_argument(hint: Any, value: Any, name: str) -> Any:
         raise ValueError(f"{name} {rule}; got {value!r}") from error
 
 
-def _in_one_line(error: ValidationError) -> str:
-    """The first option that pydantic refuses, the rule and the value."""
-    options = set(option_names())
+def _in_one_line(error: ValidationError, cls: Any) -> str:
+    """The first option of `cls` that pydantic refuses, the rule and the value."""
+    names = set(option_names(cls))
     named = []
     for each in error.errors():
         name = ""
         for part in map(str, each["loc"]):
             full = f"{name}.{part}".lstrip(".")
             # The others are names that pydantic gives the alternatives of a type.
-            if full in options or part.isdigit() or each["type"] == "unexpected_keyword_argument":
+            if full in names or part.isdigit() or each["type"] == "unexpected_keyword_argument":
                 name = full
         named.append((name, each))
     name, first = named[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "unexpected_keyword_argument":
-        return _unknown_option(name)
+        return _unknown_option(name, cls)
     rule = " or ".join(_rule(each["msg"]) for other, each in named if other == name)
     return f"{name or 'the file'} {rule}; got {first['input']!r}"
 
@@ -273,11 +291,12 @@ def _rule(message: str) -> str:
     )
 
 
-def _unknown_option(name: str) -> str:
+def _unknown_option(name: str, cls: Any) -> str:
     table, _, key = name.rpartition(".")
-    here = [full for full in option_names() if full.rpartition(".")[0] == table]
+    every = option_names(cls)
+    here = [full for full in every if full.rpartition(".")[0] == table]
     # A key in the wrong table is found in the right one; one of this table goes before the others of its name.
-    nearest_of = {full.rpartition(".")[2]: full for full in [*option_names(), *here]}
+    nearest_of = {full.rpartition(".")[2]: full for full in [*every, *here]}
     nearest = difflib.get_close_matches(key, nearest_of, n=1, cutoff=0.5)
     hint = f"did you mean {nearest_of[nearest[0]]!r}? " if nearest else ""
     choice = ", ".join(full.rpartition(".")[2] for full in here)
