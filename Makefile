@@ -1,11 +1,12 @@
 # Each target makes .venv and installs what it needs by itself; constraints.txt pins every version.
 # Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), BENCH (which benchmarks),
-# PART (which folder of tests `make prove` takes), ARGS (more options).
+# PART (which folder of tests `make prove` takes), WORKERS (how many test files run at a time), ARGS (more options).
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
 BENCH ?= collectives norms offload attention
 PART ?=
+WORKERS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
@@ -15,6 +16,8 @@ export OMP_NUM_THREADS ?= 1
 # Nothing is fetched from a hub, and the ranks of one machine talk over loopback.
 export HF_HUB_OFFLINE ?= 1
 export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
+# A file's tests share their ranks and stay together.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 
 .PHONY: help train test prove bench lint clean
@@ -30,10 +33,10 @@ train: .venv/.train data/bunny/metadata.jsonl
 	$(LAUNCH) --nproc-per-node $(NPROC) -m opensora_accel.cli train --config $(CONFIG) $(ARGS)
 
 test: .venv/.dev data/bunny/metadata.jsonl
-	$(BIN)/python -m pytest -m "not prove" $(ARGS)
+	$(PYTEST) -m "not prove" $(ARGS)
 
 prove: .venv/.dev data/bunny/metadata.jsonl
-	$(BIN)/python -m pytest tests/$(PART) $(ARGS)
+	$(PYTEST) tests/$(PART) $(ARGS)
 
 bench: .venv/.dev
 	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done

@@ -24,7 +24,7 @@ TRAIN = [
     "torchdata>=0.11",
 ]
 PLOT = ["matplotlib"]
-DEV = ["pytest", "hypothesis", "ruff", "mypy", "peft"]
+DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "peft"]
 
 setup(
     name="opensora-accel",
