@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class _Run:
     stride: int = 1
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rows `rows` of this rank's queries see keys `keys` of a block: all of them, or as a square triangle."""
 
     rows: slice

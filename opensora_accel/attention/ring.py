@@ -113,7 +113,12 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # All three, whichever are asked for: other ranks may ask for others, and wait for what passes here.
-        grads = _RingAttentionBackward.apply(grad, *ctx.saved_tensors, *ctx.options)
+        # The node that refuses a second derivative is only needed where one could be taken.
+        second = torch.is_grad_enabled()
+        backward = (
+            _RingAttentionBackward.apply if second else torch.ops.opensora_accel.ring_attention_backward
+        )
+        grads = backward(grad, *ctx.saved_tensors, *ctx.options)
         return *grads, None, *(None,) * len(ctx.options)
 
 
@@ -165,8 +170,7 @@ def _forward(
     out: Tensor | None = None
     lse: Tensor | None = None  # [B, S_q/P, H]
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
-    # The kernels' own products are of the dtype that was given.
-    with torch.autocast(q.device.type, enabled=False), RingPipeline(ring.group, packed, sizes) as pipeline:
+    with RingPipeline(ring.group, packed, sizes) as pipeline:
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
@@ -219,10 +223,7 @@ def _backward(
             grad_k[:, keys] += part_k
             grad_v[:, keys] += part_v
 
-    with (
-        torch.autocast(q.device.type, enabled=False),
-        RingPipeline(ring.group, packed, sizes, grad_sizes, dtype) as pipeline,
-    ):
+    with RingPipeline(ring.group, packed, sizes, grad_sizes, dtype) as pipeline:
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]

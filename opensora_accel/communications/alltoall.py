@@ -137,17 +137,22 @@ class _AllToAll(torch.autograd.Function):
         # Not by name: torch.compile (2.13) counts the parameters, and takes two tensors after three names for no ctx.
         group, scatter, gather, *tensors = arguments
         ctx.group, ctx.scatter, ctx.gather = group, scatter, gather
-        same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)
-        if same_shape and scatter.is_even and gather.is_even:
-            outputs = _exchange_even(tensors, group, scatter.dim, gather.dim)
-        else:
-            outputs = _exchange_uneven(tensors, group, scatter, gather)
+        outputs = _exchange(group, scatter, gather, *tensors)
         # Autograd forbids changing views of one buffer in place, as a rotary embedding may do; these do not overlap.
         return tuple(_UNSAFE_VIEW(output, output.shape) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_AllToAll.apply(ctx.group, ctx.gather, ctx.scatter, *grads)
+        # A node of its own is needed for second derivatives only.
+        exchange = _AllToAll.apply if torch.is_grad_enabled() else _exchange
+        return None, None, None, *exchange(ctx.group, ctx.gather, ctx.scatter, *grads)
+
+
+def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Tensor) -> Sequence[Tensor]:
+    same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)
+    if same_shape and scatter.is_even and gather.is_even:
+        return _exchange_even(tensors, group, scatter.dim, gather.dim)
+    return _exchange_uneven(tensors, group, scatter, gather)
 
 
 def _exchange_even(

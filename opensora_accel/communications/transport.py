@@ -63,11 +63,9 @@ def start_shift(
     rank, num_ranks = group.rank(), group.size()
     messages = []
     if sent.numel():
-        target = dist.get_global_rank(group, (rank + shift) % num_ranks)
-        messages.append(dist.P2POp(dist.isend, sent, target, group))
+        messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + shift) % num_ranks))
     if received.numel():
-        source = dist.get_global_rank(group, (rank - shift) % num_ranks)
-        messages.append(dist.P2POp(dist.irecv, received, source, group))
+        messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - shift) % num_ranks))
     if not messages:
         return []
     with waiting(operation, group):

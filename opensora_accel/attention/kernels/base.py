@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The facts of one call that decide which kernels can take it."""
 
     device: torch.device
@@ -39,8 +37,7 @@ class Problem:
         )
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """How products of queries and keys become scores: times `scale`, and −inf where a key is not seen."""
 
     scale: float

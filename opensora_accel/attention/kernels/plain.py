@@ -9,7 +9,10 @@ from opensora_accel.attention.kernels.base import Grads, Problem, Scores, expand
 
 
 class PlainKernel:
-    """The definition, in fp32 (fp64 where the inputs are). Holds one S_q × S_kv matrix a head."""
+    """The definition, in fp32 (fp64 where the inputs are). Holds one S_q × S_kv matrix a head.
+
+    Autocast is off within: it leaves fused kernels alone, but would round the operands of these products to bf16.
+    """
 
     name = "plain"
 
@@ -17,26 +20,28 @@ class PlainKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = _widened(q, k, v)
-        logits = _logits(q, expand_heads(k, q.size(2)), scores)
-        lse = logits.logsumexp(-1)
-        weights = (logits - lse.unsqueeze(-1)).exp_()
-        return torch.einsum("bhst,bthd->bshd", weights, expand_heads(v, q.size(2))), lse
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = _widened(q, k, v)
+            logits = _logits(q, expand_heads(k, q.size(2)), scores)
+            lse = logits.logsumexp(-1)
+            weights = (logits - lse.unsqueeze(-1)).exp_()
+            return torch.einsum("bhst,bthd->bshd", weights, expand_heads(v, q.size(2))), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        grad, q, k, v, out = _widened(grad, q, k, v, out)
-        num_heads, num_kv_heads = q.size(2), k.size(2)
-        k, v = expand_heads(k, num_heads), expand_heads(v, num_heads)
-        weights = (_logits(q, k, scores) - lse.unsqueeze(-1)).exp_()
-        grad_v = torch.einsum("bhst,bshd->bthd", weights, grad)
-        # What softmax's backward takes away from every score of a row; out is the whole row's.
-        row = (grad * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-        grad_logits = weights * (torch.einsum("bshd,bthd->bhst", grad, v) - row) * scores.scale
-        grad_q = torch.einsum("bhst,bthd->bshd", grad_logits, k)
-        grad_k = torch.einsum("bhst,bshd->bthd", grad_logits, q)
-        return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+        with torch.autocast(q.device.type, enabled=False):
+            grad, q, k, v, out = _widened(grad, q, k, v, out)
+            num_heads, num_kv_heads = q.size(2), k.size(2)
+            k, v = expand_heads(k, num_heads), expand_heads(v, num_heads)
+            weights = (_logits(q, k, scores) - lse.unsqueeze(-1)).exp_()
+            grad_v = torch.einsum("bhst,bshd->bthd", weights, grad)
+            # What softmax's backward takes away from every score of a row; out is the whole row's.
+            row = (grad * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+            grad_logits = weights * (torch.einsum("bshd,bthd->bhst", grad, v) - row) * scores.scale
+            grad_q = torch.einsum("bhst,bthd->bshd", grad_logits, k)
+            grad_k = torch.einsum("bhst,bshd->bthd", grad_logits, q)
+            return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
