@@ -8,17 +8,17 @@ of B to the dual of A.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opensora_accel.sharding.cost import (
     Balance,
     Collective,
+    Figures,
     Link,
+    Pending,
     einsum_flops,
     local_sizes,
-    num_elements,
-    redistribution,
 )
 from opensora_accel.sharding.einsum import derive
 from opensora_accel.sharding.equation import Equation, Labels, refuse_repeats
@@ -27,7 +27,7 @@ from opensora_accel.sharding.placement import Invariant, Partial, Placement, Rep
 
 @dataclass(frozen=True)
 class Node:
-    """A tensor of the chain: what it is made of, and where it lies on each axis."""
+    """A tensor of the chain: its labels, its placement on each axis, and the step that made it."""
 
     name: str
     labels: Labels
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Move:
-    """One redistribution of forward, and what it is in backward."""
+    """One redistribution: the collective of forward and that of backward, or None."""
 
     tensor: str
     axis: str
@@ -54,28 +54,30 @@ class Move:
     backward: Collective | None
 
 
-@dataclass(frozen=True)
-class Left:
-    """What no step does, and has to be done: terms at the end, and gradients in terms of what every rank holds."""
-
-    what: str
-    collective: Collective
-
-
 class Chain:
-    """`degrees`: ranks by mesh axis. `sizes`: of the labels, for bytes and FLOPs, which are 0 without them."""
+    """The steps of a block, in order; every method adds one, and returns the new tensor's name.
+
+    Args:
+        degrees: the number of ranks of each mesh axis.
+        sizes: the size of each label. Without them bytes and FLOPs are 0.
+        element_bytes: bytes of one element.
+
+    Raises:
+        ValueError: from every method, for a step that the rules forbid, and for a name, axis or label that is unknown.
+    """
 
     def __init__(
         self, degrees: Mapping[str, int], sizes: Mapping[str, int] | None = None, element_bytes: int = 2
     ):
-        self.degrees, self.element_bytes = dict(degrees), element_bytes
+        self.degrees = dict(degrees)
         self.nodes: dict[str, Node] = {}
         self.moves: list[Move] = []
         self.flops = 0.0
         self._sizes = sizes
+        self._figures = Figures(self.degrees, sizes, element_bytes)
 
     def tensor(self, name: str, labels: str, **placements: Placement) -> str:
-        """An input or a parameter; Invariant on the axes that are not named."""
+        """Adds an input or a parameter. It is Invariant on the axes that are not named."""
         refuse_repeats(tuple(labels), f"{name}[{labels}]")
         for axis, placement in placements.items():
             if axis not in self.degrees:
@@ -86,16 +88,19 @@ class Chain:
         return self._add(Node(name, tuple(labels), placed, "tensor"))
 
     def einsum(self, name: str, labels: str, *operands: str) -> str:
-        """The product of the operands, by their letters."""
+        """Adds the product of the operands, by their letters."""
         nodes = [self._get(operand, name) for operand in operands]
         equation = Equation(tuple(node.labels for node in nodes), tuple(labels))
         found = derive(equation, [node.placements for node in nodes], names=operands)
         placed = {axis: found[axis].placement for axis in self.degrees}
-        self._count(equation, nodes)
+        if self._sizes is not None:
+            # Backward has two einsums of the same size, where both operands want a gradient.
+            local = local_sizes(self._sizes, [node.placements for node in nodes], self.degrees)
+            self.flops += 3 * einsum_flops(equation, local)
         return self._add(Node(name, tuple(labels), placed, "einsum", operands))
 
     def map(self, name: str, operand: str, along: str = "") -> str:
-        """A function that is not linear: of every number alone, or (`along`) of whole rows, as softmax and norms."""
+        """Adds a function that is not linear: of each number, or of whole rows `along` labels (softmax, norms)."""
         node = self._get(operand, name)
         for label in along:
             if label not in node.labels:
@@ -116,7 +121,7 @@ class Chain:
         return self._add(Node(name, node.labels, node.placements, "map", (operand,), tuple(along)))
 
     def add(self, name: str, *operands: str) -> str:
-        """The sum of tensors that lie alike."""
+        """Adds the sum of tensors that have the same labels and placements."""
         first, *others = (self._get(operand, name) for operand in operands)
         for other in others:
             if other.labels != first.labels or other.placements != first.placements:
@@ -126,16 +131,16 @@ class Chain:
         return self._add(Node(name, first.labels, first.placements, "add", operands))
 
     def rename(self, name: str, operand: str, labels: str) -> str:
-        """The same tensor with other letters: keys are tokens too, but not the queries'."""
+        """Adds the same tensor with other letters: keys are tokens too, but not the queries'."""
         node = self._get(operand, name)
         if len(labels) != len(node.labels):
             raise ValueError(f"{name}: {operand} has {len(node.labels)} labels; got {labels!r}")
         refuse_repeats(tuple(labels), f"{name}[{labels}]")
         for old, label in zip(node.labels, labels, strict=True):
-            if self._sizes is not None and self._size(old) != self._size(label):
+            if self._sizes is not None and self._sizes[old] != self._sizes[label]:
                 raise ValueError(
-                    f"{name}: {old!r} of {operand} is {self._size(old)} and {label!r} is {self._size(label)}; a rename "
-                    "changes letters and no sizes"
+                    f"{name}: {old!r} of {operand} is {self._sizes[old]} and {label!r} is {self._sizes[label]}; a "
+                    "rename changes letters and no sizes"
                 )
         new = dict(zip(node.labels, labels, strict=True))
         placed = {
@@ -144,7 +149,7 @@ class Chain:
         return self._add(Node(name, tuple(labels), placed, "rename", (operand,)))
 
     def move(self, name: str, operand: str, **placements: Placement) -> str:
-        """The same tensor, placed otherwise on the axes that are named."""
+        """Adds the same tensor with other placements on the axes that are named, one axis after another."""
         node = self._get(operand, name)
         placed = dict(node.placements)
         for axis, after in placements.items():
@@ -152,16 +157,16 @@ class Chain:
                 raise ValueError(f"{name}: there is no axis {axis!r}; the axes are {', '.join(self.degrees)}")
             if isinstance(after, Shard) and after.label not in node.labels:
                 raise ValueError(f"{name}: {operand}[{''.join(node.labels)}] has no label {after.label!r}")
-            before = placed.pop(axis)
-            forward = self._redistribution(before, after, axis, node.labels, placed)
-            backward = self._redistribution(dual(after), dual(before), axis, node.labels, placed)
+            before = placed.pop(axis)  # what is left are the other axes
+            forward = self._figures.redistribution(before, after, axis, node.labels, placed)
+            backward = self._figures.redistribution(dual(after), dual(before), axis, node.labels, placed)
             self.moves.append(Move(operand, axis, before, after, forward, backward))
             placed[axis] = after
         ordered = {axis: placed[axis] for axis in self.degrees}
         return self._add(Node(name, node.labels, ordered, "move", (operand,)))
 
     def gradient(self, name: str) -> dict[str, Placement]:
-        """Where the gradient of a tensor lies."""
+        """The placement of a tensor's gradient on each axis."""
         return {axis: dual(placement) for axis, placement in self._get(name, "gradient").placements.items()}
 
     @property
@@ -169,33 +174,36 @@ class Chain:
         return self._sizes is not None
 
     @property
-    def left(self) -> list[Left]:
-        """To be done besides the moves that the chain names."""
+    def pending(self) -> list[Pending]:
+        """Reductions that no step does: of terms at the end, and of gradients that come in terms."""
         used = {operand for node in self.nodes.values() for operand in node.operands}
         found = []
         for node in self.nodes.values():
             for axis, placement in node.placements.items():
                 others = {other: placed for other, placed in node.placements.items() if other != axis}
                 if node.name not in used and isinstance(placement, Partial):
-                    what = f"{node.name} is left in terms over {axis}: forward"
+                    direction, why = "forward", f"{node.name} is left in terms over {axis}"
                 elif node.operation == "tensor" and node.name in used and isinstance(placement, Replicate):
-                    what = f"{node.name} is R over {axis}, and its gradient comes in terms: backward"
+                    direction, why = (
+                        "backward",
+                        f"{node.name} is R over {axis}, and its gradient comes in terms",
+                    )
                 else:
                     continue
-                reduced = self._redistribution(Partial(), Replicate(), axis, node.labels, others)
+                reduced = self._figures.redistribution(Partial(), Replicate(), axis, node.labels, others)
                 assert reduced is not None
-                found.append(Left(what, reduced))
+                found.append(Pending(direction, why, reduced))
         return found
 
     @property
     def collectives(self) -> list[Collective]:
-        """Of forward and backward."""
+        """All collectives of forward and backward."""
         moved = [each for move in self.moves for each in (move.forward, move.backward) if each is not None]
-        return [*moved, *(left.collective for left in self.left)]
+        return [*moved, *(pending.collective for pending in self.pending)]
 
     @property
     def sent_bytes(self) -> float:
-        """By one rank, forward and backward."""
+        """The bytes that one rank sends, forward and backward."""
         return sum(collective.sent_bytes for collective in self.collectives)
 
     def balance(self, link: Link, flops_per_s: float) -> Balance:
@@ -214,27 +222,3 @@ class Chain:
             raise ValueError(f"the chain has a tensor {node.name!r} already")
         self.nodes[node.name] = node
         return node.name
-
-    def _size(self, label: str) -> int:
-        assert self._sizes is not None
-        return self._sizes[label]
-
-    def _redistribution(
-        self, before: Placement, after: Placement, axis: str, labels: Labels, others: Mapping[str, Placement]
-    ) -> Collective | None:
-        """Of a tensor that lies so on the other axes."""
-        degree = self.degrees[axis]
-        if self._sizes is None:
-            return redistribution(before, after, axis, degree, 0)
-        sizes = {label: self._size(label) for label in labels}
-        left = local_sizes(sizes, [others], {other: self.degrees[other] for other in others})
-        return redistribution(
-            before, after, axis, degree, num_elements(labels, left) * self.element_bytes, left
-        )
-
-    def _count(self, equation: Equation, nodes: Sequence[Node]) -> None:
-        """FLOPs of one rank, forward and backward: two einsums more, where both operands want a gradient."""
-        if self._sizes is None:
-            return
-        left = local_sizes(self._sizes, [node.placements for node in nodes], self.degrees)
-        self.flops += 3 * einsum_flops(equation, left)

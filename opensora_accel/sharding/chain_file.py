@@ -1,4 +1,4 @@
-"""A chain of einsums as text, one step a line, and what is told about it.
+"""A chain of einsums as text, one step a line, and the report on it as text or JSON.
 
 axes tp=8
 sizes s=4096 t=4096 b=1 c=5120 h=40 d=128
@@ -29,7 +29,12 @@ STEPS = "einsum, map, add, rename, move"
 
 
 def read_chain(path: Path, element_bytes: int = 2) -> Chain:
-    """The chain that a file describes. Raises ValueError with the line that is wrong."""
+    """The chain that a file describes.
+
+    Raises:
+        ValueError: a line is wrong; the message has its number and text.
+        OSError: the file cannot be read.
+    """
     chain: Chain | None = None
     degrees: dict[str, int] = {}
     sizes: dict[str, int] | None = None
@@ -42,7 +47,7 @@ def read_chain(path: Path, element_bytes: int = 2) -> Chain:
             if word in ("axes", "sizes"):
                 if chain is not None:
                     raise ValueError(f"{word} come before the first tensor")
-                found = _numbers(rest)
+                found = parse_numbers(rest.split())
                 degrees, sizes = (found, sizes) if word == "axes" else (degrees, found)
                 continue
             if not degrees:
@@ -57,14 +62,21 @@ def read_chain(path: Path, element_bytes: int = 2) -> Chain:
     return chain
 
 
-def _numbers(text: str) -> dict[str, int]:
+def parse_numbers(items: Sequence[str], known: Sequence[str] | None = None) -> dict[str, int]:
+    """The numbers of items such as "tp=8", by name.
+
+    Raises:
+        ValueError: an item has another form, a name that is not `known`, or a name that was there before.
+    """
     found: dict[str, int] = {}
-    for item in text.split():
+    for item in items:
         name, _, value = item.partition("=")
-        if not name or not value.isdigit() or int(value) < 1:
-            raise ValueError(f"{item!r} is no NAME=NUMBER")
+        is_known = known is None or name in known
+        if not name or not is_known or not value.isdigit() or int(value) < 1:
+            names = "" if known is None else f"; the names are {', '.join(known)}"
+            raise ValueError(f"{item!r} is no NAME=NUMBER{names}")
         if name in found:
-            raise ValueError(f"{name} is given twice")
+            raise ValueError(f"{name} is given twice, {found[name]} and {value}")
         found[name] = int(value)
     return found
 
@@ -76,18 +88,20 @@ def _add_step(chain: Chain, text: str) -> None:
             f"a step is NAME[labels] placements, or NAME[labels] = STEP operands; steps: {STEPS}"
         )
     name, labels, operation = match["name"], match["labels"], match["operation"]
+    if labels is None and operation in (None, "einsum", "rename"):
+        raise ValueError(f"{name} needs its labels: {name}[...]")
     if operation is None:
-        needed = _needed(labels, name)
-        chain.tensor(name, needed, **_placements(match["placed"].split(), needed))
+        chain.tensor(name, labels, **_placements(match["placed"].split(), labels))
         return
     words = match["rest"].split()
     if operation == "einsum":
-        chain.einsum(name, _needed(labels, name), *words)
+        chain.einsum(name, labels, *words)
     elif operation == "rename":
-        chain.rename(name, _one(words, operation), _needed(labels, name))
+        chain.rename(name, _one(words, operation), labels)
     elif operation == "add":
         chain.add(name, *words)
     elif operation == "move":
+        # The labels tell a placement R from a label R.
         operand = _one(words[:1], operation)
         known = chain.nodes[operand].labels if operand in chain.nodes else ()
         chain.move(name, operand, **_placements(words[1:], known))
@@ -96,12 +110,6 @@ def _add_step(chain: Chain, text: str) -> None:
         chain.map(name, _one(operand.split(), operation), along.strip())
     else:
         raise ValueError(f"there is no step {operation!r}; steps: {STEPS}")
-
-
-def _needed(labels: str | None, name: str) -> str:
-    if labels is None:
-        raise ValueError(f"{name} needs its labels: {name}[...]")
-    return labels
 
 
 def _one(words: list[str], operation: str) -> str:
@@ -135,8 +143,9 @@ def chain_text(chain: Chain, link: Link | None, flops_per_s: float | None) -> st
     for move in chain.moves:
         way = f"{move.tensor} {move.before} → {move.after} over {move.axis}"
         lines.append(f"  {way}: {_said(move.forward, link)}; backward {_said(move.backward, link)}")
-    lines += [f"  {left.what} {_said(left.collective, link)}" for left in chain.left]
-    if not chain.moves and not chain.left:
+    for pending in chain.pending:
+        lines.append(f"  {pending.why}: {pending.direction} {_said(pending.collective, link)}")
+    if not chain.moves and not chain.pending:
         lines.append("  nothing")
     if chain.sent_bytes:
         lines += ["", f"sent by a rank, forward and backward: {chain.sent_bytes / 2**20:.3g} MiB"]
@@ -155,6 +164,8 @@ def _said(collective: Collective | None, link: Link | None) -> str:
 
 
 def chain_dict(chain: Chain, link: Link | None, flops_per_s: float | None) -> dict[str, Any]:
+    """What `chain_text` says, for JSON."""
+
     def of(collective: Collective | None) -> dict[str, Any] | None:
         if collective is None:
             return None
@@ -185,7 +196,10 @@ def chain_dict(chain: Chain, link: Link | None, flops_per_s: float | None) -> di
             }
             for move in chain.moves
         ],
-        "left": [{"what": left.what, **(of(left.collective) or {})} for left in chain.left],
+        "pending": [
+            {"direction": pending.direction, "why": pending.why, **(of(pending.collective) or {})}
+            for pending in chain.pending
+        ],
         "sent_bytes": chain.sent_bytes,
         "flops": chain.flops,
         "compute_over_communication": ratio,

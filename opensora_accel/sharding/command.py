@@ -1,4 +1,4 @@
-"""`opensora-accel shard`: where the result and the gradients of a sharded einsum lie, and what must be communicated."""
+"""`opensora-accel shard`: the placements of a sharded einsum's result and gradients, and the collectives it needs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.sharding.chain_file import chain_dict, chain_text, read_chain
-from opensora_accel.sharding.cost import (
-    Balance,
-    Collective,
-    Link,
-    einsum_flops,
-    local_sizes,
-    num_elements,
-    redistribution,
-)
+from opensora_accel.sharding.chain_file import chain_dict, chain_text, parse_numbers, read_chain
+from opensora_accel.sharding.cost import Balance, Figures, Link, Pending, einsum_flops, local_sizes
 from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
 from opensora_accel.sharding.equation import Equation
 from opensora_accel.sharding.placement import Partial, Placement, Replicate, parse_placement
@@ -46,13 +38,27 @@ P(avg), P(max), P(min): forward alone, they have no rule in backward; I (whole o
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what was derived; the exit status.
+
+    Raises:
+        ValueError, OSError: what a user can mend.
+    """
     parsed = _parser().parse_args(arguments)
+    shown: str | dict[str, Any]
     if parsed.chain is not None:
-        return _run_chain(parsed)
-    if parsed.equation is None:
+        if parsed.equation is not None or parsed.axis or parsed.sizes or parsed.degrees or parsed.names:
+            raise ValueError(
+                "--chain FILE holds its own steps, axes and sizes: leave the equation and its options out"
+            )
+        chain = read_chain(parsed.chain, DTYPE_BYTES[parsed.dtype])
+        show = chain_dict if parsed.json else chain_text
+        shown = show(chain, _link(parsed, chain.has_sizes), parsed.flops)
+    elif parsed.equation is None:
         raise ValueError('give an equation, such as "sbi,io->sbo", or --chain FILE; --help has examples')
-    report = make_report(parsed)
-    print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) if parsed.json else report.text())
+    else:
+        derived = derive_equation(parsed)
+        shown = derived.to_dict() if parsed.json else derived.text()
+    print(json.dumps(shown, indent=2, ensure_ascii=False) if parsed.json else shown)
     return 0
 
 
@@ -86,18 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_chain(parsed: argparse.Namespace) -> int:
-    if parsed.equation is not None or parsed.axis or parsed.sizes or parsed.degrees or parsed.names:
-        raise ValueError(
-            "--chain FILE holds its own steps, axes and sizes: leave the equation and its options out"
-        )
-    chain = read_chain(parsed.chain, DTYPE_BYTES[parsed.dtype])
-    link = _link(parsed, chain.has_sizes)
-    shown = chain_dict(chain, link, parsed.flops) if parsed.json else chain_text(chain, link, parsed.flops)
-    print(json.dumps(shown, indent=2, ensure_ascii=False) if parsed.json else shown)
-    return 0
-
-
 def _link(parsed: argparse.Namespace, has_sizes: bool) -> Link | None:
     """Raises ValueError for an option that would say nothing, and for one that is no number of its kind."""
     if parsed.flops is not None and not 0 < parsed.flops < math.inf:
@@ -113,7 +107,12 @@ def _link(parsed: argparse.Namespace, has_sizes: bool) -> Link | None:
     return Link(parsed.bandwidth) if parsed.latency is None else Link(parsed.bandwidth, parsed.latency)
 
 
-def make_report(parsed: argparse.Namespace) -> Report:
+def derive_equation(parsed: argparse.Namespace) -> DerivedEquation:
+    """The equation that was typed, with its operands' names, placements and sizes.
+
+    Raises:
+        ValueError: an option does not fit the equation.
+    """
     equation = Equation.parse(parsed.equation)
     count = len(equation.operands)
     default = (
@@ -130,7 +129,16 @@ def make_report(parsed: argparse.Namespace) -> Report:
         missing = ", ".join(sorted(set(equation.labels) - set(sizes)))
         raise ValueError(f"--sizes must give every label of {parsed.equation!r}; {missing} is missing")
     link = _link(parsed, sizes is not None)
-    return Report(equation, names, placements, degrees, sizes, DTYPE_BYTES[parsed.dtype], link, parsed.flops)
+    figures = Figures(degrees, sizes, DTYPE_BYTES[parsed.dtype])
+    return DerivedEquation(equation, names, placements, figures, link, parsed.flops)
+
+
+def _numbers(text: str | None, option: str, known: Sequence[str]) -> dict[str, int]:
+    items = [item for item in (text or "").replace(" ", "").split(",") if item]
+    try:
+        return parse_numbers(items, known)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 def _placements(axes: Sequence[str], names: Sequence[str], equation: Equation) -> list[dict[str, Placement]]:
@@ -158,50 +166,25 @@ def _placements(axes: Sequence[str], names: Sequence[str], equation: Equation) -
     return placements
 
 
-def _numbers(text: str | None, option: str, known: Sequence[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for item in (text or "").replace(" ", "").split(","):
-        if not item:
-            continue
-        name, _, value = item.partition("=")
-        if name not in known or not value.isdigit() or int(value) < 1:
-            raise ValueError(f"{option}: {item!r} is no NAME=NUMBER; the names are {', '.join(known)}")
-        if name in found:
-            raise ValueError(f"{option}: {name} is given twice, {found[name]} and {value}")
-        found[name] = int(value)
-    return found
-
-
 @dataclass(frozen=True)
-class Need:
-    """A collective, why it is needed, and, where sizes are known, how much it is."""
-
-    what: str
-    kind: str
-    axis: str
-    collective: Collective | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was derived."""
+class DerivedEquation:
+    """One einsum: what was given, what the rules derive from it, and both as text and as JSON."""
 
     equation: Equation
     names: Sequence[str]
     placements: Sequence[Mapping[str, Placement]]
-    degrees: Mapping[str, int]
-    sizes: Mapping[str, int] | None
-    element_bytes: int
+    figures: Figures
     link: Link | None
     flops_per_s: float | None
 
     @cached_property
     def output(self) -> dict[str, Derivation]:
+        """The placement of the result on each axis."""
         return derive(self.equation, self.placements, names=self.names)
 
     @cached_property
     def gradients(self) -> list[dict[str, Derivation]]:
-        """But for axes that have no backward."""
+        """For each operand, the placement of its gradient on each axis that has a backward."""
         kept = [{a: p for a, p in each.items() if a not in self.forward_only} for each in self.placements]
         return derive_gradients(self.equation, kept, names=self.names)
 
@@ -211,83 +194,80 @@ class Report:
         placed = [(axis, p) for each in self.placements for axis, p in each.items()]
         return {axis: p for axis, p in placed if isinstance(p, Partial) and p.reduction != "sum"}
 
-    def needs(self) -> list[Need]:
-        """To hold the result whole, and to bring the gradient of what every rank holds to what one device has."""
+    @cached_property
+    def pending(self) -> list[Pending]:
+        """The reductions after which result and gradients are those of one device."""
+        why = "the result, before anything that is not linear (or a reduce-scatter along a label)"
+        tensors = [("forward", why, self.equation.output, self.output)]
+        for name, labels, derived in zip(self.names, self.equation.operands, self.gradients, strict=True):
+            tensors.append(
+                ("backward", f"the gradient of {name}, which every rank of {{axis}} holds", labels, derived)
+            )
         found = []
-        for axis, derivation in self.output.items():
-            if isinstance(derivation.placement, Partial):
-                what = "forward: the result, before anything that is not linear (or a reduce-scatter along a label)"
-                found.append(self._need(what, self.equation.output, derivation.placement, axis, self.output))
-        for name, labels, derivations in zip(self.names, self.equation.operands, self.gradients, strict=True):
+        for direction, why, labels, derivations in tensors:
             for axis, derivation in derivations.items():
-                if isinstance(derivation.placement, Partial):
-                    what = f"backward: the gradient of {name}, which every rank of {axis} holds"
-                    found.append(self._need(what, labels, derivation.placement, axis, derivations))
+                if not isinstance(derivation.placement, Partial):
+                    continue
+                others = {other: each.placement for other, each in derivations.items() if other != axis}
+                reduced = self.figures.redistribution(derivation.placement, Replicate(), axis, labels, others)
+                assert reduced is not None
+                found.append(Pending(direction, why.format(axis=axis), reduced))
         return found
 
-    def _need(
-        self,
-        what: str,
-        labels: tuple[str, ...],
-        placement: Placement,
-        axis: str,
-        all_axes: Mapping[str, Derivation],
-    ) -> Need:
-        collective = None
-        if self.sizes is not None:
-            others = {other: found.placement for other, found in all_axes.items() if other != axis}
-            left = local_sizes(self.sizes, [others], {other: self.degrees[other] for other in others})
-            size_bytes = num_elements(labels, left) * self.element_bytes
-            collective = redistribution(placement, Replicate(), axis, self.degrees[axis], size_bytes)
-        return Need(what, "all-reduce", axis, collective)
-
     def balance(self) -> Balance | None:
-        """Forward and backward of one rank, where sizes, link and FLOP/s are known."""
-        if self.sizes is None or self.link is None or self.flops_per_s is None:
+        """Compute beside communication of one rank, forward and backward, where sizes, link and FLOP/s are known."""
+        if self.figures.sizes is None or self.link is None or self.flops_per_s is None:
             return None
-        flops = 3 * einsum_flops(self.equation, local_sizes(self.sizes, self.placements, self.degrees))
-        seconds = sum(need.collective.time_s(self.link) for need in self.needs() if need.collective)
-        return Balance(flops / self.flops_per_s, seconds)
+        local = local_sizes(self.figures.sizes, self.placements, self.figures.degrees)
+        seconds = sum(pending.collective.time_s(self.link) for pending in self.pending)
+        return Balance(3 * einsum_flops(self.equation, local) / self.flops_per_s, seconds)
 
     def text(self) -> str:
-        degrees = ", ".join(f"{axis} ({degree} ranks)" for axis, degree in self.degrees.items())
-        lines = [f"{self.equation}   over {degrees}", "", "forward"]
+        """The report that a person reads."""
+        degrees = self.figures.degrees
         width = max(len(name) for name in (*self.names, "result")) + 2
-        for name, labels, each in zip(self.names, self.equation.operands, self.placements, strict=True):
-            lines.append(f"  {name:<{width}}[{''.join(labels)}]  {_shown(each, self.degrees)}")
-        output = {axis: derivation.placement for axis, derivation in self.output.items()}
-        lines.append(
-            f"  {'result':<{width}}[{''.join(self.equation.output)}]  {_shown(output, self.degrees)}"
-        )
-        lines += [f"    {derivation.words}" for derivation in self.output.values()]
+
+        def line(name: str, labels: Sequence[str], placements: Mapping[str, Placement]) -> str:
+            placed = "  ".join(f"{axis}: {placements.get(axis, Replicate())}" for axis in degrees)
+            return f"  {name:<{width}}[{''.join(labels)}]  {placed}"
+
+        def lines_of(name: str, labels: Sequence[str], derived: Mapping[str, Derivation]) -> list[str]:
+            placements = {axis: derivation.placement for axis, derivation in derived.items()}
+            words = [f"    {derivation.words}" for derivation in derived.values()]
+            return [line(name, labels, placements), *words]
+
+        over = ", ".join(f"{axis} ({degree} ranks)" for axis, degree in degrees.items())
+        lines = [f"{self.equation}   over {over}", "", "forward"]
+        operands = list(zip(self.names, self.equation.operands, strict=True))
+        for (name, labels), placements in zip(operands, self.placements, strict=True):
+            lines.append(line(name, labels, placements))
+        lines += lines_of("result", self.equation.output, self.output)
         lines += ["", "backward"]
-        for name, labels, derivations in zip(self.names, self.equation.operands, self.gradients, strict=True):
-            placed = {axis: derivation.placement for axis, derivation in derivations.items()}
-            lines.append(f"  {name:<{width}}[{''.join(labels)}]  {_shown(placed, self.degrees)}")
-            lines += [f"    {derivation.words}" for derivation in derivations.values()]
+        for (name, labels), derived in zip(operands, self.gradients, strict=True):
+            lines += lines_of(name, labels, derived)
         for axis, placement in self.forward_only.items():
             lines.append(
                 f"  over {axis}: no rule for {placement}, which is no sum of terms; reduce it in forward"
             )
         lines += ["", "to communicate"]
-        lines += [f"  {self._said(need)}" for need in self.needs()] or ["  nothing"]
-        return "\n".join([*lines, *self._balance_lines()])
-
-    def _said(self, need: Need) -> str:
-        line = f"{need.kind} over {need.axis}; {need.what}"
-        if need.collective is not None:
-            line += f": {_mebibytes(need.collective.sent_bytes)} sent by a rank"
-            if self.link is not None:
-                line += f", {1e3 * need.collective.time_s(self.link):.3g} ms"
-        return line
-
-    def _balance_lines(self) -> list[str]:
+        for pending in self.pending:
+            collective = pending.collective
+            text = f"  {collective.kind} over {collective.axis}; {pending.direction}: {pending.why}"
+            if self.figures.sizes is not None:
+                size = collective.sent_bytes
+                shown = f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
+                text += f": {shown} sent by a rank"
+                if self.link is not None:
+                    text += f", {1e3 * collective.time_s(self.link):.3g} ms"
+            lines.append(text)
+        if not self.pending:
+            lines.append("  nothing")
         balance = self.balance()
-        if balance is None:
-            return []
-        return ["", str(balance)]
+        return "\n".join(lines if balance is None else [*lines, "", str(balance)])
 
     def to_dict(self) -> dict[str, Any]:
+        """The same for a program."""
+
         def of(derivations: Mapping[str, Derivation]) -> dict[str, Any]:
             return {
                 axis: {"placement": str(d.placement), "rule": d.rule, "why": d.words}
@@ -297,9 +277,9 @@ class Report:
         balance = self.balance()
         return {
             "equation": str(self.equation),
-            "degrees": dict(self.degrees),
+            "degrees": dict(self.figures.degrees),
             "operands": {
-                name: {axis: str(each.get(axis, Replicate())) for axis in self.degrees}
+                name: {axis: str(each.get(axis, Replicate())) for axis in self.figures.degrees}
                 for name, each in zip(self.names, self.placements, strict=True)
             },
             "result": of(self.output),
@@ -307,21 +287,13 @@ class Report:
             "forward_only": {axis: str(placement) for axis, placement in self.forward_only.items()},
             "collectives": [
                 {
-                    "kind": need.kind,
-                    "axis": need.axis,
-                    "why": need.what,
-                    "sent_bytes": need.collective.sent_bytes if need.collective else None,
-                    "time_s": need.collective.time_s(self.link) if need.collective and self.link else None,
+                    "kind": pending.collective.kind,
+                    "axis": pending.collective.axis,
+                    "why": f"{pending.direction}: {pending.why}",
+                    "sent_bytes": None if self.figures.sizes is None else pending.collective.sent_bytes,
+                    "time_s": pending.collective.time_s(self.link) if self.link else None,
                 }
-                for need in self.needs()
+                for pending in self.pending
             ],
             "compute_over_communication": None if balance is None else balance.ratio,
         }
-
-
-def _shown(placements: Mapping[str, Placement], degrees: Mapping[str, int]) -> str:
-    return "  ".join(f"{axis}: {placements.get(axis, Replicate())}" for axis in degrees)
-
-
-def _mebibytes(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:.3g} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.3g} KiB"

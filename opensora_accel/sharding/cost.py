@@ -25,7 +25,11 @@ LEAST_RATIO = 3.0
 
 @dataclass(frozen=True)
 class Link:
-    """Of one rank to the others of an axis."""
+    """The link of one rank to the others of an axis.
+
+    Raises:
+        ValueError: a bandwidth that is not above 0, or a number that is not finite.
+    """
 
     bandwidth_bytes_per_s: float
     latency_s: float = 5e-6
@@ -39,11 +43,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective on a tensor that is `size_bytes` as a whole (of what the other axes leave of it).
+    """One collective on a tensor. The other mesh axes may have cut the tensor already: `size_bytes` is what they leave.
 
-    `cut`: the sizes of the labels that it gathers and scatters, in this order. Where the ranks do not divide them,
-    bytes are those of the rank with most to send: of 5 rows on 2 ranks an all-gather passes on 3, as shares travel
-    padded to the largest; an all-to-all pads nothing. Without it every share is even.
+    `cut` holds the sizes of the labels that the collective gathers and scatters, in this order. Where the ranks do not
+    divide them, the bytes are those of the rank that sends most. An all-gather of 5 rows on 2 ranks passes on 3 rows,
+    because shares travel padded to the largest. An all-to-all pads nothing. Without `cut` every share is even.
+
+    Raises:
+        ValueError: an unknown kind, or fewer ranks than one.
     """
 
     kind: Kind
@@ -60,12 +67,13 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """By one rank."""
+        """The bytes that one rank sends."""
         if self.degree == 1 or self.kind in FREE:
             return 0.0
         if self.kind == "send":
             return self.size_bytes
         if self.kind == "all-reduce":
+            # A ring all-reduce is a reduce-scatter and an all-gather.
             return 2 * (self.degree - 1) / self.degree * self.size_bytes
         if self.kind == "all-to-all":
             return self._exchanged_bytes
@@ -73,27 +81,30 @@ class Collective:
 
     @property
     def _share_bytes(self) -> float:
-        """The largest share of what is gathered or scattered."""
+        """The bytes of the largest share of what is gathered or scattered."""
         if not self.cut:
             return self.size_bytes / self.degree
         return self.size_bytes / self.cut[0] * shares(self.cut[0], self.degree)[0]
 
     @property
     def _exchanged_bytes(self) -> float:
-        """Of an all-to-all by its busiest rank: its share of one label, but for its share of the other."""
+        """The bytes that the busiest rank of an all-to-all sends."""
         if not self.cut:
             return (self.degree - 1) / self.degree * self.size_bytes / self.degree
         gathered, scattered = self.cut
+        # A rank has `own` of the gathered label and all of the scattered one, of which it keeps `kept`.
         pairs = zip(shares(gathered, self.degree), shares(scattered, self.degree), strict=True)
         return self.size_bytes / (gathered * scattered) * max(own * (scattered - kept) for own, kept in pairs)
 
     @property
     def num_steps(self) -> int:
+        """Messages that a rank sends one after another; each costs the link's latency."""
         if self.degree == 1 or self.kind in FREE:
             return 0
         return {"all-reduce": 2 * (self.degree - 1), "send": 1}.get(self.kind, self.degree - 1)
 
     def time_s(self, link: Link) -> float:
+        """Seconds by the alpha-beta model."""
         return self.num_steps * link.latency_s + self.sent_bytes / link.bandwidth_bytes_per_s
 
 
@@ -119,12 +130,16 @@ def redistribution(
     size_bytes: int,
     sizes: Mapping[str, int] | None = None,
 ) -> Collective | None:
-    """What brings a tensor from one placement to another; None where nothing is to be done.
+    """The collective that brings a tensor from one placement to another; None where there is nothing to do.
 
-    `sizes`: of the tensor's labels, of what the other axes leave of them, for shares that are not even.
+    In backward the gradient goes from the dual of `after` to the dual of `before`; this function tells that too.
 
-    In backward its gradient goes from the dual of `after` to the dual of `before`, by this function too. Raises
-    ValueError for what no single collective does.
+    Args:
+        size_bytes: the tensor's bytes that the other axes leave.
+        sizes: the sizes of its labels that the other axes leave, for shares that are not even.
+
+    Raises:
+        ValueError: no single collective does it.
     """
     if before == after:
         return None
@@ -141,22 +156,60 @@ def redistribution(
     return Collective(kind, axis, degree, size_bytes, cut)
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What turns placements into bytes: the ranks of each axis, the labels' sizes (None: unknown), bytes an element."""
+
+    degrees: Mapping[str, int]
+    sizes: Mapping[str, int] | None
+    element_bytes: int
+
+    def redistribution(
+        self,
+        before: Placement,
+        after: Placement,
+        axis: str,
+        labels: Sequence[str],
+        others: Mapping[str, Placement],
+    ) -> Collective | None:
+        """`redistribution` over `axis` of a tensor that lies as `others` say on the other axes.
+
+        Where sizes are not known, the collective has no bytes.
+        """
+        degree = self.degrees[axis]
+        if self.sizes is None:
+            return redistribution(before, after, axis, degree, 0)
+        sizes = {label: self.sizes[label] for label in labels}
+        left = local_sizes(sizes, [others], {other: self.degrees[other] for other in others})
+        size_bytes = math.prod(left.values()) * self.element_bytes
+        return redistribution(before, after, axis, degree, size_bytes, left)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A reduction that is still to be done, in `direction` "forward" or "backward", and why."""
+
+    direction: str
+    why: str
+    collective: Collective
+
+
 def shares(size: int, degree: int) -> tuple[int, ...]:
-    """Every rank's, by the rule of `torch.tensor_split`, the largest first."""
+    """Every rank's share of `size`, by the rule of `torch.tensor_split`, the largest first."""
     base, extra = divmod(size, degree)
     return tuple(base + (rank < extra) for rank in range(degree))
-
-
-def num_elements(labels: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[label] for label in labels)
 
 
 def local_sizes(
     sizes: Mapping[str, int], placements: Sequence[Mapping[str, Placement]], degrees: Mapping[str, int]
 ) -> dict[str, int]:
-    """The labels' sizes on the rank with most, where tensors that are placed so lie on the axes.
+    """The labels' sizes on the rank that holds most: 5 rows on 2 ranks are 3.
 
-    A label is cut by every axis over which one of the tensors is sharded along it: 5 rows on 2 ranks are 3.
+    Every axis over which one of the tensors is sharded along a label cuts that label.
+
+    Args:
+        sizes: the labels' sizes on one device.
+        placements: for each tensor, its placement by axis.
     """
     left = dict(sizes)
     for axis, degree in degrees.items():
@@ -167,21 +220,22 @@ def local_sizes(
 
 
 def einsum_flops(equation: Equation, sizes: Mapping[str, int]) -> int:
-    """Multiplications and additions, contracted two operands at a time from the left, as torch does without a path."""
+    """Multiplications and additions of an einsum, contracted two operands at a time from the left, as torch does."""
     flops, left = 0, equation.operands[0]
     for number, right in enumerate(equation.operands[1:], start=1):
         joined = tuple(dict.fromkeys((*left, *right)))
+        # A label that neither the output nor a later operand has is summed here.
         later = set(equation.output).union(*equation.operands[number + 1 :])
         kept = tuple(label for label in joined if label in later)
         contracts = len(kept) < len(joined)
-        flops += (2 if contracts else 1) * num_elements(joined, sizes)
+        flops += (2 if contracts else 1) * math.prod(sizes[label] for label in joined)
         left = kept
     return flops
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Compute beside communication, on one rank."""
+    """Seconds of compute beside seconds of communication, on one rank."""
 
     compute_s: float
     communication_s: float
@@ -192,7 +246,7 @@ class Balance:
 
     @property
     def is_bound(self) -> bool:
-        """Whether communication is too much to count on hiding it."""
+        """Whether there is too little compute to hide the communication behind."""
         return self.ratio < LEAST_RATIO
 
     def __str__(self) -> str:

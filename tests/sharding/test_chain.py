@@ -226,16 +226,17 @@ def test_what_no_step_communicates_is_told():
     chain = Chain({AXIS: 2}, {"s": 5, "b": 2, "i": 3, "o": 7}, element_bytes=4)
     x = chain.tensor("x", "sbi", tp=Shard("s"))
     chain.einsum("y", "sbo", x, chain.tensor("w", "io", tp=Replicate()))
-    (of_weight,) = chain.left
-    assert of_weight.what == "w is R over tp, and its gradient comes in terms: backward"
+    (of_weight,) = chain.pending
+    assert of_weight.direction == "backward" and of_weight.why == "w is R over tp, and its gradient comes in terms"
     assert of_weight.collective.kind == "all-reduce" and chain.sent_bytes == 3 * 7 * 4
     rows = Chain({AXIS: 2}, {"s": 5, "i": 4, "o": 7}, element_bytes=4)
     x, w = rows.tensor("x", "si", tp=Shard("i")), rows.tensor("w", "io", tp=Shard("i"))
     rows.einsum("y", "so", x, w)
-    (of_result,) = rows.left
-    assert of_result.what == "y is left in terms over tp: forward" and rows.sent_bytes == 5 * 7 * 4
+    (of_result,) = rows.pending
+    assert (of_result.direction, of_result.why) == ("forward", "y is left in terms over tp")
+    assert rows.sent_bytes == 5 * 7 * 4
     rows.move("out", "y", tp=Invariant())
-    assert rows.left == []
+    assert rows.pending == []
 
 
 def test_uneven_shares_of_a_move_round_labels():
