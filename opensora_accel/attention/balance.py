@@ -104,7 +104,20 @@ def rearrange(
     dim: int = 1,
     splits: Sequence[int] | None = None,
 ) -> Tensor:
-    """The whole sequence in the order in which `splits` of it, rank by rank, are the layout's shares."""
+    """The whole sequence in another order: cut into `splits`, rank by rank, it gives the layout's shares.
+
+    Six tokens 0…5 on P = 3 ranks in zigzag become 0 5 1 4 2 3.
+
+    Args:
+        input_: [..., S at dim, ...], the whole sequence.
+        splits: every rank's number of tokens, by default those of `torch.tensor_split`.
+
+    Returns:
+        [..., S at dim, ...].
+
+    Raises:
+        ValueError: the layout cannot have these sizes.
+    """
     return input_.index_select(dim, _order(input_, num_ranks, layout, dim, splits))
 
 
@@ -116,7 +129,7 @@ def restore(
     dim: int = 1,
     splits: Sequence[int] | None = None,
 ) -> Tensor:
-    """The inverse of `rearrange`."""
+    """The inverse of `rearrange`: [..., S at dim, ...] → [..., S at dim, ...]."""
     return input_.index_select(dim, _order(input_, num_ranks, layout, dim, splits).argsort())
 
 
@@ -184,11 +197,12 @@ def _stairs(q_runs: Sequence[_Run], kv_runs: Sequence[_Run]) -> list[tuple[int, 
     stairs: list[tuple[int, int, int, bool]] = []
     first = 0
     for run in q_runs:
-        # Row i sees the first i − delay + 1 keys of a run.
+        # Row i of this run sees the first i − delay + 1 keys of each run of keys.
         delays = [(-(-(kv.start - run.start) // run.stride), kv.length) for kv in kv_runs]
         edges = {0, run.length}
         for delay, length in delays:
             edges |= {min(max(edge, 0), run.length) for edge in (delay, delay + length)}
+        # Between two edges every row sees the same number of keys, or one more than the row before.
         steps = sorted(edges)
         for begin, end in itertools.pairwise(steps):
             grows = any(delay <= begin < delay + length for delay, length in delays)

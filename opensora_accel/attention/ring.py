@@ -105,6 +105,7 @@ def ring_attend(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
+        """q: [B, S_q/P, H, D]; k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P] → [B, S_q/P, H, D]."""
         out, lse = torch.ops.opensora_accel.ring_attention(q, k, v, mask, *options)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.options = options
@@ -112,6 +113,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """grad: [B, S_q/P, H, D]."""
         # All three, whichever are asked for: other ranks may ask for others, and wait for what passes here.
         # The node that refuses a second derivative is only needed where one could be taken.
         second = torch.is_grad_enabled()
@@ -174,6 +176,7 @@ def _forward(
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
+            # Its own block a rank has unpacked already.
             keys, values, key_mask = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
             for tile in ring.tiles(pipeline.owner):
                 scores = Scores(scale, None if key_mask is None else key_mask[:, tile.keys], tile.causal)
@@ -208,7 +211,7 @@ def _backward(
     """The gradients of q, k and v, in their shapes and dtypes."""
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     dtype = accumulator_dtype(q.dtype)
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # [B, S_q/P, H, D], added up over P blocks
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
@@ -239,7 +242,7 @@ def _backward(
                 grad_q[:, rows] += part_q
                 parts.append((tile.keys, part_k, part_v))
             if step == 0:
-                own = parts
+                own = parts  # they stay here: the sum of the other ranks' parts comes back at the end
             else:
                 pipeline.send_grads(add_parts)
         grad_k, grad_v = _split_keys(pipeline.receive_grads(), k, v, k.size(1))
@@ -290,7 +293,10 @@ class _Ring:
         return (whole,) if self.splits[rank] and self.kv_splits[owner] else ()
 
     def block_sizes(self, k: Tensor, v: Tensor, mask: Tensor | None) -> list[int]:
-        """The size of every rank's packed block: in elements of k, with a mask in bytes."""
+        """The size of every rank's packed block: in elements of k, with a mask in bytes.
+
+        k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P].
+        """
         per_token = k.size(2) * (k.size(3) + v.size(3))
         if mask is not None:
             per_token = per_token * k.element_size() + 1

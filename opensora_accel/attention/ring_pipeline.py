@@ -89,7 +89,7 @@ class RingPipeline:
     def send_grads(self, add: Callable[[Tensor, bool], None]) -> None:
         """Sends on the gradients of the current block, flat, after `add(grads, is_new)` put this rank's part in.
 
-        A new buffer holds nothing yet: `add` must fill it.
+        A new buffer holds nothing yet: `add` must fill it. The gradients have the size [grad_sizes of the owner].
         """
         assert self._step == self._num_sent + 1
         self._wait(self._grads_under_way)

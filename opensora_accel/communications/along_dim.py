@@ -112,9 +112,10 @@ def reduce_scatter_forward_gather_backward(
 
 
 def copy_forward_reduce_backward(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
-    """The input, of any shape; its gradient is summed over ranks.
+    """The input; its gradient is summed over ranks.
 
-    The way into a column-parallel layer (Megatron, arXiv:1909.08053, f). One all-reduce in backward.
+    [...] → [...], of any shape, equal on all ranks. One all-reduce in backward. The way into a column-parallel layer
+    (Megatron, arXiv:1909.08053, f).
     """
     group = check_group(process_group)
     check_agreement("copy_forward_reduce_backward", input_, group)
@@ -122,9 +123,10 @@ def copy_forward_reduce_backward(input_: Tensor, process_group: dist.ProcessGrou
 
 
 def reduce_forward_copy_backward(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over ranks of the input, of any shape; its gradient is passed on.
+    """The sum over ranks of the input; its gradient is passed on.
 
-    The way out of a row-parallel layer (Megatron, arXiv:1909.08053, g). One all-reduce in forward.
+    [...] → [...], of any shape. One all-reduce in forward. The way out of a row-parallel layer (Megatron,
+    arXiv:1909.08053, g).
     """
     group = check_group(process_group)
     check_agreement("reduce_forward_copy_backward", input_, group)
@@ -171,6 +173,7 @@ class _AlongDim(torch.autograd.Function):
         backward_name: str,
         grad_scale: GradScale,
     ) -> Tensor:
+        """input_: [..., N or N/P at dim, ...], as the operation takes it."""
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         ctx.backward_name, ctx.grad_scale = backward_name, grad_scale
         return _ALONG_DIM[forward_name](input_, group, dim, sizes)
@@ -178,6 +181,7 @@ class _AlongDim(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """grad: [..., N/P or N at dim, ...], as forward left it."""
         if ctx.grad_scale == "up":
             grad = grad * ctx.group.size()
         elif ctx.grad_scale == "down":
@@ -197,6 +201,7 @@ def _split(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> 
 def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
     rows = input_.movedim(dim, 0)
     largest = max(sizes)
+    # No backend gathers uneven sizes alike: shares travel padded to the largest.
     if rows.size(0) < largest:
         rows = torch.cat([rows, rows.new_zeros(largest - rows.size(0), *rows.shape[1:])])
     gathered = rows.new_empty(largest * len(sizes), *rows.shape[1:])
@@ -211,7 +216,7 @@ def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: S
     rows = input_.movedim(dim, 0)
     largest = max(sizes)
     if min(sizes) < largest:
-        padded = rows.new_zeros(len(sizes), largest, *rows.shape[1:])
+        padded = rows.new_zeros(len(sizes), largest, *rows.shape[1:])  # [P, largest, ...]
         for slot, part in zip(padded, rows.split(sizes), strict=True):
             slot[: part.size(0)] = part
         rows = padded.flatten(0, 1)
@@ -232,16 +237,19 @@ class _CopyReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, reduce_forward: bool) -> Tensor:
+        """input_: [...]."""
         ctx.group, ctx.reduce_backward = group, not reduce_forward
+        # A view where nothing is reduced, because autograd needs an output that is not the input itself.
         return _reduce(input_, group) if reduce_forward else input_.view_as(input_)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """grad: [...]."""
         return (_reduce(grad, ctx.group) if ctx.reduce_backward else grad), None, None
 
 
 def _reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
-    reduced = input_.clone(memory_format=torch.contiguous_format)
+    reduced = input_.clone(memory_format=torch.contiguous_format)  # the collective works in place
     all_reduce_(reduced, group)
     return reduced

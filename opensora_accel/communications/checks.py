@@ -37,7 +37,11 @@ def without_comparing_inputs() -> Iterator[None]:
 
 
 def check_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the world for None. Raises ValueError if there is none, or if this rank is not in it."""
+    """The group, or the world for None.
+
+    Raises:
+        ValueError: torch.distributed has no world yet, or this rank is not in the group.
+    """
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise ValueError(
@@ -49,7 +53,14 @@ def check_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_dim(name: str, dim: int, input_: Tensor) -> int:
-    """`dim`, counted from 0, of a tensor of any shape. Raises ValueError if it is out of range."""
+    """`dim`, counted from 0.
+
+    Args:
+        input_: [...], of any shape.
+
+    Raises:
+        ValueError: the tensor has no such dim.
+    """
     if not -input_.dim() <= dim < input_.dim():
         raise ValueError(
             f"{name}={dim} is out of range for a tensor of {input_.dim()} dims, shape {tuple(input_.shape)}"
@@ -70,10 +81,11 @@ def check_agreement(
     """In debug mode, compares a collective's call over the ranks of the group.
 
     Args:
-        input_: of any shape; `free_dim` is the dim whose size may differ between ranks.
+        input_: [...], of any shape; `free_dim` is the dim whose size may differ between ranks.
         options: what else must be equal.
 
-    Raises ValueError, on every rank, that names the first rank whose call differs from rank 0's.
+    Raises:
+        ValueError: on every rank; it names the first rank whose call differs from rank 0's.
     """
     if group.size() == 1 or torch.compiler.is_compiling() or not debug_enabled():
         return

@@ -67,6 +67,7 @@ class _RingExchange(torch.autograd.Function):
     def forward(
         ctx: Any, input_: Tensor, group: dist.ProcessGroup, shift: int, dim: int, sizes: Sizes
     ) -> Tensor:
+        """input_: [..., N/P at dim, ...] → [..., the other rank's N/P at dim, ...]."""
         # What this rank holds afterwards are the sizes of the ranks before.
         moved = tuple(sizes[(rank - shift) % len(sizes)] for rank in range(len(sizes)))
         ctx.options = group, -shift, dim, moved
@@ -79,6 +80,7 @@ class _RingExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """grad: [..., the other rank's N/P at dim, ...]."""
         return _RingExchange.apply(grad, *ctx.options), None, None, None, None
 
 
@@ -139,6 +141,7 @@ class _ExchangeRows(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, group: dist.ProcessGroup, receive_sizes: list[int], send_sizes: list[int]
     ) -> Tensor:
+        """rows: [sum of send_sizes, ...] → [sum of receive_sizes, ...]."""
         ctx.options = group, send_sizes, receive_sizes
         received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
         all_to_all_single(received, rows.contiguous(), group, receive_sizes, send_sizes)
@@ -146,4 +149,5 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """grad: [sum of receive_sizes, ...]."""
         return _ExchangeRows.apply(grad, *ctx.options), None, None, None

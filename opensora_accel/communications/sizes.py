@@ -39,7 +39,8 @@ def exchange_integers(values: Sequence[int], group: dist.ProcessGroup, device: t
 def splits_of_total(total: int, splits: Sequence[int] | None, group: dist.ProcessGroup, dim: int) -> Sizes:
     """Every rank's share of a dim of which this rank holds all; those of `share_sizes` by default.
 
-    Raises ValueError if the splits that are given do not add up.
+    Raises:
+        ValueError: the splits do not add up to `total`.
     """
     if splits is None:
         return share_sizes(total, group.size())
@@ -57,11 +58,12 @@ def splits_of_locals(
     Sizes that are not given are exchanged, all in one collective.
 
     Args:
-        tensors: of any shapes, each with this rank's part of `dim`.
+        tensors: each [..., N/P at dim, ...].
         splits: for each tensor, every rank's size, or None.
 
-    Raises ValueError if splits are not this rank's own size; other ranks may be in the collective by then, and are
-    told.
+    Raises:
+        ValueError: the splits give this rank another size than its tensor has. Other ranks may be in the collective
+        by then, and are told.
     """
     unknown = [index for index, given in enumerate(splits) if given is None]
     if unknown and torch.compiler.is_compiling():

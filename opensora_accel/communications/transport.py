@@ -30,7 +30,7 @@ def reduce_scatter(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> 
 
 
 def all_reduce_(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces `tensor`, of any shape, by its sum over ranks."""
+    """Replaces `tensor` [...] by its sum over ranks."""
     with waiting("all_reduce", group):
         dist.all_reduce(tensor, group=group)
 
@@ -42,7 +42,7 @@ def all_to_all_single(
     output_sizes: Sequence[int] | None = None,
     input_sizes: Sequence[int] | None = None,
 ) -> None:
-    """Sends the j-th run of rows of `input_` to rank j, and fills `output` with what comes, in order of ranks.
+    """Sends the j-th run of rows of `input_` [N, ...] to rank j, and fills `output` [M, ...] in order of ranks.
 
     The runs have the lengths `input_sizes` and `output_sizes`; without them all runs are equal.
     """
@@ -56,7 +56,7 @@ def all_to_all_single(
 def start_shift(
     sent: Tensor, received: Tensor, group: dist.ProcessGroup, *, shift: int = 1, operation: str
 ) -> list[dist.Work]:
-    """Starts to send to the rank `shift` places on, and to receive from the rank `shift` places before.
+    """Starts to send `sent` [N] to the rank `shift` places on, and to receive [M] from as many places before.
 
     Neither buffer may be touched before `finish` has waited for what is returned. Empty messages are not sent.
     """

@@ -109,12 +109,14 @@ class SpaceToDepth:
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
 
     def encode(self, frames: Tensor) -> Tensor:
+        """frames: [B, T, 3, H, W] in bytes → latents [B, C, T', H', W']."""
         pixels = _to_unit(frames, self.dtype)
         batch, length = frames.shape[:2]
         folded = F.pixel_unshuffle(pixels.flatten(0, 1), self.spatial)
         return folded.unflatten(0, (batch, length)).transpose(1, 2)
 
     def decode(self, latents: Tensor) -> Tensor:
+        """latents: [B, C, T', H', W'] → frames [B, T, 3, H, W] in bytes."""
         batch, _, length = latents.shape[:3]
         pixels = F.pixel_shuffle(latents.transpose(1, 2).flatten(0, 1), self.spatial)
         return _to_bytes(pixels.unflatten(0, (batch, length)))
@@ -134,12 +136,14 @@ class VideoVAE:
 
     @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
+        """frames: [B, T, 3, H, W] in bytes → latents [B, C, T', H', W']."""
         pixels = _to_unit(frames, self.model.dtype).transpose(1, 2)
         latents = self.model.encode(pixels).latent_dist.mode()
         return (latents - self.mean.to(latents)) / self.std.to(latents)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
+        """latents: [B, C, T', H', W'] → frames [B, T, 3, H, W] in bytes."""
         latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
         return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
 

@@ -43,7 +43,7 @@ def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> fl
 
 
 def shifted(t: Tensor, alpha: float) -> Tensor:
-    """Times t in 0…1, of any shape, moved towards noise (1) by α; 0 and 1 stay where they are."""
+    """Times t [...] in 0…1, moved towards noise (1) by α; 0 and 1 stay where they are."""
     return alpha * t / (1 + (alpha - 1) * t)
 
 

@@ -84,12 +84,14 @@ class _Kernels:
         self._has_ring = plan.ring > 1
 
     def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Ulysses, where that is all of the plan, needs the sequence group only."""
+        """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
+        # Ulysses, where it is all of the plan, needs no group but the sequence group.
         if not self._has_ring:
             return ulysses_attention(q, k, v, self._group, **options)
         return usp_attention(q, k, v, self._axes, **options)
 
     def joint(self, video: Projected, text: Projected, **options: Any) -> tuple[Tensor, Tensor]:
+        """q, k, v of the video [B, S/P, H, D] and of the text [B, T, H, D] → both outputs."""
         return joint_attention(*video, *text, self._axes, **options)
 
 

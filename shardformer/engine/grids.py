@@ -44,7 +44,11 @@ class GridLayout:
         return tuple(name for group in self.groups for name in group)
 
     def sizes(self, tensor: Tensor, known: dict[str, int], what: str) -> dict[str, int]:
-        """The size of every dimension, one unknown a group at most; ValueError where the tensor does not fit."""
+        """The size of every dimension of a tensor [...] in this layout; at most one a group may be unknown.
+
+        Raises:
+            ValueError: the tensor does not fit the layout and the sizes that are known.
+        """
         if tensor.dim() != len(self.groups):
             raise ValueError(f'{what} is {tuple(tensor.shape)}, which is not "{self.pattern}"')
         sizes: dict[str, int] = {}
@@ -60,11 +64,11 @@ class GridLayout:
         return sizes
 
     def unfold(self, tensor: Tensor, sizes: dict[str, int]) -> Tensor:
-        """A dim for every name."""
+        """ "B (T S) C": [B, T·S, C] → [B, T, S, C], a dim for every name."""
         return tensor.reshape([sizes[name] for name in self.names])
 
     def fold(self, tensor: Tensor) -> Tensor:
-        """The inverse of `unfold`."""
+        """The inverse of `unfold`: [B, T, S, C] → [B, T·S, C]."""
         sizes = dict(zip(self.names, tensor.shape, strict=True))
         return tensor.reshape([math.prod(sizes[name] for name in group) for group in self.groups])
 

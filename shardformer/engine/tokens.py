@@ -151,7 +151,11 @@ class Tokens:
         return splits
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:
-        """This rank's share; `is_shared`: of what others get too."""
+        """This rank's share: [..., S at dim, ...] → [..., S/P at dim, ...].
+
+        Args:
+            is_shared: several modules get this tensor; they get one and the same share.
+        """
 
         def make() -> Tensor:
             return split_forward_gather_backward(tensor, self.group, dim, "down", splits=splits)
@@ -159,7 +163,7 @@ class Tokens:
         return self.once(tensor, (dim, splits), make) if is_shared else make()
 
     def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, within a forward once for a tensor that many blocks get: one copy, one gradient to gather."""
+        """`make()`, but once a forward for a tensor [...] that many blocks get: one copy, one gradient to gather."""
         if not self.in_forward:
             return make()
         # Under a reentrant checkpoint the forward records no graph: that share has no gradient to give.

@@ -75,6 +75,11 @@ class RedirectAttention(TorchFunctionMode):
         return out.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, **options: Any) -> Tensor:
+        """Calls what takes the kernel's place: q, k, v [B, S/P, H, D] → [B, S/P, H, D].
+
+        Raises:
+            ValueError: the model drops attention weights.
+        """
         if dropout:
             raise ValueError(
                 f"attention dropout ({dropout}) would drop other weights than on one device; set it to 0"

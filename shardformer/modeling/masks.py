@@ -48,7 +48,7 @@ class Extent:
         return self.num_video + self.num_text
 
     def cut(self, mask: Tensor, dim: int) -> Tensor:
-        """This rank's part of a mask over all tokens."""
+        """This rank's part of a mask over all tokens: [..., S at dim, ...] → [..., S/P + text at dim, ...]."""
         start = self.num_text if self.text_first else 0
         video = mask.narrow(dim, start + self.own.start, self.own.stop - self.own.start)
         if not self.num_text:
@@ -88,7 +88,11 @@ class MaskReader:
         keys: Extent,
         device: torch.device | None = None,
     ) -> Mask:
-        """ValueError for a mask that fits neither this rank's tokens nor all of them."""
+        """What a mask [B or 1, H or 1, S_q or 1, S_kv] means, in fewer dims too, or lengths.
+
+        Raises:
+            ValueError: the mask fits neither this rank's tokens nor all of them.
+        """
         if isinstance(mask, Lengths):
             mask = self._mask_of_lengths(mask, queries, keys, device)
         if mask is None:

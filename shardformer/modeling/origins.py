@@ -77,11 +77,15 @@ class Origins:
             )
 
     def note_attention(self, out: Tensor) -> None:
-        """What attention returns is of the tokens, however it was computed."""
+        """Notes that attention's output [B, S/P, H, D] is of the tokens, however it was computed."""
         self._known[out] = _Origin(frozenset(out.shape), is_of_tokens=True)
 
     def check_mask(self, mask: Tensor, num_keys: int) -> None:
-        """ValueError for a mask that was counted out here for as many keys as this rank has."""
+        """Refuses a mask [..., S_kv] that was counted out here, for as many keys as this rank has.
+
+        Raises:
+            ValueError: it was.
+        """
         origin = self._of(mask)
         if (
             origin.counts

@@ -26,7 +26,9 @@ from shardformer.tensor_parallel.state import ATTRIBUTE, TensorShards
 
 
 def shard_tensors(model: nn.Module, regions: Sequence[TensorRegion], group: dist.ProcessGroup) -> Undo:
-    """Cuts a model's layers between the ranks of `group`; returns the function that undoes it.
+    """Cuts a model's layers between the P ranks of `group`; returns the function that undoes it.
+
+    A weight [out, in] becomes [out/P, in] (ColumnParallel) or [out, in/P] (RowParallel).
 
     Every rank holds the same whole model before, calls the sharded one with the same input, gets the same output and
     computes the same loss. Parameters keep their names and identity; their data, and a gradient that is there already,

@@ -1,4 +1,12 @@
-"""What a table means for one model: every layer with the cut of its parameters, checked before anything is changed."""
+"""What a table means for one model: every layer with the cut of its parameters, checked before anything is changed.
+
+A feed-forward layer of 12 channels on P = 3 ranks: the table says ColumnParallel("up"), RowParallel("down").
+
+    up.weight     [12, C]  →  [4, C]   each rank makes 4 of the 12 channels; its bias is cut alike
+    down.weight   [C, 12]  →  [C, 4]   and needs just those 4: its product is a term, which is summed over ranks
+
+In attention the unit is a head: 40 channels in 10 heads on 3 ranks are 4, 3 and 3 heads, 16, 12 and 12 channels.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +24,8 @@ from shardformer.tensor_parallel.derive import Flow, derive_path
 
 @dataclass(frozen=True)
 class PlannedLayer:
+    """One layer: what it communicates, how its parameters are cut, and the width that it then states."""
+
     name: str
     module: nn.Linear | nn.Embedding
     flow: Flow
@@ -27,6 +37,8 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class PlannedRegion:
+    """One module that a region's pattern fits, with its layers in the order in which they run."""
+
     name: str
     module: nn.Module
     layers: list[PlannedLayer]
@@ -36,7 +48,11 @@ class PlannedRegion:
 
 
 def plan_region(model: nn.Module, region: TensorRegion, num_ranks: int, rank: int) -> Iterator[PlannedRegion]:
-    """One for each module that the region's pattern fits; ValueError where the table does not fit the model."""
+    """One plan for each module that the region's pattern fits.
+
+    Raises:
+        ValueError: the table does not fit the model.
+    """
     expression = re.compile(re.escape(region.module).replace(r"\*", r"[^.]+"))
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
     if not found:
@@ -133,12 +149,18 @@ class _Shares:
             self.of_attribute[path] = self._share(path, self._value(path), None)
 
     def cut(self, entry: TensorLayer, layer: nn.Module) -> Cut:
+        """The cut of a layer's weight, [out, in] of a Linear.
+
+        Raises:
+            ValueError: the layer cannot be cut as its entry says.
+        """
         is_column = isinstance(entry, ColumnParallel)
         if not isinstance(layer, nn.Linear) and not (is_column and isinstance(layer, nn.Embedding)):
             raise ValueError(
                 f"{entry.module} is a {type(layer).__name__}; tensor parallelism cuts nn.Linear, and nn.Embedding by "
                 "columns"
             )
+        # Columns of the product: rows of a Linear's weight, but columns of an Embedding's.
         dim = 1 if isinstance(layer, nn.Embedding) or not is_column else 0
         size = layer.weight.size(dim)
         if not entry.segments:

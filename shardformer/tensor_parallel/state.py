@@ -63,9 +63,10 @@ def _cut_of(model: nn.Module, name: str) -> tuple[Cut, dist.ProcessGroup] | None
 
 
 def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The whole of what lies as parameter `name` does: the parameter, its gradient, an optimizer's average.
+    """The whole of a tensor that is cut as parameter `name` is: the parameter, its gradient, an optimizer's average.
 
-    A DTensor (FSDP2) is gathered over its mesh first. What is not cut, or is a single number, comes back as it is.
+    [..., N/P at the dim that is cut, ...] → [..., N, ...]. A DTensor (FSDP2) is gathered over its mesh first. What is
+    not cut, or is a single number, comes back as it is.
     Communication: an all-gather over the tensor ranks, for a parameter that is cut; all of them call it.
     """
     return _whole(tensor, _cut_of(model, name))
@@ -87,7 +88,13 @@ def full_shape(model: nn.Module, name: str, shape: Sequence[int]) -> tuple[int, 
 
 
 def local_tensor(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """This tensor rank's shares of what lies as parameter `name` does. No communication."""
+    """This tensor rank's shares of a whole tensor that is cut as parameter `name` is, without communication.
+
+    [..., N at the dim that is cut, ...] → [..., N/P, ...].
+
+    Raises:
+        ValueError: the tensor is not whole.
+    """
     return _local(name, whole, _cut_of(model, name))
 
 
@@ -115,9 +122,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a state dict of the model on one device; every rank cuts its shares from it. No communication.
+    """Loads a state dict of the model on one device; every rank cuts its shares from it, without communication.
 
-    Raises ValueError for names that are missing or unknown, and for shapes that do not fit.
+    Args:
+        state: by name, whole tensors: [N, ...] where this rank holds [N/P, ...].
+
+    Raises:
+        ValueError: names are missing or unknown, or shapes do not fit.
     """
     targets = model.state_dict()
     if targets.keys() != state.keys():
@@ -149,6 +160,7 @@ def total_grad_norm(model: nn.Module) -> Tensor:
     each group of them where parts of a model were sharded by themselves.
     """
     cuts = _cuts_of(model)
+    # Parameters that are not cut count once: every rank holds the same gradient of them.
     by_group: dict[dist.ProcessGroup | None, list[Tensor | None]] = {group: [] for _, group in cuts.values()}
     for name, parameter in model.named_parameters():
         group = cuts[key][1] if (key := _WRAPPERS.sub("", name)) in cuts else None

@@ -227,7 +227,10 @@ def test_what_no_step_communicates_is_told():
     x = chain.tensor("x", "sbi", tp=Shard("s"))
     chain.einsum("y", "sbo", x, chain.tensor("w", "io", tp=Replicate()))
     (of_weight,) = chain.pending
-    assert of_weight.direction == "backward" and of_weight.why == "w is R over tp, and its gradient comes in terms"
+    assert (
+        of_weight.direction == "backward"
+        and of_weight.why == "w is R over tp, and its gradient comes in terms"
+    )
     assert of_weight.collective.kind == "all-reduce" and chain.sent_bytes == 3 * 7 * 4
     rows = Chain({AXIS: 2}, {"s": 5, "i": 4, "o": 7}, element_bytes=4)
     x, w = rows.tensor("x", "si", tp=Shard("i")), rows.tensor("w", "io", tp=Shard("i"))

@@ -25,6 +25,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Problem:
+        """The problem of q [B, S_q, H, D], k and v [B, S_kv, H_kv, D] and a mask [B, S_kv]."""
         return cls(
             device=q.device,
             dtype=q.dtype,
@@ -66,7 +67,10 @@ class Kernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """Gradients of q, k and v through this block, where `out` and `lse` are those of all blocks together."""
+        """Gradients of q, k and v through this block, in their shapes.
+
+        `grad` and `out` [B, S_q, H, D_v] and `lse` [B, H, S_q] are those of all blocks together.
+        """
         ...
 
 
@@ -76,7 +80,7 @@ def expand_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def sum_groups(grad: Tensor, num_heads: int) -> Tensor:
-    """The gradient of `expand_heads`."""
+    """The gradient of `expand_heads`: [B, S, H, D] → [B, S, H_kv, D], summed over each group of query heads."""
     return grad if grad.size(2) == num_heads else grad.unflatten(2, (num_heads, -1)).sum(3)
 
 

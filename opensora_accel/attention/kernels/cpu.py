@@ -29,6 +29,7 @@ class CpuFlashKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
         q, k, v = (_heads_first(tensor) for tensor in (q, k, v))
         out, lse = _forward(q, k, v, 0.0, scores.causal, attn_mask=_bias(scores, q), scale=scores.scale)
         return out.transpose(1, 2), lse
@@ -36,6 +37,7 @@ class CpuFlashKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
+        """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
         grad, q, k, v, out = (_heads_first(tensor) for tensor in (grad, q, k, v, out))
         options = {"attn_mask": _bias(scores, q), "scale": scores.scale}
         grads = _backward(grad, q, k, v, out, lse, 0.0, scores.causal, **options)
@@ -44,7 +46,7 @@ class CpuFlashKernel:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    tensor = tensor.transpose(1, 2)
+    tensor = tensor.transpose(1, 2)  # [B, H, S, D], a view: the kernel takes any strides
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

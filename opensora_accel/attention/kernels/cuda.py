@@ -52,9 +52,10 @@ def _unused_seed(q: Tensor) -> Tensor:
 
 
 class _AtenKernel:
-    """What they share: heads before tokens, grouped heads written out, a key mask as a bias."""
+    """What torch's three kernels share: heads before tokens, grouped heads written out, a key mask as a bias."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
         inputs = _heads_first(q, *_whole_heads(q, k, v))
         out, lse = self._forward(inputs, _bias(scores.mask, q), scores)
         return out.transpose(1, 2), lse
@@ -62,6 +63,7 @@ class _AtenKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
+        """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
         num_kv_heads = k.size(2)
         inputs = _heads_first(grad, q, *_whole_heads(q, k, v), out)
         grads = self._backward(inputs, lse, _bias(scores.mask, q), scores)

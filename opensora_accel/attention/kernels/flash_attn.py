@@ -62,6 +62,7 @@ class FlashAttn2Kernel(_FlashAttnKernel):
         return unusable
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
         out, lse, *_ = _load(self._module)._flash_attn_forward(
             q, k, v, **_options(scores), return_softmax=False
         )
@@ -70,6 +71,7 @@ class FlashAttn2Kernel(_FlashAttnKernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
+        """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         _load(self._module)._flash_attn_backward(
@@ -102,6 +104,7 @@ class FlashAttn3Kernel(_FlashAttnKernel):
         return super()._unusable(problem)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
         out, lse, *_ = _load(self._module)._flash_attn_forward(
             q, k, v, softmax_scale=scores.scale, causal=scores.causal
         )
@@ -110,6 +113,7 @@ class FlashAttn3Kernel(_FlashAttnKernel):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
+        """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _load(self._module)._flash_attn_backward(
             *(grad, q, k, v, out, lse.contiguous()),

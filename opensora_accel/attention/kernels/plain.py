@@ -20,20 +20,23 @@ class PlainKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = _widened(q, k, v)
             logits = _logits(q, expand_heads(k, q.size(2)), scores)
             lse = logits.logsumexp(-1)
-            weights = (logits - lse.unsqueeze(-1)).exp_()
+            weights = (logits - lse.unsqueeze(-1)).exp_()  # [B, H, S_q, S_kv], rows sum to 1
             return torch.einsum("bhst,bthd->bshd", weights, expand_heads(v, q.size(2))), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
+        """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
         with torch.autocast(q.device.type, enabled=False):
             grad, q, k, v, out = _widened(grad, q, k, v, out)
             num_heads, num_kv_heads = q.size(2), k.size(2)
             k, v = expand_heads(k, num_heads), expand_heads(v, num_heads)
+            # With the log-sum-exp of all blocks these are this block's columns of the whole row's weights.
             weights = (_logits(q, k, scores) - lse.unsqueeze(-1)).exp_()
             grad_v = torch.einsum("bhst,bshd->bthd", weights, grad)
             # What softmax's backward takes away from every score of a row; out is the whole row's.
