@@ -81,11 +81,10 @@ def enter_call(
         splits, kv_splits: every rank's number of queries and of keys, or None.
 
     Raises:
-        ValueError: this rank's call is no attention, or, where the ranks exchange anything, another rank's is none or
-        is
-            another one.
+        ValueError: this rank's call is no attention. Where the ranks exchange anything, also if another rank's call is
+            no attention, or differs from this one's.
     """
-    rank, num_ranks = 0, 1
+    rank, num_ranks = 0, 1  # within all groups together: with axes of 2 and 3 ranks, rank = inner + 2 · outer
     for group in groups:
         rank += group.rank() * num_ranks
         num_ranks *= group.size()
@@ -129,8 +128,8 @@ def enter_call(
 def autocast(*tensors: Tensor) -> list[Tensor]:
     """The tensors, of any shapes, in the dtype that torch.autocast gives to an attention kernel.
 
-    Norms leave q and k in fp32 under autocast, while v is bf16. At the entry
-    of every attention, so that ranks with and without work of their own send one dtype.
+    Norms leave q and k in fp32 under autocast, while v is bf16. The cast is at the entry of every attention, so that
+    ranks with and without work of their own send one dtype.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -160,8 +159,10 @@ def _exchange(
         problem = str(error)
     rows: list[Sizes] = [(q.size(1), k.size(1), digest) if q.dim() > 1 < k.dim() else (0, 0, -1)]
     for group in groups:
+        # Each group passes on what it gathered within the ones before, so that the last gather has every rank's row.
         numbers = exchange_integers([number for row in rows for number in row], group, q.device)
         rows = [of_rank[start : start + 3] for of_rank in numbers for start in range(0, len(of_rank), 3)]
+    # Every rank has the same rows here, so all of them explain, or none does.
     if -1 in (digests := {row[2] for row in rows}) or len(digests) > 1 or debug_enabled():
         _explain_disagreement(problem, facts, groups)
     return tuple(row[0] for row in rows), tuple(row[1] for row in rows)

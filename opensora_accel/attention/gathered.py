@@ -1,7 +1,8 @@
 """Attention with any mask or bias: this rank's queries, and the keys of all ranks gathered.
 
-The way out for what neither heads nor blocks of keys can be cut by: a mask of queries and keys, a bias. Every rank
-holds all keys and values and its own rows of the scores.
+A mask of queries and keys, or a bias, can be cut neither by heads nor by blocks of keys. So every rank gathers all keys
+and values, and computes its own rows of the scores. Of 6 tokens on P = 3 ranks, rank 1 has queries 2 and 3, gathers
+keys 0…5, and its bias is rows 2 and 3 of the whole. It costs P times the memory of the ring for keys and values.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def gathered_attention(
             for text, whole in zip(texts, (keys, values), strict=True)
         )
     if bias.dtype != torch.bool:
+        # Kernels want the bias in the dtype of the queries, which autocast may have changed.
         bias = bias.to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),

@@ -79,6 +79,7 @@ def joint_attention(
         q, k, v, mask, groups.inner_first, splits=splits, kv_splits=splits, scale=scale, text=text
     )
     num_heads, own, ulysses = q.size(2), groups.of_ulysses(call.splits), groups.ulysses
+    # A mask of one of them needs a mask of both: what has none is seen whole.
     if mask is None and text_mask is not None:
         mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     if mask is not None and text_mask is None:
@@ -113,8 +114,9 @@ def joint_attention(
     else:
         video_out, text_out = out.split([out.size(1) - num_text, num_text], 1)
     if ulysses is not None and ulysses.size() > 1:
-        # All heads of this rank's video tokens, and of all the ring rank's text tokens: a copy of these for each rank.
+        # Each rank gets all heads of its own video tokens, and all heads of all text tokens of its ring rank.
         num_ranks = ulysses.size()
+        # [B, T', H/U, D] → [B, U·T', H/U, D], U the ulysses ranks: scattered along dim 1, every rank gets all T'.
         copies = text_out.unsqueeze(1).expand(-1, num_ranks, -1, -1, -1).flatten(1, 2)
         video_out, text_out = all_to_all_packed(
             [video_out, copies],

@@ -1,5 +1,9 @@
 """Linear attention over a sequence that is spread over ranks: sums over the tokens instead of a softmax.
 
+A row of the output is (Σ v kᵀ) q / (Σ k · q), where the sums run over all tokens. Each of P = 3 ranks sums over its own
+tokens, which gives a matrix [D, D] and a vector [D] a head; one all-reduce adds the three, and every rank computes the
+rows of its own queries. What is sent does not grow with the sequence.
+
 Source: linear transformers, arXiv:2006.16236; with rotary positions as in SANA-Video, arXiv:2509.24695.
 """
 
@@ -42,6 +46,7 @@ def linear_attention(
     numerator_q = (q if rotated_q is None else rotated_q).to(wide)
     numerator_k = (k if rotated_k is None else rotated_k).to(wide)
     scores = torch.einsum("bshd,bshe->bhde", v.to(wide), numerator_k)
+    # The denominator's sums travel as one more row: [B, H, D + 1, D].
     sums = torch.cat([scores, k.to(wide).sum(1).unsqueeze(-2)], -2)
     # Every rank goes on with the sums, so what they need of a gradient is summed as well.
     sums = copy_forward_reduce_backward(reduce_forward_copy_backward(sums, group), group)

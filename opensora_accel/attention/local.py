@@ -62,7 +62,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         [B, S_q, H, D].
     """
     if q.numel() == 0 or k.numel() == 0:
-        # No query, no key or no head: zeros that are connected to the inputs, as other ranks await their gradients.
+        # There is no query, no key or no head. The zeros stay connected to the inputs: autograd must reach the
+        # collectives before them, in which other ranks wait.
         connection = sum(tensor.flatten()[:0].sum() for tensor in (q, k, v))
         return q.new_zeros(*q.shape[:3], v.size(3)) + connection
     causal, attention_mask, sees_none = call.causal, None, None
@@ -139,7 +140,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
             f"partial results are accumulated in fp32 or fp64; got out in {out.dtype}, use out.float()"
         )
     block_lse = block_lse.to(lse.dtype)
-    # Both −inf: the difference is NaN, and no share of nothing is taken.
+    # The block's share of the row, w above. Where both are −inf the difference is NaN, and the share is 0.
     share = torch.sigmoid(block_lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
     out.lerp_(block_out.to(out.dtype), share)
     torch.logaddexp(lse, block_lse, out=lse)

@@ -27,7 +27,7 @@ class RingHardware:
     """What one rank computes and what it sends to the next rank of the ring."""
 
     flops_per_s: float
-    """Of the attention kernel: about half of the peak that a data sheet gives."""
+    """The attention kernel's speed: about half of the peak that a data sheet gives."""
     bandwidth_bytes_per_s: float
 
     def __post_init__(self) -> None:
@@ -72,8 +72,7 @@ class Overlap:
     backward_compute_s: float
     backward_transfer_s: float
     exposed_s: float
-    """Of one layer, forward and backward: what is waited for, with the last hop of the gradients, which has nothing
-    to hide behind."""
+    """What one layer waits for, forward and backward. The last hop of the gradients has nothing to hide behind."""
     smallest_block_tokens: int
     """Tokens a rank from which every step but that hop hides."""
 
@@ -104,9 +103,11 @@ def _waited_s(num_ranks: int, compute_s: float, keys_s: float, sums_s: float) ->
     now = link = keys_arrive = sums_arrive = 0.0
     for step in range(num_ranks):
         now = max(now, keys_arrive)
+        # The next block is sent on as soon as this one is here, while it is computed with.
         if step < num_ranks - 1:
             keys_arrive = link = max(link, now) + keys_s
         now += compute_s
+        # The sum of the block's gradients follows it; it can be added to once the rank before has sent it.
         if sums_s and step > 0:
             now = max(now, sums_arrive)
             sums_arrive = link = max(link, now) + sums_s

@@ -171,7 +171,7 @@ def _whole_mask(mask: Tensor, group: dist.ProcessGroup, splits: Sizes) -> Tensor
     as_bytes = mask.to(torch.uint8)
     if not torch.compiler.is_compiling():
         return gather_forward_split_backward(as_bytes, group, 1, splits=splits).bool()
-    # An all-gather of uneven sizes, as an all-to-all of one copy for every rank.
+    # In a graph an all-gather of uneven sizes is an all-to-all of one copy for every rank: [B, P, S_kv/P].
     copies = as_bytes.unsqueeze(1).expand(-1, group.size(), -1)
     (whole,) = all_to_all_packed([copies], group, scatter_dim=1, gather_dim=2, splits=[splits])
     return whole.squeeze(1).bool()

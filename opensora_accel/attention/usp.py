@@ -38,9 +38,14 @@ class SequenceGroups:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | SequenceGroups | None) -> SequenceGroups:
-        """Those of the mesh, or the registered ones. Raises ValueError for a mesh without these axes."""
+        """The groups of a mesh, or the registered ones.
+
+        Raises:
+            ValueError: the mesh has no axes ring and ulysses.
+        """
         if isinstance(mesh, SequenceGroups):
             return mesh
+        # A sequence group that was registered alone counts as one axis: Ulysses, the faster one where heads suffice.
         if mesh is None and not has_parallel_group("ring") and has_parallel_group("sequence"):
             return cls(None, get_parallel_group("sequence"))
         if mesh is None:
@@ -70,11 +75,11 @@ class SequenceGroups:
         return 1 if self.ulysses is None else self.ulysses.size()
 
     def of_ulysses(self, splits: Sizes) -> Sizes:
-        """Sizes within this rank's ulysses group, of those of all ranks."""
+        """The part of all ranks' sizes that is of this rank's ulysses group: (2, 2, 2, 2) → (2, 2)."""
         return splits[self.ring_rank * self.ulysses_size : (self.ring_rank + 1) * self.ulysses_size]
 
     def of_ring(self, splits: Sizes) -> Sizes:
-        """What each ulysses group holds together."""
+        """What each ulysses group holds together: (2, 2, 2, 2) → (4, 4)."""
         return tuple(
             sum(splits[start : start + self.ulysses_size])
             for start in range(0, len(splits), self.ulysses_size)
@@ -111,9 +116,8 @@ def usp_attention(
         [B, S_q/P, H, D].
 
     Raises:
-        ValueError: the shapes are no attention (on every rank and before any data is sent, unless the sizes are
-        given), or
-            the mesh has not these axes.
+        ValueError: the mesh has not these axes, or the shapes are no attention: on every rank and before any data is
+            sent, unless the sizes are given.
 
     Communication: that of `ulysses_attention` in its group, and of `ring_attention`, with 1/ulysses of the heads and
     ulysses times the tokens, in its own.
@@ -130,6 +134,7 @@ def usp_attention(
     num_heads, own = q.size(2), groups.of_ulysses(call.splits)
     if groups.ulysses is None or groups.ulysses.size() == 1:
         return ring_attend(q, k, v, mask, groups.ring, ring_call)
+    # [B, S_q/P, H, D] → [B, S_q/ring, H/ulysses, D]: all tokens of a ulysses group, which is one rank of the ring.
     q, k, v, mask = scatter_heads(q, k, v, mask, groups.ulysses, own, groups.of_ulysses(call.kv_splits))
     out = ring_attend(q, k, v, mask, groups.ring, ring_call)
     return gather_heads(out, groups.ulysses, own, num_heads)

@@ -63,8 +63,10 @@ def dual(placement: Placement) -> Placement:
     """The placement of a tensor's gradient, where every rank differentiates the sum of all ranks' losses.
 
     Each use of a replicated tensor on a rank of its own gives a term of the gradient: R ↔ P. A shard's gradient is
-    the shard of the gradient: S ↔ S. What all ranks compute alike has one gradient: I ↔ I. Raises ValueError for what
-    a largest or smallest term has no such rule for.
+    the shard of the gradient: S ↔ S. What all ranks compute alike has one gradient: I ↔ I.
+
+    Raises:
+        ValueError: the placement is a largest, smallest or average term, which has no such rule.
     """
     if isinstance(placement, Replicate):
         return Partial()
@@ -78,7 +80,14 @@ def dual(placement: Placement) -> Placement:
 
 
 def parse_placement(text: str, labels: Sequence[str]) -> Placement:
-    """From what is typed of a tensor with these labels: a label, S(label), R, I, P, P(avg), P(max) or P(min)."""
+    """The placement that is typed as a label, S(label), R, I, P, P(avg), P(max) or P(min).
+
+    Args:
+        labels: the labels of the tensor.
+
+    Raises:
+        ValueError: the text is none of these, or it is both a label and a placement.
+    """
     if text in ("R", "I", "P") and text in labels:
         raise ValueError(
             f"{text!r} is a placement, and a label of {''.join(labels)} too; write S({text}) to cut the tensor along "

@@ -1,4 +1,13 @@
-"""What takes the place of the kernel call in a model's attention modules."""
+"""What takes the place of the kernel call in a model's attention modules: one function for each kind of entry.
+
+    self_attention    q, k and v are all of this rank's tokens           ulysses, ring or both
+    joint_attention   this rank's video tokens and all text tokens       joint attention, text whole on every rank
+    whole_queries     every rank has all queries, keys are spread        each rank asks with its share of the queries
+    decoders          this rank's video tokens stand there twice         like self-attention, with shares twice as long
+
+A mask of keys goes along. A mask or bias of queries and keys cannot be cut by heads or blocks, and takes
+`gathered_attention`. Every function here gets the projected q, k, v [B, S/P, H, D] of one module.
+"""
 
 from __future__ import annotations
 
@@ -129,6 +138,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
         if causal:
             raise ValueError(f"{name} is causal, which a sequence of text and video is not")
         extent = _extent(tokens, k.size(1), name, text_first)
+        # Text may be looked at without looking itself: then the queries are the video's alone.
         asking = extent if q.size(1) == k.size(1) else replace(extent, num_text=0)
         if q.size(1) != asking.num_local:
             raise ValueError(
@@ -154,7 +164,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Of what every rank has: computed on all of them, each with its part of the gradient."""
+    """Causal attention of what every rank has whole. All ranks compute it, each with its part of the gradient."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     grouped = q.size(1) != k.size(1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -162,7 +172,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 
 def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
-    """Of tokens that hold the video twice. Joined over ranks they stand in another order, which attention ignores."""
+    """Attention over tokens that hold the video twice.
+
+    Joined over ranks they stand in another order than on one device, which attention without a mask ignores.
+    """
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
@@ -205,6 +218,7 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
 
 
 def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False) -> Extent:
+    """What a tensor of `num_local` tokens holds: this rank's share of the video, and the rest is text."""
     tokens.check_known(name)
     splits = tokens.state.splits
     if splits is None:
@@ -219,7 +233,7 @@ def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False)
 
 
 def _cut(tensor: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:
-    """The video part and the text part."""
+    """The video part and the text part of [B, S/P + T, ...]."""
     num_video = extent.num_local - extent.num_text
     sizes = [extent.num_text, num_video] if extent.text_first else [num_video, extent.num_text]
     first, second = tensor.split(sizes, 1)

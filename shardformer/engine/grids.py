@@ -1,4 +1,15 @@
-"""Factorised attention: blocks along one dimension of a grid, then along the other, and the switch between."""
+"""Factorised attention: blocks along one dimension of a grid, then along the other, and the switch between.
+
+Open-Sora's STDiT attends in turn over the places of a frame and over the frames of a place. A block needs the dimension
+whole that it attends along, and may have the other one spread. With P = 3 ranks, 6 frames and 9 places:
+
+    spatial block    needs all 9 places   each rank has 2 frames   [B, 2, 9, C]
+    switch           one all-to-all       (attention.switch_sharded_dim)
+    temporal block   needs all 6 frames   each rank has 3 places   [B, 6, 3, C]
+
+A policy names, for each block, the layout of its tokens, `B (T S) C`, and the dimension that is spread within it. The
+switch is made where two blocks disagree, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +43,11 @@ class GridLayout:
 
     @classmethod
     def parse(cls, pattern: str) -> GridLayout:
+        """The layout of a pattern such as "B (T S) C".
+
+        Raises:
+            ValueError: the pattern is no layout.
+        """
         found = re.findall(r"\(([^()]*)\)|(\w+)", pattern)
         groups = tuple(tuple(inner.split()) if inner else (single,) for inner, single in found)
         names = [name for group in groups for name in group]
@@ -64,7 +80,7 @@ class GridLayout:
         return sizes
 
     def unfold(self, tensor: Tensor, sizes: dict[str, int]) -> Tensor:
-        """ "B (T S) C": [B, T·S, C] → [B, T, S, C], a dim for every name."""
+        """A dim for every name: [B, T·S, C] → [B, T, S, C] in the layout "B (T S) C"."""
         return tensor.reshape([sizes[name] for name in self.names])
 
     def fold(self, tensor: Tensor) -> Tensor:

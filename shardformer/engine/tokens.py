@@ -1,4 +1,17 @@
-"""How the tokens of the forward that is running are spread over the ranks."""
+"""How the tokens of the forward that is running are spread over the ranks.
+
+A clip's length may change from call to call, so nothing about it is known when a model is sharded. Each forward finds
+out anew. With P = 3 ranks, in a model that splits its input and its rotary table:
+
+    forward begins       nothing is known
+    7 tokens are split   splits = (3, 2, 2): this rank holds tokens 3 4, if it is rank 1
+    the table is split   it has 7 rows, so it is cut alike; 9 rows would be an error
+    attention            passes splits on, so that nothing is exchanged there
+    forward ends         everything is forgotten
+
+Backward may run parts of the forward again, after it has ended. A checkpoint therefore brings the state along, which
+`Tokens.carry` arranges.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +33,7 @@ _running = threading.local()  # autograd recomputes on threads of its own
 
 
 def running_tokens() -> Tokens | None:
-    """Those of the sharded forward that runs on this thread, the innermost one."""
+    """The tokens of the sharded forward that runs on this thread: the innermost, where one model calls another."""
     return getattr(_running, "tokens", None)
 
 
@@ -46,7 +59,7 @@ class State:
     """What a forward finds out about its tokens."""
 
     is_known: bool = False
-    """Whether it is a forward's, as it is in a recomputation that brought it along."""
+    """Whether a forward found it out. It is False outside of a forward, and in a recomputation that brought none."""
     splits: tuple[int, ...] | None = None
     """Every rank's number of tokens."""
     unit: int = 1
@@ -78,6 +91,7 @@ class Tokens:
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def own_range(self, splits: tuple[int, ...]) -> slice:
+        """This rank's part of a dim with these shares: rank 1 of (3, 2, 2) has 3…4."""
         rank = self.group.rank()
         return slice(sum(splits[:rank]), sum(splits[: rank + 1]))
 
@@ -89,6 +103,7 @@ class Tokens:
         elif state.splits is None:
             return slice(0, total)
         else:
+            # Both a table of tokens and one of frames may be asked about; their lengths tell them apart.
             frames = tuple(size // state.unit for size in state.splits)
             shares = {sum(frames): frames, sum(state.splits): state.splits}
         if total not in shares:
@@ -108,7 +123,11 @@ class Tokens:
         return frozenset(count for count in (num_own, num_own // self.state.unit) if count > 1)
 
     def check_known(self, what: str) -> None:
-        """ValueError in a recomputation that did not bring the state along."""
+        """Refuses a recomputation that did not bring the state along.
+
+        Raises:
+            ValueError: the state is not known.
+        """
         if not self.state.is_known:
             raise ValueError(
                 f"{what} is recomputed by a checkpoint that shardformer does not know of (torch.utils.checkpoint, "
@@ -118,7 +137,11 @@ class Tokens:
             )
 
     def check_all_have_some(self, total: int, name: str, what: str) -> None:
-        """ValueError where `total` frames, or whatever `name` says, leave a rank without one."""
+        """Refuses `total` frames, or whatever `name` says, that leave a rank without one.
+
+        Raises:
+            ValueError: there are fewer than ranks.
+        """
         if total < self.group.size():
             raise ValueError(
                 f"{what} has {total} {name}, and the model cannot run on none, as some of {self.group.size()} ranks "
@@ -126,10 +149,14 @@ class Tokens:
             )
 
     def share(self, total: int, what: str) -> tuple[int, ...]:
-        """Every rank's share of `total` tokens, which must be as many as were split before."""
+        """Every rank's share of `total` tokens, in whole units.
+
+        Raises:
+            ValueError: another number was split before, some rank would have none, or the units do not fit.
+        """
         if self.state.num_frames is not None and self.state.splits is None:
             self.state.unit = max(1, total // self.state.num_frames)
-        if total < self.group.size():  # models are not written for none, and one rank alone would say so
+        if total < self.group.size():  # models are not written for no tokens; here all ranks say so together
             raise ValueError(
                 f"{what} has {total} tokens, fewer than the {self.group.size()} ranks that share them"
             )
@@ -202,6 +229,7 @@ class Tokens:
 
     @contextmanager
     def as_running(self) -> Iterator[None]:
+        """Within it, `local_tokens` is about this model."""
         before, _running.tokens = running_tokens(), self
         try:
             yield
@@ -209,9 +237,11 @@ class Tokens:
             _running.tokens = before
 
     def begin(self) -> None:
+        """A forward begins."""
         self.state, self.in_forward, self.were_asked_for = State(is_known=True), True, False
         self._made.clear()
 
     def end(self) -> None:
+        """The forward has ended, also by an error."""
         self.state, self.in_forward = State(), False
         self._made.clear()

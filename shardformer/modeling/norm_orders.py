@@ -257,7 +257,7 @@ def _ignores_magnitude(probes: list[_Probe]) -> bool:
 
 
 def _measure_eps(twin: nn.Module, num_features: int) -> float:
-    """From how much smaller a tiny input's output is: sqrt(m / (m + eps)) for a mean square m."""
+    """The eps, from how much smaller a tiny input's output is: sqrt(m / (m + eps)) for a mean square m."""
     device = next((p.device for p in twin.parameters()), torch.device("cpu"))
     ones = {name: torch.ones(num_features, device=device) for name, _ in twin.named_parameters()}
     row = torch.linspace(-1, 1, num_features, dtype=torch.float64)

@@ -39,12 +39,12 @@ from shardformer.modeling.norm_orders import (
 
 Mode = Literal["strict", "fast"]
 Dtypes = tuple[torch.dtype, "torch.dtype | None"]
-"""Of the input, and of the weight if there is one."""
+"""The dtype of the input, and of the weight if there is one."""
 Run = Callable[[Tensor, "Tensor | None", "Tensor | None", Order, "float | None"], Tensor]
 """(x [..., C], weight [C], bias [C], order, eps) -> [..., C]; raises Unfit."""
 
 _ROWS = 23
-"""Of the inputs for comparisons: a prime that divides no number of features."""
+"""Rows of the inputs for comparisons: a prime that divides no number of features."""
 
 
 class Unfit(Exception):
@@ -58,9 +58,8 @@ def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str]
     in, before it is sharded, wrapped or compiled.
 
     Args:
-        mode: `strict` changes no value beyond the last bit of an fp32 sum, and takes torch's own kernels only. `fast`
-        may
-            round a half elsewhere, and takes kernels of quack, Liger or apex, if they agree.
+        mode: `strict` changes no value beyond the last bit of an fp32 sum, and takes torch's own kernels only.
+            `fast` may round a half elsewhere, and takes kernels of quack, Liger or apex, if they agree.
         within: paths below which norms may be swapped, `*` for any one name: `("blocks.*.attn1",)`.
 
     Returns:

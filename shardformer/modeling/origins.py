@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 @dataclass(frozen=True)
 class _Origin:
     sizes: frozenset[int]
-    """Of all dims of everything that a tensor was made of."""
+    """The sizes of all dims of everything that a tensor was made of."""
     is_of_tokens: bool = False
     counts: bool = False
     """Whether it differs from position to position: stems from a range, or was written to in part."""

@@ -147,7 +147,7 @@ class Grid:
     tokens: tuple[str, str]
     """The argument that holds the tokens, and its layout; what the block returns has the same one."""
     layouts: tuple[tuple[str, str], ...] = ()
-    """Of further arguments that may have a dimension of the grid."""
+    """The layouts of further arguments that may have a dimension of the grid."""
     counts: tuple[tuple[str, str], ...] = ()
     """Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's."""
     may_be_empty: bool = True

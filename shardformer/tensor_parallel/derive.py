@@ -62,7 +62,11 @@ def derive_path(steps: Sequence[Sequence[tuple[str, str]]]) -> list[list[Flow]]:
 
 
 def derive_linear(name: str, weight: Placement, given: Placement) -> Flow:
-    """Of one layer, with its weight `"oi"` and its input `"si"` placed so over the tensor ranks."""
+    """What one layer communicates, with its weight `"oi"` and its input `"si"` placed so over the tensor ranks.
+
+    Raises:
+        ValueError: the layer cannot take its input so.
+    """
     chain = Chain({AXIS: 2})  # the rules are the same for any degree, the letters for any layer
     x = chain.tensor(f"the input of {name}", "si", tp=given)
     chain.tensor(f"{name}.weight", "oi", tp=weight)

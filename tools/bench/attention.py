@@ -64,7 +64,7 @@ CASES = (
 COUNTED = Problem("counted", queries=384, keys=384, heads=12, kv_heads=12, head_dim=32, batch=1)
 BEST_SIZES = ((2048, 8, 64), (256, 8, 32), (64, 4, 16))
 LEAST_MS = 20.0
-"""Of a turn beside the best case: a shorter call is repeated."""
+"""Least length of a turn beside the best case: a shorter call is repeated."""
 
 EXAMPLES = f"""\
 {textwrap.fill("sides: " + ", ".join(SIDES), 118)}
@@ -266,7 +266,7 @@ class Bench:
             print(f"{name} is skipped: {reason}", file=sys.stderr, flush=True)
 
     def rows(self, part: str) -> list[Row]:
-        """Of one part, in the order of the sides; what is timed runs in processes that no other peer has been in."""
+        """The rows of one part, by side. What is timed runs in processes that no other peer has been in."""
         timed, rows = part in TIMED, list[Row]()
         for num_ranks in self.options.time_ranks if timed else self.options.ranks:
             put = [(side, problem) for side in self.sides for problem in problems(part, side, self.options)]

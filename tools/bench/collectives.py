@@ -171,7 +171,7 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
 
 
 def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Of one setting: equality, bytes, and the times of three sides."""
+    """Measures one setting: equality, bytes, and the times of three sides."""
     setting = Setting(**task["setting"])
     case = make_case(world, setting, task["size_bytes"])
     gradient = None

@@ -40,7 +40,7 @@ class Case:
 
     @property
     def input_bytes(self) -> int:
-        """Of one block's input, and of what its attention puts out."""
+        """Bytes of one block's input, and as many of its attention's output."""
         return self.batch * self.tokens * self.hidden * self.dtype.itemsize
 
     @property

@@ -200,7 +200,7 @@ class Table:
     def of(
         cls, title: str, columns: Mapping[str, str], rows: Iterable[Row], notes: Sequence[str] = ()
     ) -> Table:
-        """From plain data; `columns` has the path of each column's value by the column's name."""
+        """A table of plain data; `columns` has the path of each column's value by the column's name."""
         cells = [[show(look_up(row, path), path) for path in columns.values()] for row in rows]
         return cls(title, list(columns), cells, notes)
 

@@ -46,7 +46,7 @@ REFERENCE, OFFLOADED, AUTOMATIC = "full", "full+offload", "full+auto"
 PEERS = ("save_on_cpu", "synchronous stack", "torchtune")
 NAMES = ("none", REFERENCE, OFFLOADED, AUTOMATIC, "selective", "selective+offload", *PEERS)
 VERIFIED_SHARE = 0.98
-"""Of the extrapolated length, at which it is run."""
+"""Share of the extrapolated length at which it is run."""
 EXAMPLES = f"""\
 schemes: {", ".join(NAMES)}
 
@@ -82,7 +82,7 @@ class Scheme:
     moved: int | None = 0
     """Blocks that move; None where the engine decides."""
     first_decision: int = 0
-    """Of the engine's decisions, the first that can be about this scheme."""
+    """The first of the engine's decisions that can be about this scheme."""
     uses_arena: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     host_memory: Sequence[Tensor] = ()

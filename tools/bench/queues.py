@@ -43,7 +43,7 @@ def subtract(intervals: Iterable[Interval], taken: Iterable[Interval]) -> list[I
 
 
 def hidden_share(compute: Sequence[Interval], *copies: Sequence[Interval]) -> float | None:
-    """Of the time that copies took in each direction, how much lay beside compute; None without copies."""
+    """The share of the copies' time that lay beside compute; None without copies."""
 
     def length_ms(intervals: Iterable[Interval]) -> float:
         return sum(end - start for start, end in intervals)
@@ -53,7 +53,7 @@ def hidden_share(compute: Sequence[Interval], *copies: Sequence[Interval]) -> fl
 
 
 def split_by_queue(events: Iterable[Any]) -> dict[str, list[Interval]]:
-    """From the events of a profiler, in microseconds: kernels compute, as do copies within the device."""
+    """A profiler's events by queue, in milliseconds. Copies within the device count as compute."""
     found: dict[str, list[Interval]] = {"compute": [], "out": [], "in": []}
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
@@ -114,7 +114,7 @@ def record_on_host(
 
 
 def queues_to_draw(found: Mapping[str, Sequence[Interval]], labels: list[str]) -> dict[str, Any]:
-    """From the step's start; what a picture could not tell apart is joined."""
+    """The intervals, counted from the step's start; what a picture could not tell apart is joined."""
     bounds = [bound for intervals in found.values() for interval in intervals for bound in interval] or [0.0]
     gap_ms = (max(bounds) - min(bounds)) / 2000
     shown: dict[str, Any] = {"labels": labels}
