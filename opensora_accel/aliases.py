@@ -5,7 +5,8 @@
 
     from opensora.acceleration.parallel_states import set_sequence_parallel_group  # opensora_accel's own
 
-A line in `sys.modules` is not enough for that: Python would load every submodule once more, with a registry of its own.
+A line in `sys.modules` is not enough for that: Python would load every submodule once more, under its other name, with
+a registry of process groups of its own. So a finder hands out the modules that are loaded already.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
 """Named process groups over one DeviceMesh, behind Open-Sora's getters and setters.
 
 The registry is the only global state of the toolkit. It is filled by `init_parallel(plan)`, or group by group
-through the setters when another library (ColossalAI, Megatron) has made the groups.
+through the setters when another library (ColossalAI, Megatron) has made the groups. For Plan(dp_replicate=2, ulysses=3)
+on 6 ranks:
+
+    data        ranks 0 3, 1 4, 2 5      ranks that see different samples
+    sequence    ranks 0 1 2, 3 4 5       ranks that share a sample
+    mixed       all 6                    gradients are averaged over them
+    tensor      each rank alone          and every axis by its own name: "ulysses" is 0 1 2, 3 4 5
 """
 
 from __future__ import annotations
@@ -93,14 +99,19 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         _meshes[name] = mesh[axes]._flatten(name)
         _groups[name] = _meshes[name].get_group()
     _groups["tensor"] = _groups["tp"]
-    if timeout is not None:  # a group made of another one has torch's default, whatever that one's is
+    if timeout is not None:
+        # Groups do not inherit the timeout of the group that they are made from.
         for group in _groups.values():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
     return mesh
 
 
 def start_distributed(timeout_s: float | None = None) -> None:
-    """Starts torch.distributed as `init_parallel` does, for who has to talk to other ranks before there is a Plan."""
+    """Starts torch.distributed as `init_parallel` does, where ranks have to talk before there is a Plan.
+
+    Raises:
+        ValueError: the timeout is no positive number, or the environment names ranks that cannot be.
+    """
     if not dist.is_initialized():
         _start_distributed(_device_type(), _timeout(timeout_s))
 
@@ -207,7 +218,11 @@ def _launched() -> bool:
 
 
 def get_mesh(name: str = "all") -> DeviceMesh:
-    """The mesh of `init_parallel`: all five axes, one axis, or a composed one (data, sequence, mixed)."""
+    """The mesh of `init_parallel`: all five axes, one axis, or a composed one (data, sequence, mixed).
+
+    Raises:
+        ValueError: there is no mesh of that name, or none yet.
+    """
     if name not in _meshes:
         known = ", ".join(_meshes) or "none yet"
         raise ValueError(f"no mesh {name!r} is registered ({known}); call init_parallel(plan) first")
@@ -215,7 +230,11 @@ def get_mesh(name: str = "all") -> DeviceMesh:
 
 
 def get_parallel_group(name: str) -> dist.ProcessGroup:
-    """The group called `name`: data, sequence, mixed, tensor, or a single mesh axis."""
+    """The group called `name`: data, sequence, mixed, tensor, or a single mesh axis.
+
+    Raises:
+        ValueError: no group has that name, or nobody has registered it yet.
+    """
     if name not in _GROUP_NAMES:
         raise ValueError(f"no group is called {name!r}; the groups are {', '.join(_GROUP_NAMES)}")
     if name not in _groups:
@@ -252,8 +271,10 @@ def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup 
     """The data group (the world where none was set), or the mixed group when `get_mixed_dp_pg`.
 
     A mixed group that nobody registered is derived where it is certain: it is the data group without sequence
-    parallelism, and the world where data × sequence fills it. Otherwise ValueError, because the wrong answer
-    would load another rank's optimizer shards.
+    parallelism, and the world where data × sequence fills it.
+
+    Raises:
+        ValueError: the mixed group is not certain. A wrong one would load another rank's optimizer shards.
     """
     if not get_mixed_dp_pg:
         return _groups.get("data", dist.group.WORLD)

@@ -1,4 +1,8 @@
-"""Modules by the paths that a policy holds."""
+"""Modules by the paths that a policy holds: `*` is any one name, `-1` the last item of a list.
+
+In a model with `blocks.0` and `blocks.1`, the path `blocks.*.attn` names both blocks' attention, and `blocks.-1` names
+`blocks.1`. A path that names nothing is an error which says what stands where the path leaves the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
 
 
 def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a path names, in order; ValueError where it names none."""
+    """The modules that a path names, in order, with their full names.
+
+    Raises:
+        ValueError: it names none.
+    """
     names = re.sub(r"(?<=\.)-1\b", lambda match: _last(model, path[: match.start() - 1]), path)
     expression = re.compile(re.escape(names).replace(r"\*", r"[^.]+"))
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
@@ -28,7 +36,13 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def check_still_there(model: nn.Module, hooked: Mapping[str, nn.Module]) -> None:
-    """ValueError where a module that was hooked has been wrapped since: what is around it sees one rank's tokens."""
+    """Refuses a model in which a module that was hooked has been wrapped since.
+
+    The wrapper's own layers, an adapter's for one, would see one rank's tokens.
+
+    Raises:
+        ValueError: a module was replaced.
+    """
     for name, module in hooked.items():
         try:
             now: nn.Module | None = model.get_submodule(name)
@@ -47,7 +61,11 @@ def children(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signature:
-    """The signature of a module's forward, which must have the argument."""
+    """The signature of a module's forward.
+
+    Raises:
+        ValueError: the forward does not have the argument.
+    """
     signature = inspect.signature(module.forward)
     if argument not in signature.parameters:
         if type(module).__name__ in _TRANSPARENT:

@@ -56,9 +56,12 @@ class Agreement:
         self._num_forwards = 0
 
     def check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """ValueError, on every rank of the group, where one of them has other inputs or weights.
+        """Compares this forward's inputs, and in the first forward the weights.
 
         Communication: one gather of a few numbers a tensor, in the forwards that are compared.
+
+        Raises:
+            ValueError: on every rank of the group, where one of them has other inputs or weights.
         """
         if not inputs_are_compared():
             return

@@ -111,9 +111,12 @@ def _check_kinds(model: object, plan: object) -> None:
 
 
 def unshard(model: ModelT) -> ModelT:
-    """The model as it was before `shard`, bit for bit; ValueError where its parameters are sharded.
+    """The model as it was before `shard`, bit for bit.
 
-    Backward of what ran before comes first: a checkpoint recomputes with the model as it is then.
+    Call it after the backward of everything that ran before: a checkpoint recomputes with the model as it is then.
+
+    Raises:
+        ValueError: the model is not sharded, or its parameters are, which cannot be undone.
     """
     applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
     if applied is None:
@@ -128,7 +131,11 @@ def unshard(model: ModelT) -> ModelT:
 
 
 def norms_of(model: nn.Module) -> SwapReport:
-    """What `shard(…, norms=…)` made of the model's norms, and why: `print` it."""
+    """What `shard(…, norms=…)` made of the model's norms, and why: `print` it.
+
+    Raises:
+        ValueError: the model was sharded without `norms=`, or not at all.
+    """
     applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
     if applied is None or applied.norms is None:
         raise ValueError(
@@ -145,7 +152,7 @@ def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]
 
 
 def _blocks(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Blocks with the arguments that flow from one to the next."""
+    """The blocks in the order in which they run, each with the names of the arguments that flow to the next."""
     found = []
     for entry in policy.blocks:
         lists = [children(model, path) for path in (entry.module, *entry.alternating)]

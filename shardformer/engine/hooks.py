@@ -67,6 +67,7 @@ def follow_forward(
     check_agreement = uncompiled(agreement.check)
 
     def begin(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # First, as all that follows would be wrong with a part of the model that is wrapped.
         check_still_there(model, hooked)
         check_agreement(model, args, kwargs)
         running.close()  # of a forward that another hook of the model ended
@@ -96,7 +97,7 @@ def follow_forward(
 class _Carrying:
     """A model's own checkpoint function, which brings along the state of every forward that is running.
 
-    Of every one: this model may be a part of another that is sharded as well.
+    There may be several, as this model may be a part of another one that is sharded too.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]):

@@ -1,4 +1,12 @@
-"""Positions that are made, or enter, where the tokens are split already: inside attention."""
+"""Positions that are made, or enter, where the tokens are split already: inside attention.
+
+Wan's own code calls `rope_apply(x, grid_sizes, freqs)` in every attention, and takes the first rows of `freqs` for the
+tokens of x. On rank 1 of 2, which holds the last tokens, these are the wrong rows. There are two ways to be right:
+
+    tables   the function gets this rank's rows of a table that has a row for every token of the clip
+    tokens   the function gets as many tokens as the clip has, this rank's in their places and zeros elsewhere, and
+             of what it returns this rank's rows are kept; it computes P times as much, but needs no table
+"""
 
 from __future__ import annotations
 
@@ -58,7 +66,7 @@ def _rows(value: Any, entry: Positions, tokens: Tokens) -> Any:
 
 
 def _in_place(value: Tensor, entry: Positions, tokens: Tokens) -> Tensor:
-    """As many rows as the clip has: this rank's where they belong, and zeros."""
+    """As many rows as the clip has, [..., S at dim, ...]: this rank's rows where they belong, and zeros elsewhere."""
     assert tokens.state.splits is not None
     total = sum(tokens.state.splits)
     own = tokens.own_range(tokens.state.splits)

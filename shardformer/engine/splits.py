@@ -206,7 +206,7 @@ def exchange_halos(model: nn.Module, entry: Halo, tokens: Tokens, undo: ExitStac
     """A convolution over frames sees those of the neighbours."""
 
     def get_splits() -> tuple[int, ...] | None:
-        """In frames."""
+        """Every rank's number of frames."""
         splits = tokens.state.splits
         return None if splits is None else tuple(size // tokens.state.unit for size in splits)
 
@@ -238,7 +238,8 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
     total, known = tensor.size(entry.dim), tokens.state.splits
     is_shared = "*" in entry.module  # by many blocks; what one module gets is not kept for another
     frames = isinstance(entry, SplitInput) and entry.frames
-    if frames or entry.text is not None or total == 1:  # what it is follows from the tokens split before it
+    if frames or entry.text is not None or total == 1:
+        # Its share follows from tokens that were split before it.
         tokens.check_known(what)
     if frames:
         unit = tokens.state.unit
@@ -250,7 +251,7 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
         return tokens.split(tensor, entry.dim, tuple(size // unit for size in known), is_shared)
     if entry.text is None:
         if total == 1 and known is not None and sum(known) != 1:
-            return tensor  # broadcast over the tokens
+            return tensor  # it is broadcast over the tokens
         splits = tokens.share(total, what)
         if isinstance(entry, SplitInput) and not entry.may_be_empty:
             tokens.check_all_have_some(total // tokens.state.unit, "frames", what)

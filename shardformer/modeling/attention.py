@@ -1,8 +1,13 @@
 """Sequence-parallel attention inside a model's own attention module.
 
-The module keeps its projections, norms and rotary embedding; only the kernel call at its heart is led elsewhere.
-So one piece of code serves every model that ends in `scaled_dot_product_attention`, which all processors of
-diffusers do on their native backend.
+The module keeps its projections, norms and rotary embedding; only the kernel call at its heart is replaced. So one
+piece of code serves every model that calls `scaled_dot_product_attention`, which all processors of diffusers do on
+their native backend.
+
+    module.forward(x)                                                    x: this rank's tokens
+      q, k, v = projections, norms, rotary                               the model's own code
+      F.scaled_dot_product_attention(q, k, v)   →   attention(q, k, v)   over the tokens of all ranks
+      output projection                                                  the model's own code
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ class RedirectAttention(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A redirected module within another one, or a kernel that ours calls, is not for this mode.
         if _running.mode is not self:
             return function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
@@ -69,7 +75,7 @@ class RedirectAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's own arguments, [B, H, S, D]; grouped heads are seen from the shapes."""
+        """torch's own arguments, [B, H, S, D]. `enable_gqa` is not needed: the shapes tell grouped heads."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = self.attend(q, k, v, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
         return out.transpose(1, 2)
@@ -96,7 +102,7 @@ class RedirectAttention(TorchFunctionMode):
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """What takes the place of a kernel may call one."""
+    """Within it, kernel calls are not redirected: what takes the place of a kernel may call one."""
     mode, _running.mode = _running.mode, None
     try:
         yield

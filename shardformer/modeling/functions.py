@@ -19,9 +19,14 @@ Function = Callable[..., Any]
 def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
     """Replaces the function `name` by `wrap(function)` wherever the model's packages hold it; returns the undo.
 
-    The packages are those that define the classes of its modules, but for torch. `name` is a function's ("rope_apply"),
-    a method's ("RoPE3D.forward"), or a function's of any package ("flash_attn.flash_attn_func"), which the model
-    imports where it calls it. ValueError where there is none.
+    The packages are those that define the classes of the model's modules, except torch.
+
+    Args:
+        name: of a function ("rope_apply"), of a method ("RoPE3D.forward"), or of a function of any package that the
+            model imports where it calls it ("flash_attn.flash_attn_func").
+
+    Raises:
+        ValueError: there is no such function.
     """
     holder_name, _, attribute = name.rpartition(".")
     package = _package_of(model)
@@ -39,6 +44,7 @@ def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Fun
             f"({type(model).__module__}) does not have; import what defines it before shard(), or correct the name"
         )
     undo = ExitStack()
+    # A function that several files import is held by each of them under its name.
     for holder, original in found:
         setattr(holder, attribute, wrap(original))
         undo.callback(setattr, holder, attribute, original)

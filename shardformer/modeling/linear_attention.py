@@ -32,6 +32,7 @@ class SpreadLinearAttention:
         """[B, S/P, C] in and out; `rotary_emb`: cosines and sines [1, S/P, 1, D]."""
         if attention_mask is not None or encoder_hidden_states is not None:
             raise ValueError("linear attention is self-attention without a mask")
+        # What treats each token alone stays as it is in diffusers; only `linear_attention` is ours.
         q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
@@ -51,7 +52,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def redirect_linear_attention(module: nn.Module, name: str, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Sums over all ranks' tokens inside `module`; returns the function that undoes it."""
+    """Makes `module` sum over all ranks' tokens; returns the function that undoes it.
+
+    Raises:
+        ValueError: the module's processor is none that is known.
+    """
     original = getattr(module, "processor", None)
     if type(original).__name__ not in _KNOWN:
         raise ValueError(

@@ -2,6 +2,11 @@
 
 Models build their mask before the tokens are split or after, over keys alone or over queries and keys, as bool or as
 a bias of 0 and −10000. Nearly all of them say the same: some keys are padding.
+
+One sample of 5 tokens, of which the last is padding, on P = 2 ranks. The model may pass a mask over all keys,
+[1, 1, 1, 5]; one over its own, [1, 1, 1, 3] on rank 0 and [1, 1, 1, 2] on rank 1; or one over queries and keys,
+[1, 1, 5, 5]. All of them become this rank's part of the key mask: 1 1 1 on rank 0 and 1 0 on rank 1. What says more
+than padding (a causal mask, a bias) cannot be cut by keys; it is kept whole in its columns, for `gathered_attention`.
 """
 
 from __future__ import annotations
@@ -70,10 +75,11 @@ class Mask:
 
 
 class MaskReader:
-    """Reads the masks of one attention module. What kind those of a shape are is looked up once, and asserted from
-    then on: to look would wait for the device at every call.
+    """Reads the masks of one attention module.
 
-    Whatever is looked up of a mask that has all keys is the same on every rank, so that all communicate alike.
+    What kind of mask has which shape is looked up at the first call and asserted from then on, because looking makes
+    the host wait for the device. The ranks must decide alike, or they would communicate differently. So a kind is
+    decided by what all of them have: a mask over all keys, never a rank's own rows of it.
     """
 
     def __init__(self, name: str):
@@ -97,7 +103,7 @@ class MaskReader:
             mask = self._mask_of_lengths(mask, queries, keys, device)
         if mask is None:
             return Mask()
-        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))  # [B or 1, H or 1, S_q or 1, S_kv]
         num_rows, num_columns = mask.shape[2:]
         rows_fit = num_rows in (1, queries.num_local, queries.num_whole)
         if not rows_fit or num_columns not in (keys.num_local, keys.num_whole):
@@ -113,12 +119,13 @@ class MaskReader:
                 f"{self.name} got a mask over all queries and this rank's keys, {tuple(mask.shape)}; leave it whole: "
                 "attention takes this rank's part of it"
             )
-        # Of its own rows each rank would find something else; and padding has no gradient to give.
+        # Rows that are cut differ from rank to rank, so nothing is decided by them. A mask with a gradient is a bias.
         kind = "any" if has_all_keys and (is_cut or mask.requires_grad) else self._kind(mask, has_all_keys)
         if kind == "any":
             if num_rows == queries.num_whole:
                 mask = queries.cut(mask, 2)
             return Mask(bias=mask)
+        # From here on it is padding. A key is seen if any query sees it, and a query asks if it sees any key.
         visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         seen = visible.any(1) if num_rows > 1 else visible[:, 0]
         asking = visible.any(2) if kind == "padding" else None
@@ -134,7 +141,10 @@ class MaskReader:
     def _mask_of_lengths(
         self, lengths: Lengths, queries: Extent, keys: Extent, device: torch.device | None
     ) -> Tensor | None:
-        """[B, 1, 1, S_kv + T], or None where all is seen. All ranks decide alike: by numbers that are equal on all."""
+        """The mask [B, 1, 1, S_kv + T] that lengths mean, or None where all is seen.
+
+        All ranks decide alike, because they decide by numbers that are equal on all of them.
+        """
         visible, total = lengths.visible, lengths.total
         if lengths.queries is not None and set(lengths.queries) != {queries.num_whole}:
             raise ValueError(
@@ -145,6 +155,7 @@ class MaskReader:
             return None
         if total is None:
             num_seen = visible
+            # Lengths that could be a rank's own share of a clip cannot be told from those of short clips.
             if set(visible) <= {size + keys.num_text for size in keys.splits}:
                 raise ValueError(
                     f"{self.name} got lengths {list(visible)}, which may be of whole samples of {keys.num_whole} "
@@ -184,6 +195,7 @@ class MaskReader:
                 f"{self.name} got masks of two kinds in one shape; call shardformer.unshard, and shard again",
             )
             return known
+        # One wait for the device, for both answers.
         found, says_nothing = torch.stack(
             [is_plain, (mask if mask.dtype == torch.bool else mask == 0).all()]
         ).tolist()
@@ -202,7 +214,7 @@ class MaskReader:
 
 
 def _is_plain(mask: Tensor, has_all_keys: bool) -> Tensor:
-    """Whether all heads see the same and some queries and keys are padding, and that is all it says."""
+    """Whether a mask [B, H or 1, S_q or 1, S_kv] says only that some queries and keys are padding; a bool scalar."""
     visible, is_plain = mask, torch.full((), not mask.requires_grad, device=mask.device)
     if mask.dtype != torch.bool:
         visible = mask == 0
@@ -212,5 +224,6 @@ def _is_plain(mask: Tensor, has_all_keys: bool) -> Tensor:
     if mask.size(1) > 1:
         is_plain = is_plain & (visible == visible[:, :1]).all()
     visible = visible[:, 0]
+    # Padding is an outer product: queries that ask times keys that are seen.
     padding = visible.any(2, keepdim=True) & visible.any(1, keepdim=True)
     return is_plain & (visible == padding).all() if mask.size(2) > 1 else is_plain

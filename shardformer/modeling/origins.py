@@ -52,16 +52,22 @@ class Origins:
             self._known[tensor] = _Origin(sizes, bool(sizes & counts()))
 
     def note(self, function: Any, inputs: Any, output: Any) -> None:
-        """ValueError where a tensor made to measure meets the tokens."""
+        """Notes what `function` made of its inputs.
+
+        Raises:
+            ValueError: a tensor that was made to measure meets the tokens here.
+        """
         tensors = list(_tensors(inputs))
         origins = [self._of(each) for each in tensors]
         if any(origin.is_of_tokens for origin in origins):
+            # The function has tokens among its inputs: whatever else goes in must not count from a rank's own first.
             for tensor, origin in zip(tensors, origins, strict=True):
                 if not origin.is_of_tokens and self._is_made_to_measure(tensor, self._counts()):
                     raise ValueError(self._message(f"a tensor {tuple(tensor.shape)}", "positions"))
         made = _Origin(
             frozenset().union(*(origin.sizes for origin in origins)),
             any(origin.is_of_tokens for origin in origins),
+            # Made of nothing, and not constant: torch.arange and its like.
             any(origin.counts for origin in origins) or not (tensors or function in _CONSTANT),
         )
         if function is Tensor.__setitem__:  # what it was filled with before is as constant as padding is

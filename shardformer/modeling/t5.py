@@ -32,7 +32,9 @@ class T5LayerNorm(nn.Module):
         """The same norm on the same parameter object, from apex's FusedRMSNorm, torch's RMSNorm or another T5's.
 
         Further arguments (a process group, say) are what ColossalAI passes to every replacement; none is needed.
-        Raises ValueError for a module that is not an RMSNorm over its last dimension with a weight.
+
+        Raises:
+            ValueError: the module is not an RMSNorm over its last dimension with a weight.
         """
         weight = getattr(module, "weight", None)
         has_bias = getattr(module, "bias", None) is not None

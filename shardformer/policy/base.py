@@ -1,7 +1,16 @@
-"""A policy: what is split, gathered and swapped where, for one family of models. Data, no code.
+"""A policy: what is split, gathered and swapped where, for one family of models. It is data, and no code.
 
 Module paths start at the model (`""`); `*` stands for any one name and `-1` for the last of a list:
-`blocks.*.attn1`, `blocks.-1`.
+`blocks.*.attn1`, `blocks.-1`. The smallest policy, for a DiT whose blocks attend to nothing but their own tokens:
+
+    Policy(
+        models=("TinyDiT",),
+        arguments="hidden_states timestep",
+        split_inputs=(SplitInput("blocks.0", "hidden_states"),),   # tokens are split where the first block begins
+        self_attention=("blocks.*.attn",),                         # each block attends over all ranks' tokens
+        gather_outputs=(GatherOutput("blocks.-1"),),               # and the caller gets all tokens back
+        blocks=(Blocks("blocks"),),                                # what is checkpointed, offloaded, sharded
+    )
 """
 
 from __future__ import annotations
@@ -19,22 +28,22 @@ Text = Literal["first", "last"]
 class SplitInput:
     """An argument of a module's forward becomes this rank's share along `dim`.
 
-    Of a tuple, list or dict every tensor is split, of `index` that item alone. What is None stays None, and a tensor of
-    size 1 along `dim` stays as it is: it is broadcast over the tokens. A tensor that every block gets is split once.
+    In a tuple, list or dict every tensor is split; with `index`, that item alone. None stays None. A tensor of size 1
+    along `dim` stays as it is, because it is broadcast over the tokens. A tensor that every block gets is split once.
     """
 
     module: str
     argument: str
     dim: int = 1
     ndim: int | None = None
-    """For what has a token dimension only sometimes: a tensor of so many dims is split, one of fewer stays whole."""
+    """A tensor of so many dims is split and one of fewer stays whole, where tokens have a dimension only sometimes."""
     text: Text | None = None
     """Text tokens stand before or after the video tokens along `dim`: they stay, on every rank."""
     index: int | None = None
     frames: bool = False
     """`dim` holds frames in place of tokens; the policy has `frames`."""
     may_be_empty: bool = True
-    """As of `Frames`, which the policy has: whether the module runs where a rank's share of this has nothing in it."""
+    """Whether the module's own code runs on a rank whose share is empty; the policy has `frames`."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +101,13 @@ class Frames:
 
 @dataclass(frozen=True)
 class Positions:
-    """A function that gives tokens their positions inside attention, where they are split: as Wan's own
-    `rope_apply(x, grid_sizes, freqs)`. Left alone, it would count from 0 on every rank.
+    """A function that gives tokens their positions inside attention, where they are split already.
 
-    Of `tables`, arguments with a row for every token of the clip along `dim`, it gets this rank's rows. Of `tokens`,
-    arguments with this rank's tokens along `dim`, it gets as many rows as the clip has, this rank's where they belong
-    and zeros elsewhere, and this rank's rows of what it returns are kept. That serves any function that treats tokens
-    one by one; it computes every rank's rows, so that a model whose code can be changed had better call
-    `shardformer.local_tokens`.
+    Wan's own `rope_apply(x, grid_sizes, freqs)` is one. Left alone, it would count from 0 on every rank. Arguments
+    named in `tables` have a row for every token of the clip along `dim`; the function gets this rank's rows of them.
+    Arguments named in `tokens` have this rank's tokens along `dim`; the function gets as many rows as the clip has,
+    and this rank's rows of its result are kept. The latter serves any function that treats tokens one by one, but it
+    computes every rank's rows: a model whose code can be changed had better call `shardformer.local_tokens`.
     """
 
     function: str
@@ -151,10 +159,10 @@ class Grid:
     counts: tuple[tuple[str, str], ...] = ()
     """Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's."""
     may_be_empty: bool = True
-    """As of `Frames`: whether the block runs where a rank has nothing of `spread`."""
+    """Whether the block's own code runs on a rank that has nothing of `spread`."""
     lends_row: bool = False
-    """The module treats every row of `spread` alone, and none is too few for it: a rank that has none runs it on one
-    row of zeros, which is dropped, and so gives its part to every collective and every gradient."""
+    """The module treats every row of `spread` alone, but cannot run on none. A rank without rows runs it on one row of
+    zeros, which is dropped; so it takes its part in every collective and every gradient."""
     leave: str | None = None
     """The dimension that is spread in what the block returns, where the model between the blocks needs that."""
 
