@@ -39,6 +39,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
     mesh = _parameter_mesh(plan)
     reshard = plan.sharding == "zero3"
+    # Inner modules first: what a block holds is not gathered again with the model's own parameters.
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     # In place: the model's class becomes a subclass of its own that FSDP makes.

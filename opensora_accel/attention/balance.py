@@ -60,10 +60,15 @@ class Tile(NamedTuple):
 
 
 def check_layout(layout: str, *all_splits: Sequence[int]) -> None:
-    """Raises ValueError for an unknown layout, and for sizes that stripes cannot have."""
+    """Checks a layout, and every rank's sizes under it.
+
+    Raises:
+        ValueError: an unknown layout, or sizes that stripes cannot have.
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     for splits in all_splits:
+        # Token i of a stripe is on rank i mod P, which leaves no choice of sizes.
         expected = share_sizes(sum(splits), len(splits))
         if layout == "striped" and tuple(splits) != expected:
             raise ValueError(
@@ -145,18 +150,21 @@ def rotary_tables(at: Tensor, head_dim: int, *, theta: float = 10000.0) -> tuple
     """Cosines and sines, [S/P, D/2] in fp32, of tokens at the places `at`: `positions` of a rank, say.
 
     Source: RoPE, arXiv:2104.09864. Angles are made in fp64: in fp32 token 100,000 is off by 4e-3 rad.
+
+    Raises:
+        ValueError: an odd head_dim.
     """
     if head_dim % 2:
         raise ValueError(f"rotary embedding turns pairs of channels; head_dim ({head_dim}) must be even")
     exponents = torch.arange(0, head_dim, 2, device=at.device, dtype=torch.float64) / head_dim
-    angles = at.double().unsqueeze(-1) * theta**-exponents
+    angles = at.double().unsqueeze(-1) * theta**-exponents  # [S/P, D/2]
     return angles.cos().float(), angles.sin().float()
 
 
 def apply_rotary(input_: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[B, S/P, H, D] with the channels 2i and 2i + 1 of every head turned by the tables [S/P, D/2], in their dtype."""
     pairs = input_.unflatten(-1, (-1, 2)).to(torch.promote_types(input_.dtype, cos.dtype))
-    even, odd = pairs.unbind(-1)
+    even, odd = pairs.unbind(-1)  # each [B, S/P, H, D/2]
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
     return turned.flatten(-2).to(input_.dtype)
@@ -167,6 +175,8 @@ def _runs(layout: str, splits: Sequence[int], rank: int) -> list[_Run]:
         return [_Run(rank, splits[rank], len(splits))]
     if layout == "contiguous":
         return [_Run(sum(splits[:rank]), splits[rank])]
+    # Zigzag: a rank has a piece from the front and one from the rear, which stand in mirrored order. For P = 3 the
+    # sequence is front 0, front 1, front 2, rear 2, rear 1, rear 0.
     fronts, rears = [-(-size // 2) for size in splits], [size // 2 for size in splits]
     return [
         _Run(sum(fronts[:rank]), fronts[rank]),
@@ -182,6 +192,7 @@ def causal_tiles(
     tiles: list[Tile] = []
     for first, num_rows, seen, grows in _stairs(_runs(layout, splits, rank), _runs(layout, kv_splits, owner)):
         rows = slice(first, first + num_rows)
+        # Keys that all of these rows see are a rectangle; where each row sees one more, the rest is a triangle.
         if seen:
             tiles.append(Tile(rows, slice(0, seen), causal=False))
         if grows:
@@ -205,6 +216,7 @@ def _stairs(q_runs: Sequence[_Run], kv_runs: Sequence[_Run]) -> list[tuple[int, 
         # Between two edges every row sees the same number of keys, or one more than the row before.
         steps = sorted(edges)
         for begin, end in itertools.pairwise(steps):
+            # `seen` without the key that each row gains over the row before: that one is in the triangle.
             grows = any(delay <= begin < delay + length for delay, length in delays)
             seen = sum(min(max(begin - delay + 1, 0), length) for delay, length in delays) - grows
             _append(stairs, (first + begin, end - begin, seen, grows))

@@ -88,8 +88,10 @@ def enter_call(
     for group in groups:
         rank += group.rank() * num_ranks
         num_ranks *= group.size()
+    # One rank knows all sizes: its own.
     if num_ranks == 1:
         splits, kv_splits = splits or q.shape[1:2], kv_splits or k.shape[1:2]
+    # Who gives the sizes vouches for them; then ranks talk in debug mode only.
     are_given = splits is not None and kv_splits is not None
     exchange = _exchange
     if torch.compiler.is_compiling() and not are_given:
@@ -150,6 +152,7 @@ def _exchange(
     text: Text | None,
 ) -> tuple[Sizes, Sizes]:
     """Every rank's number of queries and of keys."""
+    # An error is not raised yet: the others would wait in the exchange for this rank.
     problem, digest = "", -1
     facts = _facts(q, k, v, mask, causal, scale, layout, text)
     try:

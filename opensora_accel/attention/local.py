@@ -69,7 +69,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
     causal, attention_mask, sees_none = call.causal, None, None
     if mask is not None:
         attention_mask = mask[:, None, None, :]
-        if causal:  # the kernels take a mask or the causal flag, not both
+        if causal:
+            # Kernels take a mask or the causal flag, not both.
             triangle = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril()
             attention_mask, causal = attention_mask & triangle, False
         # Kernels differ in what they make of a row without keys: let it see all, and drop what it saw.

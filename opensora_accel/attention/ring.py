@@ -97,6 +97,7 @@ def ring_attend(
     """
     if group is None or group.size() == 1:
         return attend_whole(q, k, v, mask, call)
+    # An operator takes no None for a float.
     scale = float(q.size(-1) ** -0.5 if call.scale is None else call.scale)
     options = (call.splits, call.kv_splits, group.group_name, call.causal, call.layout, scale)
     return _RingAttention.apply(q, k, v, mask, *options)
@@ -114,7 +115,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """grad: [B, S_q/P, H, D]."""
-        # All three, whichever are asked for: other ranks may ask for others, and wait for what passes here.
+        # All three gradients, whichever are asked for: other ranks may ask for others, and wait for what passes here.
         # The node that refuses a second derivative is only needed where one could be taken.
         second = torch.is_grad_enabled()
         backward = (
@@ -169,7 +170,8 @@ def _forward(
         shape = (*q.shape[:3], v.size(3))
         return q.new_zeros(shape, dtype=dtype), q.new_full(shape[:3], float("-inf"), dtype=dtype)
 
-    out: Tensor | None = None
+    # Until a first part has come there is nothing to merge with, and the part itself is the sum.
+    out: Tensor | None = None  # [B, S_q/P, H, D], in fp32 or fp64
     lse: Tensor | None = None  # [B, S_q/P, H]
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
     with RingPipeline(ring.group, packed, sizes) as pipeline:
@@ -181,15 +183,16 @@ def _forward(
             for tile in ring.tiles(pipeline.owner):
                 scores = Scores(scale, None if key_mask is None else key_mask[:, tile.keys], tile.causal)
                 part, part_lse = attend(q[:, tile.rows], keys[:, tile.keys], values[:, tile.keys], scores)
-                part_lse = part_lse.transpose(1, 2)
+                part_lse = part_lse.transpose(1, 2)  # [B, rows, H], beside the output's layout
                 if out is None and part.size(1) == q.size(1):
                     out, lse = part.to(dtype), part_lse.to(dtype)  # there is nothing to merge with yet
                     continue
                 if out is None or lse is None:
+                    # The first tile has some of the rows only, as a causal mask gives.
                     out, lse = rows_without_keys()
                 merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse)
     if out is None or lse is None:
-        out, lse = rows_without_keys()
+        out, lse = rows_without_keys()  # a rank without queries, or whose queries see nothing
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
 
 
@@ -221,7 +224,7 @@ def _backward(
         """Adds this rank's gradients of the current block to those of the ranks before."""
         if is_new:
             grads.zero_()
-        grad_k, grad_v = _split_keys(grads, k, v, kv_splits[pipeline.owner])
+        grad_k, grad_v = _split_keys(grads, k, v, kv_splits[pipeline.owner])  # views: += fills the buffer
         for keys, part_k, part_v in parts:
             grad_k[:, keys] += part_k
             grad_v[:, keys] += part_v

@@ -79,6 +79,7 @@ class RingPipeline:
 
     def next_block(self) -> Tensor:
         """The next block, flat; the one after it is then under way."""
+        # The block before is not needed any more: its buffer may be received into.
         self._wait(self._blocks_under_way)
         self._step += 1
         current = self._block_at(self._step)
@@ -106,7 +107,7 @@ class RingPipeline:
         return self._grads_at(self._num_ranks)
 
     def _owner_at(self, step: int) -> int:
-        return (self._rank - step) % self._num_ranks
+        return (self._rank - step) % self._num_ranks  # rank 0 at step 1 has the block of rank 2, of 3
 
     def _block_at(self, step: int) -> Tensor:
         return self._own if step == 0 else self._blocks[step % 2 - 1][: self._sizes[self._owner_at(step)]]
@@ -117,6 +118,7 @@ class RingPipeline:
 
     def _pass_on(self) -> None:
         logger.error("rank %d of the ring failed: it passes on what the others wait for", self._rank)
+        # The same messages in the same order as without the failure, or the others would take one for another.
         try:
             while True:
                 if self._grad_sizes is not None and self._step > self._num_sent:

@@ -74,6 +74,7 @@ def ulysses_attention(
     if group.size() == 1:
         return attend_whole(q, k, v, mask, call)
     num_heads = q.size(2)
+    # [B, S/P, H, D] → [B, S, H/P, D] → attention → [B, S, H/P, D] → [B, S/P, H, D]
     q, k, v, mask = scatter_heads(q, k, v, mask, group, call.splits, call.kv_splits)
     return gather_heads(attend_whole(q, k, v, mask, call), group, call.splits, num_heads)
 
@@ -95,12 +96,14 @@ class Heads:
     def shared(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> Heads:
         """The shares of `torch.tensor_split` of the query heads."""
         queries, size = share_sizes(num_heads, num_ranks), num_heads // num_kv_heads
+        # Then the query heads divide too, as they are a multiple of the key heads.
         if num_kv_heads % num_ranks == 0:
             share = num_kv_heads // num_ranks
             even = tuple(range(rank * share, (rank + 1) * share) for rank in range(num_ranks))
             return cls(queries, even, size, are_even=True)
         keys, start = [], 0
         for own in queries:
+            # From the key head of the first own query to that of the last one.
             keys.append(range(start // size, -(-(start + own) // size)) if own else range(0))
             start += own
         return cls(queries, tuple(keys), size)
@@ -126,8 +129,10 @@ class Heads:
         """
         if self.are_even:
             return tensor
+        # For each of this rank's queries, which of its key heads it needs.
         serving = [head // self.group_size - self.keys[rank].start for head in self.query_range(rank)]
         num_keys = tensor.size(2)
+        # A kernel's own grouping: as many queries in a row for each key.
         if num_keys == 0 or serving == [i // (len(serving) // num_keys) for i in range(len(serving))]:
             return tensor
         return _select_heads(tensor, serving)

@@ -96,6 +96,7 @@ def all_to_all_packed(
             raise ValueError(f"scatter_dim and gather_dim must differ; both are dim {scatter_at}")
         check_agreement("all_to_all", tensor, group, gather_at, scatter_dim=scatter_at, gather_dim=gather_at)
     default = [None] * len(tensors)
+    # Shares of the dim that is whole here follow from a rule; those of the other one only the ranks know.
     scattered = [
         splits_of_total(tensor.size(scatter_at), given, group, scatter_at)
         for tensor, given in zip(tensors, scatter_splits or default, strict=True)
@@ -160,6 +161,7 @@ def _exchange_even(
 ) -> Sequence[Tensor]:
     """n tensors of one shape in one buffer, whose first dim says where a piece goes to, and then where it came from."""
     shape = list(tensors[0].shape)
+    # The dim that is cut becomes two: which rank gets the piece, and the place within it.
     shape[scatter_dim : scatter_dim + 1] = [group.size(), shape[scatter_dim] // group.size()]
     cut = [tensor.view(shape) for tensor in tensors]  # [..., G/P, ..., P, N/P, ...]
     rows_first = gather_dim < scatter_dim
@@ -188,6 +190,7 @@ def _exchange_uneven(
 ) -> list[Tensor]:
     """Every rank's message is one flat piece of each tensor, one after the other."""
     rank, ranks = group.rank(), range(group.size())
+    # pieces[tensor][rank], and one flat message for every rank, its pieces of all tensors one after the other.
     pieces = [t.split(sizes, scatter.dim) for t, sizes in zip(tensors, scatter.splits, strict=True)]
     sent = torch.cat([piece[to].reshape(-1) for to in ranks for piece in pieces])
     # For each tensor and each rank: the shape of the piece that comes from there.
@@ -199,7 +202,7 @@ def _exchange_uneven(
     lengths = [[torch.Size(shape).numel() for shape in of_tensor] for of_tensor in shapes]
     receive_sizes = [sum(length[of] for length in lengths) for of in ranks]
     send_sizes = [sum(piece[to].numel() for piece in pieces) for to in ranks]
-    received = sent.new_empty(sum(receive_sizes))
+    received = sent.new_empty(sum(receive_sizes))  # by rank, then by tensor
     all_to_all_single(received, sent, group, receive_sizes, send_sizes)
     parts = received.split([length[of] for of in ranks for length in lengths])
     return [

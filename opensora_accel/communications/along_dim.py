@@ -208,7 +208,7 @@ def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) ->
     all_gather(gathered, rows.contiguous(), group)
     if min(sizes) == largest:
         return gathered.movedim(0, dim).contiguous()
-    parts = zip(gathered.split(largest), sizes, strict=True)
+    parts = zip(gathered.split(largest), sizes, strict=True)  # without the padding
     return torch.cat([part[:size].movedim(0, dim) for part, size in parts], dim)
 
 

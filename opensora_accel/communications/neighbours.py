@@ -115,12 +115,13 @@ def exchange_halo(
     (sizes,) = splits_of_locals([input_], [splits], group, dim)
     rank = group.rank()
     rows = input_.movedim(dim, 0)
+    # Halo rows may lie on several ranks, where shares are small: an all-to-all serves all cases alike.
     received_from = [_halo_rows(of, rank, sizes, reach) for of in range(len(sizes))]
     given_to = [_halo_rows(rank, to, sizes, reach) for to in range(len(sizes))]
     start = sum(sizes[:rank])
     given = torch.cat([rows[r.start - start : r.stop - start] if len(r) else rows[:0] for r in given_to])
     received = _ExchangeRows.apply(given, group, [*map(len, received_from)], [*map(len, given_to)])
-    before = sum(len(r) for r in received_from[:rank])
+    before = sum(len(r) for r in received_from[:rank])  # rows that stand before this rank's own
     return torch.cat([received[:before], rows, received[before:]]).movedim(0, dim), before
 
 

@@ -22,7 +22,7 @@ Sizes = tuple[int, ...]
 
 def share_sizes(total: int, num_ranks: int) -> Sizes:
     """Every rank's share of `total`, by the rule of `torch.tensor_split`."""
-    base, extra = divmod(total, num_ranks)
+    base, extra = divmod(total, num_ranks)  # the first `extra` ranks have one more
     return tuple(base + (rank < extra) for rank in range(num_ranks))
 
 
@@ -73,6 +73,7 @@ def splits_of_locals(
         )
     found: dict[int, Sizes] = {}
     if unknown:
+        # All unknown sizes travel in one collective.
         own = [tensors[index].size(dim) for index in unknown]
         by_tensor = zip(*exchange_integers(own, group, tensors[0].device), strict=True)
         found = dict(zip(unknown, by_tensor, strict=True))

@@ -119,6 +119,7 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         extent = _extent(tokens, q.size(1), name)
         read = reader.read(mask, q.size(0), extent, extent, q.device)
         if read.bias is not None:
+            # More than padding: neither heads nor blocks of keys could cut it.
             return gathered_attention(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
         return _of_padding(kernels.spread(q, k, v, mask=read.keys, **options), read)
 
@@ -131,6 +132,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
+        # Some models let the text attend to itself by a causal call of its own, in the same module.
         if causal and entry.text_alone:
             if mask is not None:
                 raise ValueError(f"{name} passed a mask and is_causal; pass one of them")
@@ -185,6 +187,7 @@ def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attentio
         num_own = q.size(1) - _extent(tokens, q.size(1), name).num_text
         if q.size(1) != 2 * num_own:
             raise ValueError(f"{name} attends to {q.size(1)} tokens, not to this rank's {num_own} twice")
+        # [own tokens, own tokens] on every rank, where one device has [all tokens, all tokens].
         assert tokens.state.splits is not None
         splits = tuple(2 * size for size in tokens.state.splits)
         return kernels.spread(q, k, v, scale=scale, splits=splits, kv_splits=splits)
@@ -206,7 +209,9 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         keys = _extent(tokens, k.size(1), name)
         read = reader.read(mask, q.size(0), Extent(group.rank(), splits), keys, q.device)
         kv_splits = tokens.state.splits
-        share = q[:, own]  # plain: gradients of what every rank has are what passed through this one
+        # A plain slice, without communication in backward: the gradient of what every rank has is the part that passed
+        # through this rank.
+        share = q[:, own]
         if read.bias is not None:
             out = gathered_attention(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
         else:
