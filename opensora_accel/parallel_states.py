@@ -280,7 +280,16 @@ def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup 
         return _groups.get("data", dist.group.WORLD)
     if "mixed" in _groups:
         return _groups["mixed"]
-    return _derive_mixed_group()
+    data = _groups.get("data", dist.group.WORLD)
+    sequence = _groups.get("sequence")
+    if sequence is None or sequence.size() == 1 or data is None:
+        return data
+    if "data" in _groups and data.size() * sequence.size() == dist.get_world_size():
+        return dist.group.WORLD
+    raise ValueError(
+        f"the mixed group (data {data.size()} × sequence {sequence.size()}) is not registered and is not the "
+        f"world of {dist.get_world_size()} ranks; call set_mixed_parallel_group(group)"
+    )
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup | None:
@@ -299,16 +308,3 @@ def reset(destroy_process_group: bool = False) -> None:
     _meshes.clear()
     if destroy_process_group and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _derive_mixed_group() -> dist.ProcessGroup | None:
-    data = _groups.get("data", dist.group.WORLD)
-    sequence = _groups.get("sequence")
-    if sequence is None or sequence.size() == 1 or data is None:
-        return data
-    if "data" in _groups and data.size() * sequence.size() == dist.get_world_size():
-        return dist.group.WORLD
-    raise ValueError(
-        f"the mixed group (data {data.size()} × sequence {sequence.size()}) is not registered and is not the "
-        f"world of {dist.get_world_size()} ranks; call set_mixed_parallel_group(group)"
-    )

@@ -25,7 +25,11 @@ MIXED_AXES = DATA_AXES + SEQUENCE_AXES
 
 
 def check_offload(offload: object) -> None:
-    """Raises ValueError unless it is a share from 0 to 1, or "auto"."""
+    """Checks a share of the blocks.
+
+    Raises:
+        ValueError: it is neither a number from 0 to 1 nor "auto".
+    """
     is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
     if offload != "auto" and not (is_number and 0.0 <= float(offload) <= 1.0):  # type: ignore[arg-type]
         raise ValueError(f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {offload!r}')
@@ -67,7 +71,12 @@ class Plan:
         _check_choice("checkpoint", self.checkpoint, get_args(Checkpoint))
         _check_choice("sharding", self.sharding, get_args(Sharding))
         _check_choice("precision", self.precision, get_args(Precision))
-        self._check_offload()
+        check_offload(self.offload)
+        if self.checkpoint == "none" and (self.offload == "auto" or float(self.offload) > 0):
+            raise ValueError(
+                f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "
+                'set checkpoint="full" (or "selective"), or offload=0'
+            )
         if not isinstance(self.mlp_chunks, int) or isinstance(self.mlp_chunks, bool) or self.mlp_chunks < 1:
             raise ValueError(
                 f"mlp_chunks must be a whole number of pieces, at least 1; got {self.mlp_chunks!r}"
@@ -76,15 +85,6 @@ class Plan:
             raise ValueError(
                 f'dp_shard={self.dp_shard} shards parameters, but sharding="none" keeps them whole; '
                 f'set sharding="zero3" (or "zero2"), or use dp_replicate={self.dp_shard * self.dp_replicate}'
-            )
-
-    def _check_offload(self) -> None:
-        check_offload(self.offload)
-        automatic = self.offload == "auto"
-        if self.checkpoint == "none" and (automatic or float(self.offload) > 0):
-            raise ValueError(
-                f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "
-                'set checkpoint="full" (or "selective"), or offload=0'
             )
 
     @property
@@ -116,7 +116,11 @@ class Plan:
         return Plan.from_dict({**self.to_dict(), **changes})
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises ValueError, listing the degrees that would fit, unless the plan uses `world_size` ranks."""
+        """Checks that the plan uses `world_size` ranks.
+
+        Raises:
+            ValueError: it does not; the message lists degrees that would fit.
+        """
         if self.world_size == world_size:
             return
         degrees = " × ".join(f"{axis}={degree}" for axis, degree in zip(MESH_AXES, self.degrees, strict=True))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ class RingPipeline:
             self._blocks_under_way = self._start(current, self._block_at(self._step + 1))
         return current
 
-    def send_grads(self, add: Callable[[Tensor, bool], None]) -> None:
+    def send_grads(self, add: Callable[[Tensor, bool], Any]) -> None:
         """Sends on the gradients of the current block, flat, after `add(grads, is_new)` put this rank's part in.
 
         A new buffer holds nothing yet: `add` must fill it. The gradients have the size [grad_sizes of the owner].
@@ -122,7 +123,7 @@ class RingPipeline:
         try:
             while True:
                 if self._grad_sizes is not None and self._step > self._num_sent:
-                    self.send_grads(_poison)
+                    self.send_grads(lambda grads, _is_new: grads.fill_(float("nan")))
                 elif self._step < self._num_ranks - 1:
                     self.next_block()
                 else:
@@ -145,7 +146,3 @@ class RingPipeline:
         except Exception:
             self._is_broken = True  # a neighbour is gone
             raise
-
-
-def _poison(grads: Tensor, _is_new: bool) -> None:
-    grads.fill_(float("nan"))

@@ -47,13 +47,9 @@ class waiting:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and _is_of_backend(error):
+        # gloo raises plain RuntimeErrors, which name the line of its source.
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
             raise MissingRankError(_explanation(self.operation, self.group, error)) from error
-
-
-def _is_of_backend(error: RuntimeError) -> bool:
-    """gloo raises plain RuntimeErrors, which name the line of its source."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def report_failure(message: str) -> None:

@@ -91,14 +91,12 @@ def derive_gradients(
         sources: list[Placements] = [of_output, *(placements[i] for i in others)]
         source_names = ["the output's gradient", *(names[i] for i in others)]
         if alone:
-            sources.append({a: p for a, p in placements[operand].items() if _is_shard_of(p, alone)})
+            # The ones are cut as the operand is, so that its gradient comes out in its shares.
+            cut = {a: p for a, p in placements[operand].items() if isinstance(p, Shard) and p.label in alone}
+            sources.append(cut)
             source_names.append("ones")
         gradients.append(derive(transposed, sources, names=source_names))
     return gradients
-
-
-def _is_shard_of(placement: Placement, labels: Sequence[str]) -> bool:
-    return isinstance(placement, Shard) and placement.label in labels
 
 
 def _derive_on_axis(
@@ -175,7 +173,8 @@ def _from_partial(
             first,
             [reduce_first, *_reduce_scatter(equation, first, other, names, axis)],
         )
-    if placement.reduction not in LINEAR and not _only_rearranges(equation):
+    only_rearranges = len(equation.operands) == 1 and set(equation.operands[0]) == set(equation.output)
+    if placement.reduction not in LINEAR and not only_rearranges:
         raise ShardingError(
             f"{names[first]} is {placement} over {axis}: the {placement.reduction} of terms does not pass through "
             "products and sums",
@@ -197,10 +196,6 @@ def _reduce_scatter(
     if isinstance(shard, Shard) and equation.has(operand, shard.label):
         return [f"reduce-scatter it along {shard.label!r}"]
     return []
-
-
-def _only_rearranges(equation: Equation) -> bool:
-    return len(equation.operands) == 1 and set(equation.operands[0]) == set(equation.output)
 
 
 def _from_shards(

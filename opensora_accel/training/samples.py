@@ -58,12 +58,6 @@ def sample_clips(
     return codec.decode(sample(guided, noise, config.sample_steps, alpha))
 
 
-def _enlarged(frames: Tensor) -> Tensor:
-    """Whole pixels repeated until the picture is large enough to look at."""
-    factor = max(1, _LEAST_HEIGHT // frames.size(1))
-    return frames.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
-
-
 def write_comparison(
     folder: Path, sources: Sequence[Tensor], sampled: Tensor, captions: Sequence[str], fps: float
 ) -> Path:
@@ -76,7 +70,11 @@ def write_comparison(
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index, (source, clip) in enumerate(zip(sources, sampled, strict=True), start=1):
-        write_video(folder / f"clip_{index}.mp4", _enlarged(torch.cat([source, clip], dim=2)), fps)
+        pair = torch.cat([source, clip], dim=2)
+        # Whole pixels are repeated until the picture is large enough to look at.
+        factor = max(1, _LEAST_HEIGHT // pair.size(1))
+        pair = pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+        write_video(folder / f"clip_{index}.mp4", pair, fps)
         rows += [(f"source {index}", source), (f"sampled {index}", clip)]
     (folder / "captions.txt").write_text("".join(f"{c}\n" for c in captions), encoding="utf-8")
     strip = folder / "strip.png"

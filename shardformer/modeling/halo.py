@@ -25,9 +25,17 @@ def add_halo(
 
     At the ends of the sequence its own padding does what it does on one device; elsewhere that part is cut off.
 
-    Raises ValueError for a convolution that reaches farther.
+    Raises:
+        ValueError: the convolution reaches farther.
     """
-    _check_reach(module, name, dim, reach)
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        at = dim - 2  # behind batch and channels
+        # An even kernel reaches farther to one side; that side counts.
+        needed = -(-module.dilation[at] * (module.kernel_size[at] - 1) // 2)
+        if needed > reach:
+            raise ValueError(
+                f"{name} reaches {needed} rows along dim {dim}, the policy's halo {reach}; set its reach"
+            )
 
     def with_neighbours(original: Forward) -> Forward:
         def forward(input_: Tensor) -> Any:
@@ -35,7 +43,8 @@ def add_halo(
             rows, before = exchange_halo(input_, group, dim, reach, splits=get_splits())
             if rows.size(dim) == 0:
                 # Convolutions take no empty input, and other ranks' gradients await this one's.
-                rows = torch.cat([rows, rows.new_zeros(_with(rows.shape, dim, 1))], dim)
+                shape = [1 if at == dim else size for at, size in enumerate(rows.shape)]
+                rows = torch.cat([rows, rows.new_zeros(shape)], dim)
             out = original(rows)
             if out.size(dim) != rows.size(dim):
                 raise ValueError(
@@ -47,20 +56,3 @@ def add_halo(
         return forward
 
     return wrap_forward(module, with_neighbours)
-
-
-def _check_reach(module: nn.Module, name: str, dim: int, reach: int) -> None:
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return
-    at = dim - 2  # behind batch and channels
-    needed = -(-module.dilation[at] * (module.kernel_size[at] - 1) // 2)  # of an even kernel the longer side
-    if needed > reach:
-        raise ValueError(
-            f"{name} reaches {needed} rows along dim {dim}, the policy's halo {reach}; set its reach"
-        )
-
-
-def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
-    changed = list(shape)
-    changed[dim] = size
-    return changed

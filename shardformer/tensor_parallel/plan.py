@@ -70,7 +70,13 @@ def plan_region(model: nn.Module, region: TensorRegion, num_ranks: int, rank: in
 def _plan(name: str, module: nn.Module, region: TensorRegion, num_ranks: int, rank: int) -> PlannedRegion:
     shares = _Shares(module, region, num_ranks)
     steps = [_present(module, step) for step in region.steps]
-    flows = derive_path([[(entry.module, _label(entry)) for entry in step] for step in steps])
+    labels = {
+        True: "o",
+        False: "i",
+    }  # what the weight is cut along: a column-parallel layer's outputs, or its inputs
+    flows = derive_path(
+        [[(entry.module, labels[isinstance(entry, ColumnParallel)]) for entry in step] for step in steps]
+    )
     layers = []
     given: set[tuple[int, ...]] = set()
     for step, of_step in zip(steps, flows, strict=True):
@@ -81,7 +87,14 @@ def _plan(name: str, module: nn.Module, region: TensorRegion, num_ranks: int, ra
             _check_taken(entry, cut, given)
             leaving.update(cut.shares)
             assert isinstance(layer, (nn.Linear, nn.Embedding))
-            layers.append(_planned_layer(entry, f"{name}.{entry.module}".lstrip("."), layer, flow, cut, rank))
+            cuts, attribute = {"weight": cut}, "in_features"
+            if isinstance(entry, ColumnParallel):
+                attribute = "embedding_dim" if isinstance(layer, nn.Embedding) else "out_features"
+                if getattr(layer, "bias", None) is not None:
+                    cuts["bias"] = Cut(0, cut.shares)
+            # The module states its own width, which code of the model may read.
+            width = attribute, sum(of_ranks[rank] for of_ranks in cut.shares)
+            layers.append(PlannedLayer(f"{name}.{entry.module}".lstrip("."), layer, flow, cuts, width))
         given = leaving
     shared = [child for path in region.shared for child in module.get_submodule(path).modules()]
     attributes = {path: of_ranks[rank] for path, of_ranks in shares.of_attribute.items()}
@@ -102,26 +115,6 @@ def _present(module: nn.Module, step: Sequence[TensorLayer]) -> list[TensorLayer
     return present
 
 
-def _label(entry: TensorLayer) -> str:
-    return "o" if isinstance(entry, ColumnParallel) else "i"
-
-
-def _planned_layer(
-    entry: TensorLayer, name: str, layer: nn.Linear | nn.Embedding, flow: Flow, cut: Cut, rank: int
-) -> PlannedLayer:
-    cuts = {"weight": cut}
-    if isinstance(entry, ColumnParallel) and getattr(layer, "bias", None) is not None:
-        cuts["bias"] = Cut(0, cut.shares)
-    width = sum(of_ranks[rank] for of_ranks in cut.shares)
-    return PlannedLayer(name, layer, flow, cuts, (_width_attribute(entry, layer), width))
-
-
-def _width_attribute(entry: TensorLayer, layer: nn.Module) -> str:
-    if isinstance(layer, nn.Embedding):
-        return "embedding_dim"
-    return "out_features" if isinstance(entry, ColumnParallel) else "in_features"
-
-
 def _check_taken(entry: TensorLayer, cut: Cut, given: set[tuple[int, ...]]) -> None:
     """What a row-parallel layer takes must be what the layers before it give, or it would take other channels."""
     if isinstance(entry, ColumnParallel):
@@ -140,7 +133,10 @@ class _Shares:
 
     def __init__(self, module: nn.Module, region: TensorRegion, num_ranks: int):
         self._module, self._num_ranks = module, num_ranks
-        self._num_heads = self._same_heads(region.heads)
+        counts = {path: self._value(path) for path in region.heads}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"the heads are counted differently: {counts}; make a region of each")
+        self._num_heads = next(iter(counts.values()), None)
         self.of_attribute: dict[str, tuple[int, ...]] = {}
         """By path below the module."""
         for path in (*region.heads, *region.head_widths):
@@ -185,12 +181,6 @@ class _Shares:
         if not isinstance(value, int):
             raise ValueError(f"its attribute {path} should count channels or heads; it is {value!r}")
         return value
-
-    def _same_heads(self, paths: tuple[str, ...]) -> int | None:
-        counts = {path: self._value(path) for path in paths}
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"the heads are counted differently: {counts}; make a region of each")
-        return next(iter(counts.values()), None)
 
     def _share(self, what: str, size: int, num_heads: int | None) -> tuple[int, ...]:
         units = size if num_heads is None else num_heads

@@ -270,7 +270,11 @@ class Bench:
         timed, rows = part in TIMED, list[Row]()
         for num_ranks in self.options.time_ranks if timed else self.options.ranks:
             put = [(side, problem) for side in self.sides for problem in problems(part, side, self.options)]
-            found: list[Outcome | None] = [self._unasked(side, problem, num_ranks) for side, problem in put]
+            found: list[Outcome | None] = [None] * len(put)
+            for at, (side, problem) in enumerate(put):
+                refusal, reason = side.refusal(problem, num_ranks), self.skipped.get(side.name)
+                if refusal or reason:
+                    found[at] = Outcome(NOT_OFFERED if refusal else SKIPPED, refusal or str(reason))
             tasks = [make_task(part, side, problem, self.options.rounds) for side, problem in put]
             # One group of ranks for the sides of one environment; where it is timed, for one side.
             groups: dict[Any, list[int]] = {}
@@ -292,12 +296,6 @@ class Bench:
             rows += [make_row(task, num_ranks, each) for task, each in zip(tasks, found, strict=True) if each]
         order = [side.name for side in self.sides]
         return rows if timed else sorted(rows, key=lambda row: order.index(row["side"]))
-
-    def _unasked(self, side: Side, problem: Problem, num_ranks: int) -> Outcome | None:
-        refusal, reason = side.refusal(problem, num_ranks), self.skipped.get(side.name)
-        if refusal:
-            return Outcome(NOT_OFFERED, refusal)
-        return Outcome(SKIPPED, reason) if reason else None
 
     def _job(self, side: Side, num_ranks: int) -> Job:
         python, settings = self._pythons[side.name] or sys.executable, SETTINGS.get(side.package, {})

@@ -197,16 +197,12 @@ class EfficientKernel(_AtenKernel):
     ) -> Sequence[Tensor]:
         grad, q, k, v, out = inputs
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        # The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing.
+        lse = torch.nn.functional.pad(lse, (0, -lse.size(2) % 32), value=float("inf")).contiguous()
         *grads, _of_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(grad, q, k, v, bias, out, _padded_rows(lse), seed, seed, 0.0),
+            *(grad, q, k, v, bias, out, lse, seed, seed, 0.0),
             [True, True, True, False],
             scores.causal,
             scale=scores.scale,
         )
         return grads
-
-
-def _padded_rows(lse: Tensor) -> Tensor:
-    """The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing."""
-    missing = -lse.size(2) % 32
-    return torch.nn.functional.pad(lse, (0, missing), value=float("inf")) if missing else lse.contiguous()
