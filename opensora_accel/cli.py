@@ -75,6 +75,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(arguments)
 
 
+# Commands import what they need when they run: torch takes a second, a model of diffusers more, and --help nothing.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "shard": _shard,

@@ -65,6 +65,7 @@ def build_model(
     arguments = model_arguments(config.model, codec.channels, text_width)
     source = f"model.path {config.model.path}" if config.model.path else "this model.config"
     try:
+        # Without memory: whatever is wrong is found before a large model is made.
         with torch.device("meta"):
             outline = cls.from_config(arguments)
     except Exception as error:  # whatever its constructor raises for values that do not work
@@ -80,6 +81,7 @@ def build_model(
     _try_shapes(outline, shape, config.text.length, text_width, source)
     if config.model.path:
         return load_pretrained(cls, "model.path", config.model.path, torch_dtype=torch.float32), shape
+    # The same weights on every rank, and the generators where they were.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return cls(**arguments), shape
@@ -231,7 +233,7 @@ def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.
         lift_casts(model)
     shardformer.shard(model, plan)
     if plan.sharding != "none" or plan.mixed == 1:
-        return model, model
+        return model, model  # FSDP2 averages by itself, and one rank has nothing to average
     group = get_parallel_group("mixed")
     devices = [device] if device.type == "cuda" else None
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)

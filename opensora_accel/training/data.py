@@ -96,6 +96,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             )
         self.position = 0
         self._num_videos, self._batch_size, self._seed = num_videos, batch_size, seed
+        # Contiguous, so that the samples of all ranks together are those of one rank, in order.
         self._share = range(data_rank * batch_size // data_size, (data_rank + 1) * batch_size // data_size)
         self._substitute = substitute or (lambda video_index: video_index)
         self._epoch, self._order = -1, torch.empty(0)
@@ -108,6 +109,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 
     def _draw(self, position: int) -> int:
         epoch, place = divmod(position, self._num_videos)
+        # A batch may run across the end of an epoch, but never back.
         if epoch != self._epoch:
             self._order = torch.randperm(self._num_videos, generator=generator(self._seed, "order", epoch))
             self._epoch = epoch
@@ -308,6 +310,7 @@ class ClipLoader:
                 else self._folder[(sample.position, self._substitute(sample.video_index))]
                 for sample in samples
             ]
+            # A replacement may be bad too, on another rank: until no rank has a failure.
             failures = {sample.file: sample.error for sample in samples if sample.error is not None}
             if not (any_rank(bool(failures), self._group) if self._group is not None else failures):
                 return samples

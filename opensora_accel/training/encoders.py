@@ -109,14 +109,15 @@ class SpaceToDepth:
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
 
     def encode(self, frames: Tensor) -> Tensor:
-        """frames: [B, T, 3, H, W] in bytes → latents [B, C, T', H', W']."""
+        """frames: uint8 [B, T, H, W, 3] → latents [B, C, t, h, w]."""
         pixels = _to_unit(frames, self.dtype)
         batch, length = frames.shape[:2]
+        # [B·T, 3, H, W] → [B·T, 3·patch², H/patch, W/patch]
         folded = F.pixel_unshuffle(pixels.flatten(0, 1), self.spatial)
         return folded.unflatten(0, (batch, length)).transpose(1, 2)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """latents: [B, C, T', H', W'] → frames [B, T, 3, H, W] in bytes."""
+        """latents: [B, C, t, h, w] → frames: uint8 [B, T, H, W, 3]."""
         batch, _, length = latents.shape[:3]
         pixels = F.pixel_shuffle(latents.transpose(1, 2).flatten(0, 1), self.spatial)
         return _to_bytes(pixels.unflatten(0, (batch, length)))
@@ -130,20 +131,22 @@ class VideoVAE:
         config = model.config
         self.channels = config.get("z_dim") or config["latent_channels"]
         self.spatial, self.temporal = _compression(model)
+        # Configs have the statistics of each channel, or one scaling factor for all.
         mean, std = config.get("latents_mean"), config.get("latents_std")
         self.mean = torch.tensor(mean or [0.0]).view(1, -1, 1, 1, 1)
         self.std = torch.tensor(std or [1.0 / (config.get("scaling_factor") or 1.0)]).view(1, -1, 1, 1, 1)
 
     @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
-        """frames: [B, T, 3, H, W] in bytes → latents [B, C, T', H', W']."""
+        """frames: uint8 [B, T, H, W, 3] → latents [B, C, t, h, w]."""
         pixels = _to_unit(frames, self.model.dtype).transpose(1, 2)
+        # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
         latents = self.model.encode(pixels).latent_dist.mode()
         return (latents - self.mean.to(latents)) / self.std.to(latents)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """latents: [B, C, T', H', W'] → frames [B, T, 3, H, W] in bytes."""
+        """latents: [B, C, t, h, w] → frames: uint8 [B, T, H, W, 3]."""
         latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
         return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
 

@@ -30,6 +30,7 @@ def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
     Keyed by a sample's position in the job, it gives all ranks of a sequence group equal draws, ranks with other
     samples different ones, and any number of data ranks the same job.
     """
+    # A hash, because generators that are seeded with neighbouring numbers may begin alike.
     digest = hashlib.sha256(f"{seed}/{purpose}/{counter}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -79,6 +80,7 @@ def flow_loss(
         clean, noise: [B, C, t, h, w].
         times: [B] in 0…1.
     """
+    # [B, 1, 1, 1, 1], to be broadcast over a clip.
     t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
     noisy = (1 - t) * clean + t * noise
     velocity = predict(noisy, times.to(clean.device) * _TIMESTEPS)
@@ -95,6 +97,7 @@ def sample(
     times = shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), alpha)
     latents = noise
     for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
+        # x_{t'} = x_t + (t' − t)·v, with t' < t: from noise towards the clip.
         timestep = torch.full((noise.size(0),), now * _TIMESTEPS, dtype=torch.float64, device=noise.device)
         latents = latents + (following - now) * predict(latents, timestep).to(noise.dtype)
     return latents

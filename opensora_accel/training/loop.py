@@ -147,6 +147,7 @@ class Trainer:
         rate = learning_rate(config, state.step, self.config.steps)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
+        # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(config.accumulation):
@@ -158,6 +159,7 @@ class Trainer:
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
         dist.all_reduce(total)
         norm = clip_gradients(state.model, config.clip_norm)
+        # The norm is equal on all ranks, so that all of them step, or none.
         if math.isfinite(norm):
             state.optimizer.step()
             if state.ema is not None:
@@ -169,6 +171,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
         """Adds the gradients of a batch, which stay local until the last one of a step; its part of the loss."""
+        # Microbatches before the last one add to local gradients, and averaging waits for the last.
         local: AbstractContextManager[Any] = nullcontext()
         if isinstance(self.forward, nn.parallel.DistributedDataParallel):
             local = nullcontext() if is_last else self.forward.no_sync()
@@ -234,6 +237,7 @@ class Trainer:
         """Samples clips by the captions of the first videos, on the averaged weights; every rank has to call."""
         videos = self.loader.videos[: self.config.num_samples]
         captions = [video.caption for video in videos]
+        # Every rank runs the model, because its attention spans them; rank 0 writes.
         averaged = self.state.ema.applied() if self.state.ema is not None else nullcontext()
         model = self.state.model.eval()
         with averaged, torch.no_grad():

@@ -54,6 +54,7 @@ class Tracker:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Records one step. `step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
+        # JSON has no NaN: a step that was skipped has null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()

@@ -16,6 +16,7 @@ from shardformer.tensor_parallel import total_grad_norm
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only."""
+    # Biases, norms and embeddings of single vectors are better not drawn towards 0.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -66,7 +67,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
+        """Takes the live weights into the average."""
         self.num_updates += 1
+        # 0.1 at the first update, 0.5 at the ninth, and `decay` in the end.
         decay = min(self.decay, self.num_updates / (self.num_updates + 9))
         torch._foreach_lerp_(
             list(self.weights.values()), [p.detach() for p in self._live.values()], 1 - decay

@@ -154,6 +154,7 @@ def move_aside(config: TrainConfig) -> None:
     found = [name for name in WRITTEN if os.path.lexists(output / name)]
     if not found:
         return
+    # The first name that is free, also where somebody has removed one in between.
     number = 1
     while os.path.lexists(target := output / f"earlier_{number}"):
         number += 1

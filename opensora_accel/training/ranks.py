@@ -46,6 +46,7 @@ def from_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None =
         try:
             box[0] = function()
         except Exception as error:
+            # The others wait in the broadcast: they must hear of it before this rank raises.
             known = isinstance(error, (ValueError, OSError))
             box[1] = error if known else RuntimeError(f"rank 0: {type(error).__name__}: {error}")
             dist.broadcast_object_list(box, src=first, group=group)

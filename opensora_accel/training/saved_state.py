@@ -157,6 +157,7 @@ def _write_folder(
             (partial / name).write_text(text, encoding="utf-8")
         sums = {name: _sha256(partial / name) for name in sorted([*tensors, *files])}
         (partial / MANIFEST).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
+        # Only what is whole gets the name; what had it before is kept under another one.
         set_aside(folder)
         partial.rename(folder)
     finally:
@@ -303,6 +304,7 @@ def find_saved_state(resume: str, output: Path) -> tuple[Path, dict[str, Any]] |
         return Path(resume), _agreed_record(Path(resume))
     folder = output / FOLDER
     listings = from_all_ranks([path.name for path in list_saved_states(folder)])
+    # The newest that every rank sees: a rank whose listing is old must not go on from another one.
     seen_by_all = [name for name in listings[0] if all(name in names for names in listings)]
     told = []
     for name in sorted({name for names in listings for name in names} - set(seen_by_all)):
@@ -339,6 +341,7 @@ def _agreed_record(folder: Path) -> dict[str, Any]:
         seen = f"manifest {_sha256(folder / MANIFEST)}"
     except (ValueError, OSError) as failure:
         error, seen = failure, f"error: {failure}"
+    # Every rank tells what it found before any of them raises, so that all raise together.
     views = from_all_ranks(seen)
     if len(set(views)) == 1:
         if error is not None:

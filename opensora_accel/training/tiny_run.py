@@ -1,4 +1,10 @@
-"""A configured run made tiny, for the verifier: the trainer's own step, from the clips to the optimizer."""
+"""A configured run made tiny, for the verifier: the trainer's own step, from the clips to the optimizer.
+
+What is proven must be what runs. So the verifier is not given a copy of the loop: it is given the Trainer itself, with
+a config in which all that is large is small (2 layers, 3 heads, clips of 5 × 24 × 40 pixels) and all that decides
+about gradients is the user's (plan, model class, accumulation, flow matching). For the list of what the run will send, the
+configured model is traced at its true size, without memory (`TrueSize`).
+"""
 
 from __future__ import annotations
 
@@ -143,6 +149,7 @@ class TrueSize:
         """Forward and backward of one batch, as the trainer has them."""
         from opensora_accel.parallel_states import init_parallel
 
+        # On fake tensors: the world of the plan is simulated in this process.
         init_parallel(run.plan, "cpu")
         model, forward = build.parallelize(model, run.plan, torch.device("cpu"))
         batch = max(1, self.config.data.batch_size // run.data_size)

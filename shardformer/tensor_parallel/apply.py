@@ -47,6 +47,7 @@ def shard_tensors(model: nn.Module, regions: Sequence[TensorRegion], group: dist
         raise ValueError(f"this {type(model).__name__} is tensor-parallel already; undo that first")
     planned = [each for region in regions for each in plan_region(model, region, group.size(), group.rank())]
     cuts = _cuts_by_name(model, planned)
+    # Whatever fails on the way is undone; only at the end does the stack outlive this block.
     with ExitStack() as undo:
         for region in planned:
             _share(region, group, undo)
@@ -93,7 +94,10 @@ def _set_attribute(module: nn.Module, path: str, value: int) -> Undo:
 
 
 def _cut_parameter(module: nn.Module, name: str, cut: Cut, group: dist.ProcessGroup) -> Undo:
-    """Undone is the parameter that is there then: another one, where the model has left meta since."""
+    """Makes a parameter this rank's shares.
+
+    The undo looks the parameter up again, because a model that has left the meta device has other ones.
+    """
     _convert(getattr(module, name), lambda whole: cut.local(whole, group.rank()))
     return lambda: _convert(getattr(module, name), lambda local: cut.whole(local, group))
 
