@@ -2,8 +2,8 @@
 
 What is proven must be what runs. So the verifier is not given a copy of the loop: it is given the Trainer itself, with
 a config in which all that is large is small (2 layers, 3 heads, clips of 5 × 24 × 40 pixels) and all that decides
-about gradients is the user's (plan, model class, accumulation, flow matching). For the list of what the run will send, the
-configured model is traced at its true size, without memory (`TrueSize`).
+about gradients is the user's (plan, model class, accumulation, flow matching). For the list of what the run will send,
+the configured model is traced at its true size, without memory (`TrueSize`).
 """
 
 from __future__ import annotations
