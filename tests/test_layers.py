@@ -106,7 +106,7 @@ def test_imports_run_downward(module, path):
         ("opensora_accel.plan", "from opensora_accel.parallel_states import init_parallel"),
         ("opensora_accel.plan", "import opensora_accel"),
         ("opensora_accel.communications.ring", "from opensora_accel import attention"),
-        ("opensora_accel.offload.manager", "import opensora_accel.checkpoint"),
+        ("opensora_accel.offload.engine", "import opensora_accel.checkpoint"),
         ("opensora_accel.attention.ulysses", "from opensora_accel.checkpoint import checkpoint"),
         ("opensora_accel.checkpoint", "def f():\n    from opensora_accel.training.loop import Trainer"),
         ("opensora_accel.verify.fp64", "import shardformer"),

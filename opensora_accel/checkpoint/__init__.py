@@ -1,14 +1,15 @@
 """Activation checkpointing with offload. Open-Sora's names, on torch's non-reentrant engine."""
 
-from opensora_accel.checkpoint.api import (
+from opensora_accel.checkpoint.blocks import checkpoint_blocks
+from opensora_accel.checkpoint.chunked import chunk_tokens
+from opensora_accel.checkpoint.recompute import (
     CheckpointFunctionWithOffload,
     auto_grad_checkpoint,
     checkpoint,
+    preserve_state,
     set_grad_checkpoint,
+    with_preserved_state,
 )
-from opensora_accel.checkpoint.blocks import checkpoint_blocks
-from opensora_accel.checkpoint.chunked import chunk_tokens
-from opensora_accel.checkpoint.core import carried, carrying
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, ActivationManager
 
 __all__ = [
@@ -16,10 +17,10 @@ __all__ = [
     "ActivationManager",
     "CheckpointFunctionWithOffload",
     "auto_grad_checkpoint",
-    "carried",
-    "carrying",
     "checkpoint",
     "checkpoint_blocks",
     "chunk_tokens",
+    "preserve_state",
     "set_grad_checkpoint",
+    "with_preserved_state",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,15 +39,12 @@ def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[
 
     def wrap(original: Forward) -> Forward:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            run: Forward = original
+            if torch.is_grad_enabled():
+                run = partial(torch_checkpoint, original, use_reentrant=False, preserve_rng_state=False)
             pieces = hidden.tensor_split(max(1, min(num_chunks, hidden.size(dim))), dim)
-            return torch.cat([_run(original, piece, args, kwargs) for piece in pieces], dim)
+            return torch.cat([run(piece, *args, **kwargs) for piece in pieces], dim)
 
         return forward
 
     return wrap_forward(module, wrap)
-
-
-def _run(function: Forward, piece: Tensor, args: Any, kwargs: Any) -> Tensor:
-    if not torch.is_grad_enabled():
-        return function(piece, *args, **kwargs)
-    return torch_checkpoint(function, piece, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

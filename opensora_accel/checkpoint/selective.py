@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Call, Saved
-from opensora_accel.offload.calls import Kept
+from opensora_accel.offload import Call, OffloadEngine
+from opensora_accel.offload.calls import Kept, Saved
 
 logger = logging.getLogger(__name__)
 
@@ -35,40 +34,15 @@ ATTENTION_KERNELS = {
 either: all ranks must do the same, and running it again would communicate again."""
 
 
-def attention_contexts(move: bool, call: Call) -> Callable[[], tuple[Any, Any]]:
-    """torch's `context_fn` for one call: the forward keeps, or moves, what recomputation then takes."""
-    kept = _KeptOutputs(call, move)
-    return lambda: (_Keep(kept), _Reuse(kept))
+def attention_contexts(engine: OffloadEngine, call: Call | None) -> Callable[[], tuple[Any, Any]]:
+    """torch's `context_fn` for one checkpointed call: the forward keeps what recomputation then takes.
 
-
-@dataclass(eq=False)
-class _KeptOutputs:
-    """Of one call. It lives as long as autograd may recompute: `retain_graph` reads it again."""
-
-    call: Call
-    move: bool
-    outputs: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def keep(self, operation: Any, outputs: Any) -> None:
-        self.outputs.append((operation, tree_map_only(Tensor, self._keep_tensor, outputs)))
-
-    def _keep_tensor(self, tensor: Tensor) -> Saved | Kept:
-        tensor = _alias(tensor)  # without the graph, which would keep itself alive
-        # Only output and log-sum-exp; the state of random numbers is a few bytes.
-        saved = None
-        if self.move and tensor.is_floating_point():
-            saved = GLOBAL_ACTIVATION_MANAGER.save(tensor, self.call)
-        return saved or Kept(tensor, tensor._version)
-
-    def reuse(self, position: int, operation: Any) -> Any:
-        if position >= len(self.outputs) or self.outputs[position][0] is not operation:
-            raise RuntimeError(
-                f"recomputation called {operation} as attention number {position + 1}, the forward did not: "
-                "a block must do the same in both"
-            )
-        outputs = tree_map_only(Saved, GLOBAL_ACTIVATION_MANAGER.load, self.outputs[position][1])
-        # Aliases: autograd will write its history onto what it is given.
-        return tree_map_only(Kept, lambda kept: _alias(kept.tensor_unchanged()), outputs)
+    Args:
+        call: the outputs wait in host memory, as a part of this call; None keeps them on the device.
+    """
+    # It lives as long as autograd may recompute: `retain_graph` reads it again.
+    outputs: list[tuple[Any, Any]] = []
+    return lambda: (_Keep(outputs, engine, call), _Reuse(outputs, engine))
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -78,26 +52,34 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class _Keep(TorchDispatchMode):
-    def __init__(self, kept: _KeptOutputs):
+    def __init__(self, outputs: list[tuple[Any, Any]], engine: OffloadEngine, call: Call | None):
         super().__init__()
-        self._kept = kept
+        self._outputs, self._engine, self._call = outputs, engine, call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if _is_kept(func, args, kwargs or {}):
-            self._kept.keep(func, outputs)
+            self._outputs.append((func, tree_map_only(Tensor, self._keep, outputs)))
         return outputs
+
+    def _keep(self, tensor: Tensor) -> Saved | Kept:
+        tensor = _alias(tensor)  # without the graph, which would keep itself alive
+        saved = None
+        # Only output and log-sum-exp; the state of random numbers is a few bytes.
+        if self._call is not None and tensor.is_floating_point():
+            saved = self._engine.save(tensor, self._call)
+        return saved or Kept(tensor, tensor._version)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        if not self._kept.outputs and exception[0] is None:
+        if not self._outputs and exception[0] is None:
             _warn_nothing_kept()
 
 
 class _Reuse(TorchDispatchMode):
-    def __init__(self, kept: _KeptOutputs):
+    def __init__(self, outputs: list[tuple[Any, Any]], engine: OffloadEngine):
         super().__init__()
-        self._kept, self._position = kept, 0
+        self._outputs, self._engine, self._position = outputs, engine, 0
 
     def __enter__(self) -> Any:
         self._position = 0
@@ -107,7 +89,14 @@ class _Reuse(TorchDispatchMode):
         if not _is_kept(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         self._position += 1
-        return self._kept.reuse(self._position - 1, func)
+        if self._position > len(self._outputs) or self._outputs[self._position - 1][0] is not func:
+            raise RuntimeError(
+                f"recomputation called {func} as attention number {self._position}, the forward did not: "
+                "a block must do the same in both"
+            )
+        outputs = tree_map_only(Saved, self._engine.load, self._outputs[self._position - 1][1])
+        # Aliases: autograd will write its history onto what it is given.
+        return tree_map_only(Kept, lambda kept: _alias(kept.tensor_unchanged()), outputs)
 
 
 def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:

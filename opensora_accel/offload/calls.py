@@ -1,4 +1,7 @@
-"""What the engine keeps about one checkpointed call: the tickets of what it moved, and the call before it."""
+"""What the engine keeps: tickets of what it moved, what autograd holds in a tensor's place, one record for a call.
+
+Autograd owns the tickets. A call refers weakly to what it saved, so that bytes are free when the graph is.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_accel.offload.layout import Layout
-from opensora_accel.offload.measure import CallTimes
+from opensora_accel.offload.choose import BlockTimes
+from opensora_accel.offload.packing import TensorMeta
+
+
+@dataclass
+class OffloadCounters:
+    """What happened to the marked tensors since the last `reset_counters()`."""
+
+    moved: int = 0
+    moved_bytes: int = 0
+    shared: int = 0  # marked again while already in the arena: one copy serves all
+    kept: int = 0  # stayed on the device: the arena was full, or the tensor is of a kind that cannot move
+    kept_bytes: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    prefetched: int = 0  # calls whose copies in started while another block computed
+    overflows: int = 0  # calls fetched into memory of their own, because both slots were in use
+    in_use_bytes: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(eq=False)
 class Ticket:
-    """What was moved: where its bytes lie in the arena and how it looked."""
+    """The only handle to what was moved. Its bytes in the arena are free when nothing refers to it any more."""
 
-    host: Tensor
-    """uint8 [size_bytes]"""
-    layout: Layout
+    host: Tensor  # uint8 [size_bytes]
+    meta: TensorMeta
     device: torch.device
     version: int
-    copied: Any = None
-    """The copy out, until the compute queue has waited for it."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.host.numel()
+    copied: Any = None  # the event of the copy out, until the compute queue has waited for it
 
 
 @dataclass(eq=False)
 class Saved:
-    """What autograd holds in place of a tensor. Tickets may be shared by calls, these are not."""
+    """What autograd holds in place of a tensor that moved. Calls may share a ticket; each has a `Saved` of its own."""
 
     ticket: Ticket
     call: Call
-    index: int
+    index: int  # its place in `call.saved`
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,11 @@ class Kept:
     version: int
 
     def tensor_unchanged(self) -> Tensor:
+        """The tensor [...].
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} that a checkpointed block needs for its recomputation "
@@ -55,50 +74,22 @@ class Kept:
         return self.tensor
 
 
-@dataclass(frozen=True)
-class Leaving:
-    """A copy out that has not been waited for: its memory must not be used again before."""
-
-    ticket: Ticket
-    source: Tensor
-    data: Tensor
-    """The bytes that are copied: the source's own, or a compact copy of one with gaps."""
-
-
-@dataclass
-class Fetched:
-    """Copies in of one call: memory by `Saved.index`, until autograd takes it."""
-
-    device: torch.device
-    pieces: dict[int, Tensor]
-    arrived: Any
-    waited: bool = False
-
-
 @dataclass(eq=False)
 class Call:
-    """One checkpointed call. Autograd owns its tickets; this holds none of them."""
+    """One checkpointed call."""
 
-    previous: weakref.ref[Call] | None = None
-    """The one that backward reaches next."""
+    previous: weakref.ref[Call] | None = None  # the call before, which backward reaches next
+    is_open: bool = False  # whether its forward is running
+    times: BlockTimes | None = None
+    device: torch.device | None = None  # of all that it moves
     saved: list[weakref.ref[Saved]] = field(default_factory=list)
-    leaving: list[Leaving] = field(default_factory=list)
-    fetched: Fetched | None = None
-    times: CallTimes | None = None
-    is_open: bool = False
-    """Its forward is running."""
-    device: torch.device | None = None
-    """Of all that it moved."""
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError where the block wrote into what its recomputation starts from."""
-        for leaving in self.leaving:
-            if leaving.source._version != leaving.ticket.version:
-                raise RuntimeError(
-                    f"a checkpointed block changed a tensor of shape {list(leaving.source.shape)} in place that its "
-                    "recomputation starts from; let it work on a copy (hidden = hidden + x, not hidden += x)"
-                )
+    leaving: list[tuple[Ticket, Tensor, Tensor]] = field(default_factory=list)
+    """Copies out that compute has not waited for, with their tensor and its bytes, which must live until then."""
+    fetched: dict[int, Tensor] = field(default_factory=dict)
+    """uint8 [size_bytes] on the device by `Saved.index`, until autograd takes it."""
+    arrived: Any = None  # the event of the copies in, until the compute queue has waited for it
 
     def alive(self) -> list[Saved]:
+        """What autograd still holds of this call."""
         found = (reference() for reference in self.saved)
         return [saved for saved in found if saved is not None]

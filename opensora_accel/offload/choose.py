@@ -1,45 +1,133 @@
-"""How many blocks to move: as few as the memory needs, and not more than the link carries while blocks compute."""
+"""How many blocks to move: as few as the memory needs, and not more than the link carries while blocks compute.
+
+One pass is measured in which all blocks move that may. Three such blocks of 1 GiB, each with 1 s of forward and 3 s of
+backward, over a link that takes 1.5 s for a GiB: a copy out is 0.5 s longer than the forward beside it, a copy in hides
+behind the backward of the block after it. So moving the first 0, 1, 2, 3 blocks waits 0, 0.5, 1, 1.5 s. If the peak
+was 40 GiB, moving fewer makes it 43, 42, 41, 40 GiB. With 42 GiB to fill, one block moves and 0.5 s is the price.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opensora_accel.offload.measure import BlockCost
+from opensora_accel.offload.device import Queue, Queues
 
 ALLOWED_STALL = 0.02
-"""Of a pass: what waiting for copies may cost before blocks stay on the device for it."""
-LimitedBy = Literal["memory", "deadline", "all blocks", "nothing to gain"]
+"""What waiting for copies may cost, as a share of a pass, before blocks stay on the device for it."""
+
+# ---- measuring a pass
+
+
+@dataclass(eq=False)
+class BlockTimes:
+    """Marks of one block on the compute queue, set so that its waits for copies lie outside."""
+
+    measurement: Measurement
+    index: int
+    entered: Any
+    left: Any = None
+    recomputed: Any = None  # its inputs are back: recomputation and backward begin
+    ended: Any = None
+    """Backward is through; None for the block that it reaches last, behind which nobody looks."""
+    moved_bytes: int = 0
+
+    def end_forward(self) -> None:
+        self.left = self.measurement.queues.mark(Queue.COMPUTE)
+
+    def begin_load(self) -> None:
+        """Before compute waits for this block's inputs: the block whose backward ran has ended."""
+        measurement = self.measurement
+        if measurement.computing not in (None, self):
+            measurement.computing.ended = measurement.queues.mark(Queue.COMPUTE)
+            measurement.computing = None
+
+    def begin_backward(self) -> None:
+        self.begin_load()
+        measurement = self.measurement
+        # Within the pass: a training loop may reset the statistics at the end of a step.
+        peak_bytes = measurement.queues.peak_bytes()
+        if peak_bytes is not None:
+            measurement.peak_bytes = max(peak_bytes, measurement.peak_bytes or 0)
+        self.recomputed = measurement.queues.mark(Queue.COMPUTE)
+        measurement.computing = self
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Of one device: the most that was used, and the most that may be."""
+class BlockCost:
+    """What one block needs: bytes to move, seconds that a copy may hide behind."""
 
-    peak_bytes: int
-    target_bytes: int
+    size_bytes: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(eq=False)
+class Measurement:
+    """One forward and backward pass. The engine fills it; it is read when backward has ended."""
+
+    queues: Queues
+    blocks: list[BlockTimes] = field(default_factory=list)
+    copies: list[tuple[Queue, int, Any, Any]] = field(default_factory=list)
+    """Bytes, and the marks before and after."""
+    computing: BlockTimes | None = None  # the block whose backward runs now
+    peak_bytes: int | None = None  # of the device
+    next_index: int = 0  # the block that is about to be called
+
+    def begin_block(self) -> BlockTimes:
+        self.blocks.append(BlockTimes(self, self.next_index, self.queues.mark(Queue.COMPUTE)))
+        return self.blocks[-1]
+
+    @contextlib.contextmanager
+    def copying(self, queue: Queue, size_bytes: int) -> Iterator[None]:
+        start = self.queues.mark(queue)
+        yield
+        self.copies.append((queue, size_bytes, start, self.queues.mark(queue)))
+
+    def is_complete(self) -> bool:
+        """Whether backward has reached every block of the forward."""
+        return bool(self.blocks) and all(times.recomputed is not None for times in self.blocks)
+
+    def costs(self, num_blocks: int) -> list[BlockCost]:
+        """One for each block in forward order; one that was skipped costs nothing. The host waits for the queues."""
+        seconds = self.queues.seconds
+        backward = {t.index: seconds(t.recomputed, t.ended) for t in self.blocks if t.ended is not None}
+        mean = sum(backward.values()) / max(1, len(backward))
+        costs = [BlockCost(0, 0.0, 0.0)] * num_blocks
+        for times in self.blocks:
+            forward_s = seconds(times.entered, times.left)
+            costs[times.index] = BlockCost(times.moved_bytes, forward_s, backward.get(times.index, mean))
+        return costs
+
+    def bandwidth_bytes_per_s(self, queue: Queue) -> float | None:
+        """Bytes per second of copying in one direction; None when nothing was copied."""
+        copies = [copy[1:] for copy in self.copies if copy[0] is queue]
+        elapsed_s = sum(self.queues.seconds(start, end) for _, start, end in copies)
+        return sum(size_bytes for size_bytes, _, _ in copies) / elapsed_s if elapsed_s > 0 else None
+
+
+# ---- the decision
+
+LimitedBy = Literal["memory", "deadline", "all blocks", "nothing to gain"]
 
 
 @dataclass(frozen=True)
 class Decision:
     """How many blocks wait in host memory, and why. Bytes and seconds are one rank's, of one pass."""
 
-    moved: int
-    """The first so many blocks."""
+    moved: int  # the first so many blocks
     num_blocks: int
     limited_by: LimitedBy
     reason: str
     moved_bytes: int
-    stall_s: float
-    """Expected wait for copies."""
-    pass_s: float
-    """Measured forward and backward of all blocks."""
+    stall_s: float  # expected wait for copies
+    pass_s: float  # measured forward and backward of all blocks
     out_bytes_per_s: float | None
     in_bytes_per_s: float | None
-    peak_bytes: int | None = None
-    """Expected on the device."""
+    peak_bytes: int | None = None  # expected on the device
     target_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +141,8 @@ def choose(
     out_bytes_per_s: float | None,
     in_bytes_per_s: float | None,
     overlaps: bool = True,
-    memory: Memory | None = None,
+    peak_bytes: int | None = None,
+    target_bytes: int | None = None,
 ) -> Decision:
     """The number of blocks to move, from one measured pass in which all but the last `keep_last` were moved.
 
@@ -61,78 +150,60 @@ def choose(
         costs: one per block, in forward order; those that were not moved have no size.
         keep_last: blocks at the end that never leave.
         overlaps: whether copies run beside compute on this device.
-        memory: peak of that pass, and the target; None where the device tells neither: then as many are moved as
-            hide.
+        peak_bytes, target_bytes: of that pass, and what may be filled. Where one is unknown, as many blocks are moved
+            as hide.
     """
     most = max(0, len(costs) - keep_last)
-    stalls = _stalls(costs, most, out_bytes_per_s, in_bytes_per_s)
+    stalls = [0.0]  # when the first 0, 1, ... `most` blocks move
+    for cost, after in zip(costs[:most], [*costs[1:], BlockCost(0, 0.0, 0.0)], strict=False):
+        out_s = cost.size_bytes / out_bytes_per_s if out_bytes_per_s else 0.0
+        in_s = cost.size_bytes / in_bytes_per_s if in_bytes_per_s else 0.0
+        stalls.append(stalls[-1] + max(0.0, out_s - cost.forward_s) + max(0.0, in_s - after.backward_s))
     pass_s = sum(cost.forward_s + cost.backward_s for cost in costs)
     hidden = max(m for m in range(most + 1) if stalls[m] <= ALLOWED_STALL * pass_s)
 
-    def peak(moved: int) -> int | None:
-        if memory is None:
-            return None
-        return memory.peak_bytes + sum(cost.size_bytes for cost in costs[moved:most])
-
-    def decide(moved: int, limited_by: LimitedBy, reason: str) -> Decision:
-        return Decision(
-            moved=moved,
-            num_blocks=len(costs),
-            limited_by=limited_by,
-            reason=f"{moved} of {len(costs)} blocks wait in host memory: {reason}",
-            moved_bytes=sum(cost.size_bytes for cost in costs[:moved]),
-            stall_s=stalls[moved],
-            pass_s=pass_s,
-            out_bytes_per_s=out_bytes_per_s,
-            in_bytes_per_s=in_bytes_per_s,
-            peak_bytes=peak(moved),
-            target_bytes=None if memory is None else memory.target_bytes,
-        )
-
+    peaks: list[int] = []
+    if peak_bytes is not None and target_bytes is not None:
+        peaks = [peak_bytes + sum(cost.size_bytes for cost in costs[m:most]) for m in range(most + 1)]
+    target = target_bytes or 0
+    moved, limited_by = most, "all blocks"  # type: int, LimitedBy
     if not overlaps:
+        moved, limited_by = 0, "nothing to gain"
         reason = (
             "copies do not run beside compute on this device, and on a CPU they free nothing; "
             'a number instead of "auto" moves them all the same'
         )
-        return decide(0, "nothing to gain", reason)
-    if memory is None:
-        if hidden == most:
-            return decide(
-                most, "all blocks", f"all that may leave, and waiting costs {_ms(stalls[most])} a pass"
-            )
-        return decide(
-            hidden, "deadline", f"moving one more would wait {_ms(stalls[hidden + 1])} a pass for copies"
-        )
-    fitting = [m for m in range(most + 1) if (peak(m) or 0) <= memory.target_bytes]
-    if not fitting:
-        short = (peak(most) or 0) - memory.target_bytes
-        reason = f"all that may leave, and still {_gib(short)} above the {_gib(memory.target_bytes)} aimed at"
-        return decide(most, "memory", reason)
-    needed = fitting[0]
-    fits = f"the peak is then {_gib(peak(needed) or 0)} of the {_gib(memory.target_bytes)} aimed at"
-    if needed == 0:
-        return decide(0, "nothing to gain", f"everything fits; {fits}")
-    if needed > hidden:
-        reason = f"{fits}; {needed - hidden} more than hide, which waits {_ms(stalls[needed])} a pass"
-        return decide(needed, "memory", reason)
-    return decide(needed, "memory", f"{fits}; waiting costs {_ms(stalls[needed])} a pass")
-
-
-def _stalls(
-    costs: Sequence[BlockCost], most: int, out_bytes_per_s: float | None, in_bytes_per_s: float | None
-) -> list[float]:
-    """Seconds of waiting when the first 0, 1, ... `most` blocks move.
-
-    A copy out has its own block's forward to hide behind, a copy in the backward of the block after it.
-    """
-    total = [0.0]
-    for index in range(most):
-        cost, after = costs[index], costs[index + 1] if index + 1 < len(costs) else None
-        out_s = cost.size_bytes / out_bytes_per_s if out_bytes_per_s else 0.0
-        in_s = cost.size_bytes / in_bytes_per_s if in_bytes_per_s else 0.0
-        behind = after.backward_s if after is not None else 0.0
-        total.append(total[-1] + max(0.0, out_s - cost.forward_s) + max(0.0, in_s - behind))
-    return total
+    elif not peaks and hidden == most:
+        reason = f"all that may leave, and waiting costs {_ms(stalls[most])} a pass"
+    elif not peaks:
+        moved, limited_by = hidden, "deadline"
+        reason = f"moving one more would wait {_ms(stalls[hidden + 1])} a pass for copies"
+    elif peaks[most] > target:
+        limited_by, short = "memory", peaks[most] - target
+        reason = f"all that may leave, and still {_gib(short)} above the {_gib(target)} aimed at"
+    else:
+        moved = next(m for m in range(most + 1) if peaks[m] <= target)
+        limited_by = "memory" if moved else "nothing to gain"
+        reason = f"the peak is then {_gib(peaks[moved])} of the {_gib(target)} aimed at"
+        if moved == 0:
+            reason = f"everything fits; {reason}"
+        elif moved > hidden:
+            reason += f"; {moved - hidden} more than hide, which waits {_ms(stalls[moved])} a pass"
+        else:
+            reason += f"; waiting costs {_ms(stalls[moved])} a pass"
+    return Decision(
+        moved=moved,
+        num_blocks=len(costs),
+        limited_by=limited_by,
+        reason=f"{moved} of {len(costs)} blocks wait in host memory: {reason}",
+        moved_bytes=sum(cost.size_bytes for cost in costs[:moved]),
+        stall_s=stalls[moved],
+        pass_s=pass_s,
+        out_bytes_per_s=out_bytes_per_s,
+        in_bytes_per_s=in_bytes_per_s,
+        peak_bytes=peaks[moved] if peaks else None,
+        target_bytes=target_bytes if peaks else None,
+    )
 
 
 def _ms(seconds: float) -> str:

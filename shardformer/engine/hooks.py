@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opensora_accel.checkpoint import carried, carrying
+from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.agreement import Agreement
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_still_there
@@ -73,9 +73,9 @@ def follow_forward(
         running.close()  # of a forward that another hook of the model ended
         tokens.begin()
         running.enter_context(tokens.as_running())
-        running.enter_context(carrying(tokens.carry))
+        running.enter_context(preserve_state(tokens.preserve))
         for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
-            _carry(module)
+            _preserve_state_in(module)
 
     def end(*_: Any) -> None:
         running.close()
@@ -85,7 +85,7 @@ def follow_forward(
         for module in model.modules():
             for name in _CHECKPOINTS:
                 function = vars(module).get(name)
-                if isinstance(function, _Carrying):
+                if isinstance(function, _StatePreserving):
                     setattr(module, name, function.checkpoint)
 
     undo.callback(release)
@@ -94,7 +94,7 @@ def follow_forward(
     undo.callback(model.register_forward_hook(end, always_call=True).remove)
 
 
-class _Carrying:
+class _StatePreserving:
     """A model's own checkpoint function, which brings along the state of every forward that is running.
 
     There may be several, as this model may be a part of another one that is sharded too.
@@ -105,11 +105,11 @@ class _Carrying:
         functools.update_wrapper(self, checkpoint, updated=())
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(carried(function), *args, **kwargs)
+        return self.checkpoint(with_preserved_state(function), *args, **kwargs)
 
 
-def _carry(module: nn.Module) -> None:
+def _preserve_state_in(module: nn.Module) -> None:
     for name in _CHECKPOINTS:
         function = vars(module).get(name)
-        if callable(function) and not isinstance(function, _Carrying):
-            setattr(module, name, _Carrying(function))
+        if callable(function) and not isinstance(function, _StatePreserving):
+            setattr(module, name, _StatePreserving(function))

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.checkpoint import carrying
+from opensora_accel.checkpoint import preserve_state
 from opensora_accel.communications import share_sizes, split_forward_gather_backward
 
 _running = threading.local()  # autograd recomputes on threads of its own
@@ -77,7 +77,7 @@ class State:
 class Tokens:
     """The state of the running forward. Empty outside of one.
 
-    A recomputation runs outside of it: a checkpoint has to bring the state along (`carry`). Under one that
+    A recomputation runs outside of it: a checkpoint has to bring the state along (`preserve`). Under one that
     does not, shares are unknown, the same on every rank. Self-attention exchanges them; what cannot, refuses
     (`check_known`).
     """
@@ -201,14 +201,14 @@ class Tokens:
             known = self._made[key] = weakref.ref(tensor), make()
         return known[1]
 
-    def carry(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def preserve(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` for a checkpoint, which calls it again: then in the state in which it was called first."""
         found: State | None = None
 
-        def carried(*args: Any, **kwargs: Any) -> Any:
+        def in_this_state(*args: Any, **kwargs: Any) -> Any:
             nonlocal found
             if found is not None:
-                with self._within(found), carrying(self.carry):
+                with self._within(found), preserve_state(self.preserve):
                     return function(*args, **kwargs)
             spread = self.state.spread
             out = function(*args, **kwargs)
@@ -216,7 +216,7 @@ class Tokens:
             found = replace(self.state, spread=spread, sizes=dict(self.state.sizes))
             return out
 
-        return carried
+        return in_this_state
 
     @contextmanager
     def _within(self, state: State) -> Iterator[None]:

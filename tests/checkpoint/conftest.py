@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.offload import OffloadEngine
+from opensora_accel.offload.device import queues_for
 from tests.checkpoint import steps
 from tests.offload.devices import LateQueues
 
@@ -16,23 +18,22 @@ CUDA = pytest.param(
 
 @pytest.fixture(autouse=True, params=["host", "late", CUDA])
 def device(request, monkeypatch):
-    """The global manager, new, on one kind of queues; nothing of a test stays in it."""
-    monkeypatch.setattr(MANAGER, "_queues", {})
-    monkeypatch.setattr(MANAGER, "_num_users", 0)  # models of other tests, which nobody has unwrapped
-    if request.param == "late":
-        monkeypatch.setattr(MANAGER, "_make_queues", LateQueues)
+    """The global manager in front of a new engine, on one kind of queues; nothing of a test stays in it."""
     if request.param == "cuda":
         monkeypatch.setattr(steps, "DEVICE", "cuda")
         # Attention's backward sums with atomics otherwise, and no two runs agree in every bit.
         torch.use_deterministic_algorithms(True, warn_only=True)
-    MANAGER.close()
-    MANAGER.reset_counters()
-    MANAGER.decisions.clear()
-    yield steps.DEVICE
-    gc.collect()
-    assert MANAGER.counters.in_use_bytes == 0, "a ticket outlived its graph"
-    for queues in MANAGER._queues.values():
-        assert getattr(queues, "freed_under_copy", 0) == 0, "memory was freed under a copy"
-    MANAGER.close()
-    MANAGER.reset_counters()
+    made = []
+
+    def make_queues(device):
+        made.append(LateQueues() if request.param == "late" else queues_for(device))
+        return made[-1]
+
+    with MANAGER.show(OffloadEngine(make_queues)):
+        yield steps.DEVICE
+        gc.collect()
+        assert MANAGER.counters.in_use_bytes == 0, "a ticket outlived its graph"
+        for queues in made:
+            assert getattr(queues, "freed_under_copy", 0) == 0, "memory was freed under a copy"
+        MANAGER.close()
     torch.use_deterministic_algorithms(False)

@@ -397,14 +397,40 @@ def test_options_that_do_not_exist_are_refused(arguments, message):
         ck.checkpoint_blocks(blocks(), "full", keep_last=-1)
 
 
-def test_blocks_that_move_bring_an_arena_along():
+def test_blocks_that_move_bring_an_engine_along():
+    """It closes with the last blocks that use it."""
     MANAGER.close()
-    model, inputs = blocks(), data()
+    before = MANAGER.engine
+    first, second, inputs = blocks(), blocks(), data()
+    undo = [ck.checkpoint_blocks(model, "full", 1.0) for model in (first, second)]
+    engine = MANAGER.engine
+    for model in (first, second):
+        run(model, inputs).sum().backward()
+    assert engine is not before and not before.enable
+    assert engine.counters.moved == MANAGER.counters.moved == 6
+    first_undo = undo.pop(0)
+    first_undo()
+    first_undo()
+    assert MANAGER.enable, "the others still move"
+    undo.pop()()
+    assert not MANAGER.enable and engine.arena is None
+
+
+def test_blocks_move_with_the_engine_that_was_set_up_by_hand():
+    model, inputs, engine = blocks(), data(), MANAGER.engine
+    MANAGER.memory_target_bytes = 7
     undo = ck.checkpoint_blocks(model, "full", 1.0)
-    run(model, inputs).sum().backward()
-    assert MANAGER.counters.moved == 3
+    with MANAGER.show(type(engine)()) as other:
+        run(model, inputs).sum().backward()
+        assert other.counters.moved == 0, "the blocks have theirs"
+    assert MANAGER.engine is engine and engine.counters.moved == 3
     undo()
-    assert not MANAGER.enable
+    assert MANAGER.enable, "what was set up by hand is closed by hand"
+    MANAGER.close()
+    ck.checkpoint_blocks(model, "full", 1.0)
+    gc.collect()
+    assert MANAGER.engine is not engine and MANAGER.memory_target_bytes == 7
+    assert MANAGER.enable, "who never undoes it has no use for the undo"
 
 
 @pytest.mark.parametrize(

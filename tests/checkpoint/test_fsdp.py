@@ -8,6 +8,7 @@ import torch
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.offload import OffloadEngine
 from tests.models import wan, wan_inputs
 from tests.offload.devices import LateQueues
 
@@ -31,16 +32,12 @@ def sharded_step(mode, sharding):
     init_parallel(plan)
     try:
         expected = gradients(plan)
-        MANAGER._make_queues, before = LateQueues, MANAGER._make_queues
-        MANAGER.setup_arena(1 << 22)
-        MANAGER.reset_counters()
-        found = gradients(plan.replace(offload=1.0))
+        with MANAGER.show(OffloadEngine(LateQueues)) as engine:
+            engine.setup_arena(1 << 22)
+            found = gradients(plan.replace(offload=1.0))
         gc.collect()
-        counters = MANAGER.counters
+        counters = engine.counters
         assert counters.in_use_bytes == 0
-        MANAGER._make_queues = before
-        MANAGER._queues.clear()
-        MANAGER.close()
         return all(map(torch.equal, found, expected)), counters.moved, counters.prefetched, counters.overflows
     finally:
         parallel_states.reset()

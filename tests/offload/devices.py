@@ -10,12 +10,12 @@ from torch.cuda._sanitizer import EventHandler
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from opensora_accel.offload import HostQueues, Queue
+from opensora_accel.offload import Queue, Queues
 
 NAN = 0xFF  # in every byte: a NaN in fp64, fp32 and bf16
 
 
-class LateQueues(HostQueues):
+class LateQueues(Queues):
     """Compute runs at once, copies as late as the waits allow. Until then the destination holds NaN.
 
     A copy whose source has been freed by then finds NaN, as if the memory had been used again.
@@ -77,7 +77,7 @@ HOST = 3
 STREAMS = {Queue.COMPUTE: 0, Queue.OUT: 1, Queue.IN: 2}
 
 
-class RaceQueues(HostQueues):
+class RaceQueues(Queues):
     """Copies at once, and gives every access to the vector-clock check of torch's CUDA sanitizer."""
 
     overlaps = True
@@ -177,7 +177,7 @@ def lines(tensor):
     return storage_lines(tensor.untyped_storage())
 
 
-class SimulatedQueues(HostQueues):
+class SimulatedQueues(Queues):
     """A device with a clock for every queue: what a schedule would take on a link of this bandwidth."""
 
     overlaps = True

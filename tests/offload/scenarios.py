@@ -11,8 +11,6 @@ from torch import nn
 
 from opensora_accel import checkpoint as ck
 from opensora_accel.attention import local_attention
-from opensora_accel.checkpoint import blocks as checkpoint_blocks_module
-from opensora_accel.checkpoint import core, selective
 
 DEVICE = "cpu"
 
@@ -35,17 +33,10 @@ class Aborted(Exception):
 
 @contextlib.contextmanager
 def engine(manager):
-    """The checkpoint API on this manager instead of the global one."""
-    modules = [core, selective, checkpoint_blocks_module]
-    before = [module.GLOBAL_ACTIVATION_MANAGER for module in modules]
-    for module in modules:
-        module.GLOBAL_ACTIVATION_MANAGER = manager
-    try:
+    """The checkpoint API on this engine."""
+    with ck.GLOBAL_ACTIVATION_MANAGER.show(manager):
         yield manager
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.GLOBAL_ACTIVATION_MANAGER = value
-        gc.collect()
+    gc.collect()
 
 
 def random(*shape, seed):

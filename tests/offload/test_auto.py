@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from opensora_accel import checkpoint as ck
-from opensora_accel.offload import ActivationManager, Memory, Queue, choose
-from opensora_accel.offload.measure import BlockCost
+from opensora_accel.offload import OffloadEngine, Queue, choose
+from opensora_accel.offload.choose import BlockCost
 from tests.offload.devices import SimulatedQueues
 from tests.offload.scenarios import engine
 
@@ -67,19 +67,19 @@ def test_a_slow_copy_in_counts_as_well():
     ],
 )
 def test_memory_takes_the_fewest_that_fit(target, moved, limited_by):
-    decision = decide(memory=Memory(40 * GIB, int(target * GIB)))
+    decision = decide(peak_bytes=40 * GIB, target_bytes=int(target * GIB))
     assert (decision.moved, decision.limited_by) == (moved, limited_by)
     assert decision.peak_bytes == (49 - moved) * GIB <= decision.target_bytes
 
 
 def test_memory_goes_before_the_deadline_and_says_what_it_costs():
-    decision = decide(bandwidth=0.8 * GIB, memory=Memory(40 * GIB, 44 * GIB))
+    decision = decide(bandwidth=0.8 * GIB, peak_bytes=40 * GIB, target_bytes=44 * GIB)
     assert (decision.moved, decision.limited_by) == (5, "memory")
     assert "2 more than hide, which waits 1250.0 ms a pass" in decision.reason
 
 
 def test_a_target_out_of_reach_moves_all_and_says_so():
-    decision = decide(memory=Memory(40 * GIB, 30 * GIB))
+    decision = decide(peak_bytes=40 * GIB, target_bytes=30 * GIB)
     assert decision.moved == 9
     assert "and still 10.00 GiB above the 30.00 GiB aimed at" in decision.reason
 
@@ -115,7 +115,7 @@ def optimizer_step():
 def train(bandwidth, passes, memory=None, offload="auto", num=10, sizes=None, target=None, queues=None):
     """The manager after some passes, and the simulated seconds of each."""
     queues = queues or SimulatedQueues(bandwidth, memory)
-    manager = ActivationManager(lambda _device: queues)
+    manager = OffloadEngine(lambda _device: queues)
     manager.memory_target_bytes = target
     torch.manual_seed(0)
     blocks = nn.ModuleList([Timed(queues) for _ in range(num)])
@@ -197,7 +197,7 @@ def test_every_size_is_decided_for_itself():
 def four_blocks():
     """On a link that hides everything; with the manager that decides."""
     queues = SimulatedQueues(ENTRY / 0.5)
-    manager = ActivationManager(lambda _device: queues)
+    manager = OffloadEngine(lambda _device: queues)
     blocks = nn.ModuleList([Timed(queues) for _ in range(4)])
     with engine(manager):
         manager.setup_arena(1 << 16)
@@ -328,7 +328,7 @@ class TimedAttention(Timed):
 def test_times_are_of_whole_blocks_in_every_mode(mode):
     """What a block loads while it recomputes does not end it."""
     queues = SimulatedQueues(ENTRY / 0.1)
-    manager = ActivationManager(lambda _device: queues)
+    manager = OffloadEngine(lambda _device: queues)
     blocks = nn.ModuleList([TimedAttention(queues) for _ in range(6)])
     with engine(manager):
         manager.setup_arena(1 << 16)

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from opensora_accel.offload import ActivationManager, HostQueues, Queue
+from opensora_accel.offload import OffloadEngine, Queue, Queues
 from opensora_accel.offload.arena import Arena
-from opensora_accel.offload.queues import CudaQueues
+from opensora_accel.offload.device import CudaQueues
 from tests.offload import scenarios
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -39,8 +39,8 @@ def on_cuda(monkeypatch):
 @pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
 def test_slow_copies_change_no_bit(scenario, mode):
     results = []
-    for make in (lambda _device: HostQueues(), SlowQueues, CudaQueues):
-        with scenarios.engine(ActivationManager(make)) as manager:
+    for make in (lambda _device: Queues(), SlowQueues, CudaQueues):
+        with scenarios.engine(OffloadEngine(make)) as manager:
             results.append(scenarios.SCENARIOS[scenario](manager, mode))
             manager.close()
     for found in results[1:]:
@@ -66,11 +66,11 @@ def test_copies_run_on_two_streams_of_their_own():
 @pytest.mark.parametrize("scenario", ["two_steps", "aborted_backward"])
 def test_the_cuda_sanitizer_finds_no_race(scenario):
     program = (
-        "from opensora_accel.offload import ActivationManager\n"
+        "from opensora_accel.offload import OffloadEngine\n"
         "from tests.offload import scenarios\n"
         "scenarios.DEVICE = 'cuda'\n"
         f"for mode in ('full', 'selective'):\n"
-        "    with scenarios.engine(ActivationManager()) as manager:\n"
+        "    with scenarios.engine(OffloadEngine()) as manager:\n"
         f"        scenarios.{scenario}(manager, mode)\n"
         "        manager.close()\n"
     )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opensora_accel import checkpoint as ck
-from opensora_accel.offload import ActivationManager
+from opensora_accel.offload import OffloadEngine
 from tests.offload.devices import Compute, LateQueues, RaceQueues
 from tests.offload.scenarios import ENTRY_BYTES, Aborted, engine, forward, model
 from tests.tiers import some
@@ -70,7 +70,7 @@ def explode(site, call):
 
 
 def offloaded(queues, mode, room, actions):
-    manager = ActivationManager(lambda _device: queues)
+    manager = OffloadEngine(lambda _device: queues)
     blocks = model(3)
     with ExitStack() as stack:
         stack.enter_context(engine(manager))

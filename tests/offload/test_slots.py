@@ -2,7 +2,7 @@
 
 import torch
 
-from opensora_accel.offload.slots import Slots
+from opensora_accel.offload.device import Slots
 
 CPU = torch.device("cpu")
 

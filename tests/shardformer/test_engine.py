@@ -11,7 +11,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.checkpoint import carried
+from opensora_accel.checkpoint import with_preserved_state
 from shardformer.modeling.halo import add_halo
 from shardformer.policy.base import GatherOutput, JointAttention, NormSwap, SplitInput, SplitOutput
 from shardformer.policy.wan import WAN
@@ -214,14 +214,14 @@ def after_an_exception():
     with pytest.raises(ZeroDivisionError):
         model(**wan_inputs(frames=3), return_dict=False)
     handle.remove()
-    assert carried(abs) is abs, "a checkpoint elsewhere would bring along what is no more"
+    assert with_preserved_state(abs) is abs, "a checkpoint elsewhere would bring along what is no more"
     assert torch.equal(model(**wan_inputs(), return_dict=False)[0], expected)
     handle = model.blocks[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(**wan_inputs(frames=3), return_dict=False)
     handle.remove()
     assert torch.equal(model(**wan_inputs(), return_dict=False)[0], expected)
-    assert carried(abs) is abs
+    assert with_preserved_state(abs) is abs
 
 
 def interrupt(*_):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.checkpoint import carried, carrying
+from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.attentions import _decoder_attention, _extent, _joint_attention
 from shardformer.engine.tokens import Tokens
 from shardformer.policy.base import JointAttention
@@ -95,7 +95,7 @@ def test_tensors_that_come_and_go_are_told_apart(tokens):
 @pytest.mark.parametrize("after", ["a forward", "a recomputation"])
 def test_nothing_is_kept_after(tokens, after):
     x = torch.zeros(1)
-    make = tokens.carry(lambda: tokens.once(x, (), x.clone))
+    make = tokens.preserve(lambda: tokens.once(x, (), x.clone))
     kept = weakref.ref(make())
     tokens.end()
     if after == "a recomputation":
@@ -128,7 +128,7 @@ def test_a_recomputation_has_the_state_of_its_call(tokens):
         tokens.state.spread, tokens.state.sizes["T"] = "S", 5
 
     tokens.state.spread, tokens.state.sizes = "T", {"S": 3}
-    again = tokens.carry(block)
+    again = tokens.preserve(block)
     again()
     tokens.state.sizes["S"] = 4  # of a block that came later
     tokens.end()
@@ -140,7 +140,7 @@ def test_a_recomputation_has_the_state_of_its_call(tokens):
 
 def test_a_recomputation_that_fails_leaves_nothing(tokens):
     fails = []
-    again = tokens.carry(lambda: fails and 1 / 0)
+    again = tokens.preserve(lambda: fails and 1 / 0)
     tokens.share(7, "x")
     again()
     tokens.end()
@@ -150,17 +150,17 @@ def test_a_recomputation_that_fails_leaves_nothing(tokens):
     assert tokens.state.splits is None
 
 
-def test_what_a_recomputation_checkpoints_is_carried_too(tokens):
+def test_what_a_recomputation_checkpoints_has_the_state_too(tokens):
     """A checkpoint within a checkpoint is first called in the outer one's recomputation."""
     tokens.share(7, "x")
     inner = []
 
     def outer():
-        inner.append(carried(lambda: tokens.state.splits))
+        inner.append(with_preserved_state(lambda: tokens.state.splits))
         return inner[-1]()
 
-    with carrying(tokens.carry):
-        again = carried(outer)
+    with preserve_state(tokens.preserve):
+        again = with_preserved_state(outer)
         again()
     tokens.end()
     again()
@@ -169,7 +169,7 @@ def test_what_a_recomputation_checkpoints_is_carried_too(tokens):
 
 def test_a_recomputation_that_brought_nothing_is_told(tokens):
     tokens.check_known("x")
-    known = tokens.carry(lambda: tokens.check_known("x"))
+    known = tokens.preserve(lambda: tokens.check_known("x"))
     known()
     tokens.end()
     known()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora_accel import parallel_states
-from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, ActivationManager
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 
 _REAL_DTYPES = (torch.int64, torch.int32, torch.bool)
 _GIVE_WHOLE_NUMBERS = ("aten::arange", "aten::randint", "aten::randperm")
@@ -135,7 +135,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", LazyChunks),  # it is indexed only
         # The arena that a model opens here may be made of fake tensors: nobody else may meet it.
-        mock.patch.dict(vars(GLOBAL_ACTIVATION_MANAGER), vars(ActivationManager())),
+        GLOBAL_ACTIVATION_MANAGER.show(OffloadEngine()),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications import all_to_all
-from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 from opensora_accel.verify.communication.fake_world import FakeFloats, LazyChunks
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record import Recorder
@@ -149,22 +150,19 @@ def failing_step(model, run):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_behind(parallel_registry, fails):
-    GLOBAL_ACTIVATION_MANAGER.close()
-    before, moved = dict(vars(GLOBAL_ACTIVATION_MANAGER)), GLOBAL_ACTIVATION_MANAGER.counters.moved
     state = torch.get_rng_state()
     plan = Plan(dp_shard=2, ulysses=2, sharding="zero3", checkpoint="full", offload=1.0)
-    if fails:
-        with pytest.raises(KeyError, match="mine"):
-            record_step(failing_step, tiny_wan, plan)
-    else:
-        record_step(wan_step, tiny_wan, plan)
+    with GLOBAL_ACTIVATION_MANAGER.show(OffloadEngine()) as mine:
+        mine.setup_arena(1 << 16)
+        with pytest.raises(KeyError, match="mine") if fails else nullcontext():
+            record_step(failing_step if fails else wan_step, tiny_wan, plan)
+        assert GLOBAL_ACTIVATION_MANAGER.engine is mine
+        assert mine.enable and mine.counters.moved == 0 and mine.slot_bytes == 0
     assert not dist.is_initialized()
     assert parallel_states.get_sequence_parallel_group() is None
     with pytest.raises(ValueError, match="no mesh"):
         parallel_states.get_mesh()
     assert torch.equal(torch.get_rng_state(), state)
-    assert vars(GLOBAL_ACTIVATION_MANAGER) == before
-    assert GLOBAL_ACTIVATION_MANAGER.slot_bytes == 0 and GLOBAL_ACTIVATION_MANAGER.counters.moved == moved
     assert type(torch.ones(2) + 1) is torch.Tensor
 
 

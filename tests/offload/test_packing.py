@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_accel.offload.layout import can_move, from_bytes, layout_of, to_bytes
+from opensora_accel.offload.packing import TensorMeta, can_move, from_bytes, to_bytes
 
 
 @st.composite
@@ -23,25 +23,25 @@ def strided(draw):
 @settings(deadline=None, max_examples=300)
 @given(strided())
 def test_what_comes_back_is_what_went(tensor):
-    layout = layout_of(tensor)
-    data = to_bytes(tensor, layout).clone()
-    assert data.dtype == torch.uint8 and data.shape == (layout.size_bytes,)
-    back = from_bytes(data, layout)
+    meta = TensorMeta.of(tensor)
+    data = to_bytes(tensor, meta).clone()
+    assert data.dtype == torch.uint8 and data.shape == (meta.size_bytes,)
+    back = from_bytes(data, meta)
     assert torch.equal(back, tensor) and back.dtype == tensor.dtype
     assert back.stride() == tensor.stride() and back.shape == tensor.shape
-    assert layout.num_elements <= tensor.numel()
+    assert meta.num_elements <= tensor.numel()
 
 
 def test_a_tensor_without_gaps_is_not_copied_on_the_way():
     x = torch.randn(4, 6).t()
-    assert to_bytes(x, layout_of(x)).data_ptr() == x.data_ptr()
+    assert to_bytes(x, TensorMeta.of(x)).data_ptr() == x.data_ptr()
     memory = torch.zeros(96, dtype=torch.uint8)
-    assert from_bytes(memory, layout_of(x)).data_ptr() == memory.data_ptr()
+    assert from_bytes(memory, TensorMeta.of(x)).data_ptr() == memory.data_ptr()
 
 
 def test_neighbours_in_memory_have_versions_of_their_own():
-    memory, layout = torch.zeros(64, dtype=torch.uint8), layout_of(torch.zeros(8))
-    first, second = (from_bytes(piece, layout) for piece in memory.split(32))
+    memory, meta = torch.zeros(64, dtype=torch.uint8), TensorMeta.of(torch.zeros(8))
+    first, second = (from_bytes(piece, meta) for piece in memory.split(32))
     first.add_(1)
     assert (first._version, second._version) == (1, 0)
 

@@ -1,4 +1,4 @@
-"""The three queues of a device and the order between them: compute, copies out, copies in.
+"""What the engine uses of a device: three queues with an order between them, and two slots for what comes back.
 
 The engine states every order that it relies on through `wait`. What runs the queues can be exchanged: CUDA streams,
 a host that copies at once, or a test that delays copies as long as the waits allow.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+NUM_SLOTS = 2
+"""One block computes from its slot while the next is fetched into the other."""
 
 
 class Queue(enum.Enum):
@@ -22,17 +25,19 @@ class Queue(enum.Enum):
     IN = "host to device"
 
 
-class Queues(Protocol):
-    """What the engine asks of a device."""
+class Queues:
+    """The queues of a device whose memory is the host's: every copy is done when `copy` returns, nothing waits."""
 
-    overlaps: bool
+    overlaps = False
     """Whether copies run beside compute."""
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
-        """Starts copying bytes (uint8, contiguous). The caller keeps both alive until it has waited for it."""
+        """Starts copying uint8 [size_bytes]. The caller keeps both alive until it has waited for it."""
+        destination.copy_(source)
 
     def record(self, queue: Queue) -> Any:
-        """An event: all work given to the queue so far."""
+        """An event: all work given to the queue so far. None where that is done already."""
+        return None
 
     def wait(self, queue: Queue, event: Any) -> None:
         """Work given to the queue from now on runs after the event. The host does not wait."""
@@ -42,54 +47,25 @@ class Queues(Protocol):
 
     def mark(self, queue: Queue) -> Any:
         """A point in the queue's time."""
+        return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
         """Time between two marks; the host waits for them."""
+        return float(end - start)
 
     def peak_bytes(self) -> int | None:
         """The most that has been used of the device's memory since `reset_peak`; None where nothing counts it."""
+        return None
 
     def reset_peak(self) -> None:
         """Begins to count anew."""
 
     def total_bytes(self) -> int | None:
-        """All of the device's memory."""
-
-
-class HostQueues:
-    """A device whose memory is the host's: every copy is done when `copy` returns."""
-
-    overlaps = False
-
-    def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
-        destination.copy_(source)
-
-    def record(self, queue: Queue) -> None:
-        return None
-
-    def wait(self, queue: Queue, event: None) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def mark(self, queue: Queue) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def peak_bytes(self) -> None:
-        return None
-
-    def reset_peak(self) -> None:
-        return None
-
-    def total_bytes(self) -> None:
+        """All of the device's memory; None where nothing tells it."""
         return None
 
 
-class CudaQueues:
+class CudaQueues(Queues):
     """A stream for each direction; compute is the stream that is current when the engine is called."""
 
     overlaps = True
@@ -102,6 +78,7 @@ class CudaQueues:
         return self._streams.get(queue) or torch.cuda.current_stream(self.device)
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
+        """Starts copying uint8 [size_bytes]."""
         with torch.cuda.stream(self._stream(queue)):
             destination.copy_(source, non_blocking=True)
 
@@ -138,4 +115,47 @@ class CudaQueues:
 
 
 def queues_for(device: torch.device) -> Queues:
-    return CudaQueues(device) if device.type == "cuda" else HostQueues()
+    return CudaQueues(device) if device.type == "cuda" else Queues()
+
+
+class Slots:
+    """Device memory held from the first forward to `close`, so that backward asks the allocator for nothing.
+
+    A slot is free when no tensor uses its storage any more. The end of a block's backward does not tell that:
+    `retain_graph`, a hook, or another microbatch may hold on to what was fetched.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._slots: list[_Slot] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(slot.memory.numel() for slot in self._slots)
+
+    def reserve(self, size_bytes: int) -> None:
+        """One more slot while there are fewer than two, and none smaller than this entry."""
+        # What is still used of a smaller one lives on in its tensors.
+        self._slots = [
+            slot if slot.memory.numel() >= size_bytes else _Slot(size_bytes, self._device)
+            for slot in self._slots
+        ]
+        if len(self._slots) < NUM_SLOTS:
+            self._slots.append(_Slot(size_bytes, self._device))
+
+    def take(self, size_bytes: int) -> Tensor | None:
+        """uint8 [size_bytes] in a free slot; None when all are in use or too small."""
+        for slot in self._slots:
+            if slot.memory.numel() >= size_bytes and slot.num_references() == slot.own_references:
+                return slot.memory[:size_bytes]
+        return None
+
+
+class _Slot:
+    def __init__(self, size_bytes: int, device: torch.device):
+        self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._storage = self.memory.untyped_storage()  # held, so that asking for it does not change the count
+        self.own_references = self.num_references()
+
+    def num_references(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)

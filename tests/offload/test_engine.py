@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opensora_accel.offload import ActivationManager, Arena
-from opensora_accel.offload import arena as arena_module
+from opensora_accel.offload import ActivationManager, Arena, OffloadEngine, host_memory
 
 
 def manager(size_bytes=1 << 16):
-    made = ActivationManager()
+    made = OffloadEngine()
     made.setup_arena(size_bytes)
     return made
 
@@ -49,7 +48,7 @@ def test_entries_never_overlap_and_all_bytes_come_back(steps):
 
 
 def test_an_open_arena_takes_at_most_half_of_the_free_memory(monkeypatch):
-    mine = ActivationManager()
+    mine = OffloadEngine()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mine.setup_arena()
     free = psutil.virtual_memory().available
@@ -90,7 +89,7 @@ def test_what_comes_back_is_what_went(view, dtype):
     if view in ("transposed", "expanded"):
         assert back.stride() == VIEWS[view](torch.randn(4, 6)).stride()
     if view == "expanded":
-        assert ticket.size_bytes == 6 * x.element_size()
+        assert ticket.meta.size_bytes == 6 * x.element_size()
 
 
 def test_one_copy_serves_a_shared_tensor_until_it_changes():
@@ -176,7 +175,7 @@ def test_nothing_is_saved_by_a_call_that_has_ended():
 
 def test_an_open_arena_gives_up_what_is_empty_for_other_sizes():
     """Clips of many lengths: what the first one grew is of no use to the second."""
-    mine = ActivationManager()
+    mine = OffloadEngine()
     mine.setup_arena(limit_bytes=40 * 1024)
     for size in (500, 600, 700, 800, 1000):
         held = [mine.offload(torch.full((size,), n, dtype=torch.uint8)) for n in range(30)]
@@ -202,16 +201,16 @@ def test_the_arena_is_on_the_host_whatever_the_default_device():
 
 
 def test_an_arena_for_users_lasts_as_long_as_they_do():
-    mine = ActivationManager()
-    first, second = mine.use(), mine.use()
-    assert mine.enable
-    first()
-    first()
+    mine = OffloadEngine()
+    mine.join()
+    mine.join()
+    mine.leave()
     assert mine.enable, "the other one still moves"
-    second()
+    mine.leave()
     assert not mine.enable
     mine.setup_arena(64)
-    mine.use()()
+    mine.join()
+    mine.leave()
     assert mine.enable, "what was set up by hand is closed by hand"
 
 
@@ -225,18 +224,18 @@ def test_an_arena_for_users_lasts_as_long_as_they_do():
     ],
 )
 def test_the_ranks_of_a_machine_share_its_memory(variables, ranks, monkeypatch):
-    for name in arena_module._LOCAL_RANKS:
+    for name in host_memory._LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(arena_module, "_free_host_bytes", lambda: 1600)
-    assert arena_module.default_limit_bytes() == 800 // ranks
+    monkeypatch.setattr(host_memory, "_free_host_bytes", lambda: 1600)
+    assert host_memory.default_limit_bytes() == 800 // ranks
 
 
 def test_files_that_were_read_do_not_count_as_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(arena_module, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     for name, text in (("max", "1000"), ("current", "900"), ("stat", "anon 400\ninactive_file 450\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert arena_module._free_container_bytes() == 550
+    assert host_memory._free_container_bytes() == 550
     (tmp_path / "memory.max").write_text("max")
-    assert arena_module._free_container_bytes() > 1 << 60
+    assert host_memory._free_container_bytes() > 1 << 60
