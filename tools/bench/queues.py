@@ -70,7 +70,7 @@ def record_on_host(
     """The same of one step of our engine on a CPU, where copies make compute wait; and the block of each interval."""
     found: dict[str, list[Interval]] = {"compute": [], "out": [], "in": []}
     marks: list[tuple[float, str]] = []  # when something else began to compute, and what
-    queues = MANAGER.queues(device)
+    queues = MANAGER.engine.queues(device)
     copy_now = queues.copy
 
     def now_ms() -> float:
