@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from opensora_accel.verify.communication.record import Call
+from opensora_accel.verify.communication.operators import Call
 from opensora_accel.verify.communication.record_step import Record
 from opensora_accel.verify.meshes import axes_between, group_of
 
@@ -34,11 +34,8 @@ class Violation:
     """The lines that the calls in question came from."""
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.rule}; but {self.actual}; {self.remedy}",
-            *(f"    at {line}" for line in self.sources),
-        ]
-        return "\n".join(lines)
+        text = f"{self.rule}; but {self.actual}; {self.remedy}"
+        return "\n".join([text, *(f"    at {line}" for line in self.sources)])
 
 
 def sources_of(calls: Iterable[Call]) -> tuple[str, ...]:
@@ -70,38 +67,25 @@ def unlike_collectives(record: Record) -> Iterator[Violation]:
             if not call.is_point_to_point:
                 queues[rank.rank][call.group].append(call)
     for group in dict.fromkeys(group for calls in queues.values() for group in calls):
-        members = [rank for rank in group if rank in queues]
-        for first, other in itertools.combinations(members, 2):
-            difference = _first_difference((first, queues[first][group]), (other, queues[other][group]))
-            if difference is not None:
-                name = group_of(group, record.shape).name
-                rule = f"all ranks of a group call the same collectives in the same order ({name})"
-                yield Violation(rule, difference[0], _REMEDY, difference[1])
+        rule = f"all ranks of a group call the same collectives in the same order ({group_of(group, record.shape)})"
+        for first, other in itertools.combinations([rank for rank in group if rank in queues], 2):
+            pairs = enumerate(zip(queues[first][group], queues[other][group], strict=False), start=1)
+            unlike = [(n, one, two) for n, (one, two) in pairs if not _fit(one, two, first, other)]
+            if unlike:
+                number, one, two = unlike[0]
+                actual = f"call {number} is {_shown(one, other)} on rank {first}, {_shown(two, first)} on rank {other}"
+                yield Violation(rule, actual, _REMEDY, _lines((first, one), (other, two)))
                 break
-
-
-def _first_difference(
-    one: tuple[int, list[Call]], other: tuple[int, list[Call]]
-) -> tuple[str, tuple[str, ...]] | None:
-    """What two ranks' calls differ in, and where; both are given as a rank and its calls."""
-    (rank, calls), (other_rank, other_calls) = one, other
-    for number, (mine, theirs) in enumerate(zip(calls, other_calls, strict=False), start=1):
-        if not _fit(mine, theirs, rank, other_rank):
-            actual = (
-                f"call {number} is {_shown(mine, other_rank)} on rank {rank}, {_shown(theirs, rank)} on rank "
-                f"{other_rank}"
-            )
-            return actual, _lines((rank, mine), (other_rank, theirs))
-    if len(calls) == len(other_calls):
-        return None
-    if len(calls) < len(other_calls):
-        (rank, calls), (other_rank, other_calls) = other, one
-    extra = calls[len(other_calls)]
-    actual = (
-        f"rank {rank} calls {len(calls)}, rank {other_rank} {len(other_calls)}: {_shown(extra, other_rank)} on rank "
-        f"{rank} waits"
-    )
-    return actual, _lines((rank, extra))
+            # Those that both have fit: the one with more waits in the first that is left over.
+            longer, shorter = sorted((first, other), key=lambda member: -len(queues[member][group]))
+            calls, num_fewer = queues[longer][group], len(queues[shorter][group])
+            if len(calls) > num_fewer:
+                actual = (
+                    f"rank {longer} calls {len(calls)}, rank {shorter} {num_fewer}: "
+                    f"{_shown(calls[num_fewer], shorter)} on rank {longer} waits"
+                )
+                yield Violation(rule, actual, _REMEDY, _lines((longer, calls[num_fewer])))
+                break
 
 
 def _fit(one: Call, two: Call, first: int, other: int) -> bool:
@@ -138,26 +122,20 @@ def unmatched_messages(record: Record) -> Iterator[Violation]:
     """The first message between two ranks that is not received as it was sent."""
     sends: dict[tuple[int, int], list[Call]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Call]] = defaultdict(list)
+    recorded = {rank.rank for rank in record.ranks}
     for rank in record.ranks:
         for call in rank.calls:
-            if call.kind == "send" and call.peer is not None:
+            if call.kind == "send" and call.peer in recorded:
                 sends[rank.rank, call.peer].append(call)
-            if call.kind == "recv" and call.peer is not None:
+            if call.kind == "recv" and call.peer in recorded:
                 receives[call.peer, rank.rank].append(call)
-    recorded = {rank.rank for rank in record.ranks}
     for source, target in dict.fromkeys([*sends, *receives]):
-        if not recorded.issuperset((source, target)):
-            continue
         sent, received = sends[source, target], receives[source, target]
         rule = f"every message has its receive, in order ({' and '.join(axes_between(source, target, record.shape))})"
         pairs = enumerate(zip(sent, received, strict=False), start=1)
-        unlike = (
-            (n, one, two)
-            for n, (one, two) in pairs
-            if (one.input_bytes, one.dtype) != (two.input_bytes, two.dtype)
-        )
-        number, one, two = next(unlike, (0, None, None))
-        if one is not None and two is not None:
+        unlike = [(n, a, b) for n, (a, b) in pairs if (a.input_bytes, a.dtype) != (b.input_bytes, b.dtype)]
+        if unlike:
+            number, one, two = unlike[0]
             actual = (
                 f"message {number} from rank {source} to rank {target} is {one.input_bytes:,} bytes ({one.dtype}), and "
                 f"{two.input_bytes:,} bytes ({two.dtype}) are expected"

@@ -46,11 +46,11 @@ _OWNERS = (
 class CallSite:
     """The lines behind one call."""
 
-    source: str
+    source: str = "no Python frame"
     """The innermost line outside of torch: `path/file.py:123 in function`."""
-    caller: str
+    caller: str = "no Python frame"
     """The innermost line outside of torch and of this toolkit: mostly the model's, or the step's."""
-    via: str
+    via: str = ""
     """Which part of torch made the call on behalf of that line; empty where the line itself did."""
     is_recomputed: bool = False
     """Whether, within backward, a forward runs again."""
@@ -60,8 +60,12 @@ class CallSite:
         return f"{self.via}, under {source}" if self.via else source
 
 
+NOWHERE = CallSite()
+"""Where C++ made a call outside of any line."""
+
+
 def find_call_site() -> CallSite:
-    """The lines behind the call that is being made. "no Python frame" where C++ made it outside of any line."""
+    """The lines behind the call that is being made."""
     source = caller = via = ""
     is_recomputed = passed_engine = False
     # From the innermost frame outwards: first what passes the call on, then who makes it, then the model.
@@ -81,8 +85,8 @@ def find_call_site() -> CallSite:
             source = source or line
             caller = "" if path.startswith(_TOOLKIT) else line
         frame = frame.f_back
-    nowhere = source or "no Python frame"
-    return CallSite(nowhere, caller or nowhere, via, is_recomputed and passed_engine)
+    source = source or NOWHERE.source
+    return CallSite(source, caller or source, via, is_recomputed and passed_engine)
 
 
 @functools.cache

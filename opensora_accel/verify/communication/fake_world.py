@@ -2,8 +2,8 @@
 
 The backend fills an all-gather with this rank's own data. Most steps do not look at what arrives, but some branch on
 sizes that ranks send each other. So all wanted ranks are recorded in turn, what each has given to its first, second, …
-all-gather of whole numbers is kept, and all are recorded again with these answers. With P = 3 ranks of 4, 4 and 3
-tokens: the first time rank 2 takes all shares for 3; the second time it is answered [4, 4, 3], as on real ranks.
+all-gather of whole numbers is kept, and all are recorded again with these sizes. With P = 3 ranks of 4, 4 and 3
+tokens: the first time rank 2 takes all shares for 3; the second time it is told [4, 4, 3], as on real ranks.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ Exchanges = dict[tuple[int, ...], list[dict[int, Tensor]]]
 """For each group: what every rank has given to its first, second, … all-gather of whole numbers."""
 
 
-class Answers(TorchDispatchMode):
+class OtherRanks(TorchDispatchMode):
     """What the fake backend leaves out: results of all-reduces, and sizes that other ranks tell.
 
     It fills an all-gather with this rank's own data. Where that is whole numbers, and `known` says what every rank of
@@ -201,17 +201,17 @@ class Answers(TorchDispatchMode):
         mine = self.given.setdefault(ranks, [])
         mine.append(given.clone())  # the caller may write over it
         rounds = self._known.get(ranks, [])
-        answers = rounds[len(mine) - 1] if len(mine) <= len(rounds) else {}
+        told = rounds[len(mine) - 1] if len(mine) <= len(rounds) else {}
         for rank, output in zip(ranks, outputs, strict=True):
-            if rank in answers and answers[rank].numel() == output.numel():
-                output.copy_(answers[rank].view(output.shape))
+            if rank in told and told[rank].numel() == output.numel():
+                output.copy_(told[rank].view(output.shape))
 
 
 def _ranks(boxed_group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed_group)))
 
 
-def merge_given(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]]) -> Exchanges:
+def merge_exchanges(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]]) -> Exchanges:
     """What all recorded ranks have given, by group and in order; tensors [n] of whole numbers."""
     found: Exchanges = {}
     for rank, groups in given.items():
@@ -223,15 +223,15 @@ def merge_given(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]])
     return found
 
 
-def were_answered(found: Exchanges, known: Exchanges) -> bool:
-    """Whether a recording with `known` was answered as its ranks would answer each other."""
+def are_settled(found: Exchanges, known: Exchanges) -> bool:
+    """Whether a recording with `known` told its ranks what they would tell each other."""
     for ranks, rounds in found.items():
         before = known.get(ranks, [])
         for number, tensors in enumerate(rounds):
             told = before[number] if number < len(before) else {}
             first, *others = tensors.values()
             if all(torch.equal(first, other) for other in others):
-                continue  # its own data is the right answer
+                continue  # its own data is right
             if any(rank not in told or not torch.equal(told[rank], each) for rank, each in tensors.items()):
                 return False
     return True

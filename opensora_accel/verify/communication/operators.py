@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from opensora_accel.verify.communication.call_site import NOWHERE, CallSite
+
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 """Where torch keeps operators that communicate."""
 
@@ -50,70 +52,127 @@ _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "te
 """Names of what a rank gives, in the schemas."""
 
 
+FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
+"""Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
+averaged by hand stand there, and the forward of a second microbatch."""
+
+
 @dataclass(frozen=True)
-class Traffic:
-    """One call, on this rank. Ranks are global."""
+class Call:
+    """One collective, or one end of a message, on one rank. Ranks are global."""
 
     kind: str
+    """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter, send, recv, barrier,
+    or unknown for an operator that is not in the table: then its bytes are not known."""
+    operator: str
     group: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
-    """What this rank gives; of a recv, what it fills."""
+    """In the group's order."""
+    peer: int | None
+    """The other end of a send or recv, the root of a broadcast, reduce, gather or scatter."""
     sent_bytes: int
-    peer: int | None = None
+    """What other ranks get from this one."""
+    input_bytes: int
+    num_elements: int
+    """In the input, or in what a recv fills."""
+    dtype: str
     sent_to: tuple[int, ...] | None = None
+    """In an all-to-all, the bytes for every rank of the group."""
     received_from: tuple[int, ...] | None = None
+    phase: str = FORWARD
+    where: CallSite = NOWHERE
+    gradients: tuple[str, ...] = ()
+    """Parameters whose gradients are known to be in the input."""
 
     @property
-    def input_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def source(self) -> str:
+        return str(self.where)
+
+    @property
+    def is_point_to_point(self) -> bool:
+        return self.kind in ("send", "recv")
+
+    @property
+    def is_by_fsdp(self) -> bool:
+        return self.where.via.startswith("FSDP")
+
+    @property
+    def carries_numbers(self) -> bool:
+        """Whole numbers are sizes that ranks send each other."""
+        return not self.dtype.startswith("int")
 
 
-def traffic_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Traffic]:
-    """The calls in one operator (`batch_p2p_ops` holds several), none where it communicates nothing.
+def calls_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
+    """The calls in one operator (`batch_p2p_ops` holds several), each with the tensors [...] that this rank gives.
 
-    An operator that is not in the table gives one call of the kind "unknown", whose sent bytes are not known (0).
+    Of a recv they are what it fills. An operator that is not in the table gives one call of the kind "unknown", whose
+    sent bytes are not known (0).
     """
     name = func._schema.name.split("::")[1]
     if name in _SILENT:
-        return []
+        return
     names = [argument.name for argument in func._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    group = _group(values)
+    # c10d gives the group itself, boxed; functional collectives give its name, or itself.
+    group = values.get("process_group", values.get("group_name", values.get("group")))
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    elif isinstance(group, str):
+        group = _resolve_process_group(GroupName(group))
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+
+    def call(
+        kind: str, tensors: Sequence[Tensor], sent_bytes: int, peer: int | None = None, **chunks: Any
+    ) -> tuple[Call, tuple[Tensor, ...]]:
+        input_bytes, num_elements = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
+        root = None if peer is None else ranks[peer]
+        sizes = (sent_bytes, input_bytes, num_elements)
+        return Call(kind, func._schema.name, ranks, root, *sizes, dtype, **chunks), tuple(tensors)
+
     if name == "batch_p2p_ops":
-        rows = zip(values["op_list"], values["peer_list"], values["tensors"], strict=True)
-        return [_message(_KIND_OF.get(name, "unknown"), ranks, tensor, peer) for name, peer, tensor in rows]
+        for each, peer, tensor in zip(values["op_list"], values["peer_list"], values["tensors"], strict=True):
+            kind = _KIND_OF.get(each, "unknown")
+            yield call(kind, [tensor], tensor.nbytes if kind == "send" else 0, peer)
+        return
     kind = _KIND_OF.get(name, "unknown")
     if kind == "unknown" or group is None:
-        return [Traffic("unknown", ranks, tuple(tensors_in([*values.values()])), 0)]
+        yield call("unknown", [*tensors_in([*values.values()])], 0)
+        return
+    tensors = [*tensors_in(next((values[each] for each in _INPUTS if each in values), ()))]
     if kind == "all-to-all":
-        return [_all_to_all(name, values, group, ranks)]
-    tensors = tuple(tensors_in(_inputs(values)))
+        if name == "alltoall_":
+            sent_to = tuple(tensor.nbytes for tensor in tensors)
+            received_from = tuple(tensor.nbytes for tensor in values["output_tensors"])
+        else:
+            splits = values.get("input_split_sizes", values.get("input_splits"))
+            sent_to = _chunk_bytes(tensors[0], splits, len(ranks))
+            output = values.get("output", tensors[0])
+            received_from = _chunk_bytes(output, values.get("output_split_sizes"), len(ranks))
+        sent_bytes = sum(sent_to) - sent_to[group.rank()]
+        yield call(kind, tensors, sent_bytes, sent_to=sent_to, received_from=received_from)
+        return
     if kind == "scatter" and not tensors:  # all but the root give nothing
-        tensors = tuple(tensors_in(values["output_tensors"]))
+        tensors = [*tensors_in(values["output_tensors"])]
     # The other end of a send or recv, or the root of a broadcast, reduce, gather or scatter.
-    root = next((values[each] for each in ("root_rank", "dst", "src") if each in values), None)
-    size_bytes = sum(tensor.nbytes for tensor in tensors)
-    sent_bytes = _sent_bytes(kind, size_bytes, len(ranks), is_root=root == group.rank())
-    return [Traffic(kind, ranks, tensors, sent_bytes, None if root is None else ranks[root])]
-
-
-def _group(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """c10d gives the group itself, boxed; functional collectives give its name, or itself."""
-    given = values.get("process_group", values.get("group_name", values.get("group")))
-    if isinstance(given, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(given)
-    if isinstance(given, str):
-        return _resolve_process_group(GroupName(given))
-    return given
-
-
-def _inputs(values: Mapping[str, Any]) -> Any:
-    return next((values[name] for name in _INPUTS if name in values), ())
+    peer = next((values[each] for each in ("root_rank", "dst", "src") if each in values), None)
+    is_root, others, size_bytes = peer == group.rank(), len(ranks) - 1, sum(t.nbytes for t in tensors)
+    sent = {
+        "send": size_bytes,
+        "all-reduce": 2 * size_bytes * others // len(ranks),
+        "all-gather": size_bytes * others,
+        "reduce-scatter": size_bytes * others // len(ranks),
+        "scatter": size_bytes * others // len(ranks) if is_root else 0,
+        "broadcast": size_bytes * others if is_root else 0,
+        "reduce": 0 if is_root else size_bytes,
+        "gather": 0 if is_root else size_bytes,
+    }
+    yield call(kind, tensors, sent.get(kind, 0), peer)  # a recv and a barrier send nothing
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists and tuples, of any shape."""
+    """The tensors [...] in nested lists and tuples."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, (list, tuple)):
@@ -121,42 +180,8 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _message(kind: str, ranks: tuple[int, ...], tensor: Tensor, peer: int) -> Traffic:
-    return Traffic(kind, ranks, (tensor,), tensor.nbytes if kind == "send" else 0, ranks[peer])
-
-
-def _sent_bytes(kind: str, size_bytes: int, num_ranks: int, *, is_root: bool) -> int:
-    sent = {
-        "send": size_bytes,
-        "all-reduce": 2 * size_bytes * (num_ranks - 1) // num_ranks,
-        "all-gather": size_bytes * (num_ranks - 1),
-        "reduce-scatter": size_bytes * (num_ranks - 1) // num_ranks,
-        "scatter": size_bytes * (num_ranks - 1) // num_ranks if is_root else 0,
-        "broadcast": size_bytes * (num_ranks - 1) if is_root else 0,
-        "reduce": 0 if is_root else size_bytes,
-        "gather": 0 if is_root else size_bytes,
-    }
-    return sent.get(kind, 0)  # recv, barrier
-
-
-def _all_to_all(
-    name: str, values: Mapping[str, Any], group: dist.ProcessGroup, ranks: tuple[int, ...]
-) -> Traffic:
-    tensors = tuple(tensors_in(_inputs(values)))
-    if name == "alltoall_":
-        sent_to = tuple(tensor.nbytes for tensor in tensors)
-        received_from = tuple(tensor.nbytes for tensor in values["output_tensors"])
-    else:
-        splits = values.get("input_split_sizes", values.get("input_splits"))
-        sent_to = _chunk_bytes(tensors[0], splits, len(ranks))
-        output = values.get("output", tensors[0])
-        received_from = _chunk_bytes(output, values.get("output_split_sizes"), len(ranks))
-    sent_bytes = sum(sent_to) - sent_to[group.rank()]
-    return Traffic("all-to-all", ranks, tensors, sent_bytes, None, sent_to, received_from)
-
-
 def _chunk_bytes(tensor: Tensor, splits: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
-    """Bytes for every rank: rows of dim 0 by `splits`, or equal chunks."""
+    # Bytes for every rank: rows of dim 0 by `splits`, or equal chunks.
     if not splits:
         return (tensor.nbytes // num_ranks,) * num_ranks
     row_bytes = prod(tensor.shape[1:]) * tensor.element_size()

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from opensora_accel.plan import MIXED_AXES, Plan
 from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
-from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
+from opensora_accel.verify.communication.operators import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
 from opensora_accel.verify.communication.record_step import RankRecord, Record
 from opensora_accel.verify.meshes import (
     SHARD_AXES,
@@ -60,12 +60,19 @@ def broken_promises(record: Record) -> list[Violation]:
     plan = record.shape.plan
     found: list[Violation] = []
     for rank in record.ranks:
+        # Nothing can be said of gradients under FSDP1, as the record's notes say.
+        uses_fsdp1 = any(call.where.via.startswith("FSDP1") for call in rank.calls)
+        has_gradients = rank.num_backwards > 0 and not uses_fsdp1
         found += strange_groups(rank, record)
-        if plan is None:
-            found += gradients_kept_from_data(rank, record.shape)
-        else:
+        if plan is not None:
             found += misplaced_calls(rank, record, plan)
-            found += unreduced_gradients(rank, record.shape)
+        if has_gradients and plan is None:
+            found += gradients_kept_from_data(rank, record.shape)
+        elif has_gradients:
+            # Several backward passes may reduce as often: DDP without `no_sync` does.
+            found += unreduced_whole_gradients(rank, record.shape)
+            found += unreduced_sharded_gradients(rank, record.shape)
+        if plan is not None:
             found += wrong_gathers(rank, record, plan)
     if plan is not None:
         for axis in _TRAVELS:
@@ -203,25 +210,9 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
         )
 
 
-def unreduced_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Violation]:
-    """Gradients that are not reduced exactly once over every axis of mixed.
-
-    Several backward passes may reduce as often: DDP without `no_sync` does. Under FSDP1 nothing can be said, and the
-    record's notes say so.
-    """
+def unreduced_whole_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Violation]:
+    """Gradients of whole parameters that are not reduced exactly once over every axis of mixed, counted by name."""
     axes = shape.used(MIXED_AXES)
-    if axes and rank.num_backwards and not _uses_fsdp1(rank):
-        rule = (
-            f"the gradient of every trained parameter is reduced exactly once over mixed ({' × '.join(axes)})"
-        )
-        yield from _unreduced_by_name(rule, rank, axes, shape)
-        yield from _unreduced_by_elements(rule, rank, axes, shape)
-
-
-def _unreduced_by_name(
-    rule: str, rank: RankRecord, axes: tuple[str, ...], shape: MeshShape
-) -> Iterator[Violation]:
-    """Gradients of whole parameters."""
     whole = [p for p in rank.parameters if p.is_trained and p.padded_elements is None]
     reductions = [call for call in rank.calls if call.kind in _REDUCTIONS]
     times = {parameter.name: dict.fromkeys(axes, 0) for parameter in whole}
@@ -239,17 +230,16 @@ def _unreduced_by_name(
     for off, names in alike.items():
         often = " and ".join(f"{words.get(count, f'{count} times')} over {axis}" for axis, count in off)
         yield Violation(
-            rule,
+            _reduced_once(axes),
             f"that of {len(names)} of {len(whole)} parameters ({_list(names)}) is reduced {often}",
             _AVERAGE_OVER_MIXED,
             sources_of(call for call in reductions if set(names) & set(call.gradients)),
         )
 
 
-def _unreduced_by_elements(
-    rule: str, rank: RankRecord, axes: tuple[str, ...], shape: MeshShape
-) -> Iterator[Violation]:
-    """Gradients of parameters that FSDP2 shards."""
+def unreduced_sharded_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Violation]:
+    """The same of parameters that FSDP2 shards, counted by elements."""
+    axes = shape.used(MIXED_AXES)
     sharded = [p for p in rank.parameters if p.is_trained and p.padded_elements is not None]
     by_fsdp = [call for call in rank.calls if call.kind in _REDUCTIONS and call.is_by_fsdp]
     num_shards = max((len(call.group) for call in by_fsdp if call.kind == "reduce-scatter"), default=1)
@@ -268,7 +258,7 @@ def _unreduced_by_elements(
         counted = " and ".join(f"{reduced[axis]:,} elements over {axis}" for axis in missed)
         exact = f"{least:,} elements" + ("" if least == padded else f" (up to {padded:,} with padding)")
         yield Violation(
-            f"{rule}: {exact} of sharded parameters",
+            f"{_reduced_once(axes)}: {exact} of sharded parameters",
             f"FSDP2 reduces {counted}",
             _AVERAGE_OVER_MIXED,
             sources_of(by_fsdp),
@@ -281,8 +271,6 @@ def gradients_kept_from_data(rank: RankRecord, shape: MeshShape) -> Iterator[Vio
     They are followed by name. What a call carries beyond that, such as gradients that lie elsewhere than in `.grad`,
     or the parameters themselves, may be what is missed: nothing is said where it is large enough.
     """
-    if not rank.num_backwards or _uses_fsdp1(rank):
-        return
     # Frozen and unused parameters have no gradient to be kept.
     sizes = {p.name: p.num_elements for p in rank.parameters if p.padded_elements is None and p.has_gradient}
     for axis in shape.used(shape.data_axes):
@@ -320,8 +308,8 @@ def _may_carry(calls: Sequence[Call], sizes: Mapping[str, int], missed: int) -> 
     return unknown >= missed
 
 
-def _uses_fsdp1(rank: RankRecord) -> bool:
-    return any(call.where.via.startswith("FSDP1") for call in rank.calls)
+def _reduced_once(axes: Sequence[str]) -> str:
+    return f"the gradient of every trained parameter is reduced exactly once over mixed ({' × '.join(axes)})"
 
 
 def _list(names: Sequence[str]) -> str:

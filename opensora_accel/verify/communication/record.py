@@ -8,7 +8,7 @@ of the bucket then carries `a.weight`. A loop that all-reduces `a.weight.grad` i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,66 +17,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_accel.verify.communication.call_site import CallSite, find_call_site
-from opensora_accel.verify.communication.operators import NAMESPACES, tensors_in, traffic_of
+from opensora_accel.verify.communication.call_site import find_call_site
+from opensora_accel.verify.communication.operators import (
+    AFTER,
+    BACKWARD,
+    FORWARD,
+    NAMESPACES,
+    RECOMPUTE,
+    Call,
+    calls_of,
+    tensors_in,
+)
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPAQUE = (*NAMESPACES, "aten", "prim", "prims")
 """Namespaces whose operators are looked at as they are; others are run in parts, where they have any."""
-
-FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
-"""Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
-averaged by hand stand there, and the forward of a second microbatch."""
 
 _HOLDS_GRADIENTS_OF_ITS_INPUTS = {
     *("aten::_foreach_copy_", "aten::_foreach_div", "aten::_foreach_mul", "aten::_to_copy", "aten::cat"),
     *("aten::clone", "aten::copy_", "aten::div", "aten::mul", "aten::stack"),
 }
 """What the averaging of gradients is made of: buckets, casts and divisors. Views share their storage anyway."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective, or one end of a message, on one rank."""
-
-    kind: str
-    """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter, send, recv, barrier,
-    or unknown for an operator that is not in the table: then its bytes are not known."""
-    operator: str
-    group: tuple[int, ...]
-    """Global ranks, in the group's order."""
-    peer: int | None
-    """Global rank: the other end of a send or recv, the root of a broadcast, reduce, gather or scatter."""
-    sent_bytes: int
-    """What other ranks get from this one."""
-    input_bytes: int
-    num_elements: int
-    """In the input, or in what a recv fills."""
-    dtype: str
-    phase: str
-    where: CallSite
-    sent_to: tuple[int, ...] | None = None
-    """In an all-to-all, the bytes for every rank of the group."""
-    received_from: tuple[int, ...] | None = None
-    gradients: tuple[str, ...] = ()
-    """Parameters whose gradients are known to be in the input."""
-
-    @property
-    def source(self) -> str:
-        return str(self.where)
-
-    @property
-    def is_point_to_point(self) -> bool:
-        return self.kind in ("send", "recv")
-
-    @property
-    def is_by_fsdp(self) -> bool:
-        return self.where.via.startswith("FSDP")
-
-    @property
-    def carries_numbers(self) -> bool:
-        """Whole numbers are sizes that ranks send each other."""
-        return not self.dtype.startswith("int")
 
 
 class Recorder(TorchDispatchMode):
@@ -129,30 +90,14 @@ class Recorder(TorchDispatchMode):
     def _add_calls(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool
     ) -> None:
-        for traffic in traffic_of(func, args, kwargs):
+        for call, tensors in calls_of(func, args, kwargs):
             where = find_call_site()
             if in_backward:
                 phase = RECOMPUTE if where.is_recomputed else BACKWARD
             else:
                 phase = AFTER if self.num_backwards else FORWARD
-            tensors = traffic.tensors
-            self.calls.append(
-                Call(
-                    kind=traffic.kind,
-                    operator=func._schema.name,
-                    group=traffic.group,
-                    peer=traffic.peer,
-                    sent_bytes=traffic.sent_bytes,
-                    input_bytes=traffic.input_bytes,
-                    num_elements=sum(tensor.numel() for tensor in tensors),
-                    dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
-                    phase=phase,
-                    where=where,
-                    sent_to=traffic.sent_to,
-                    received_from=traffic.received_from,
-                    gradients=self._gradients.names_in(tensors),
-                )
-            )
+            gradients = self._gradients.names_in(tensors)
+            self.calls.append(replace(call, phase=phase, where=where, gradients=gradients))
 
 
 class _GradientStorages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 from opensora_accel.communications.checks import without_comparing_inputs
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.fake_world import (
-    Answers,
     Exchanges,
     FakeFloats,
+    OtherRanks,
+    are_settled,
     fake_world,
-    merge_given,
-    were_answered,
+    merge_exchanges,
 )
-from opensora_accel.verify.communication.record import Call, Recorder
+from opensora_accel.verify.communication.operators import Call
+from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, group_of
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 
@@ -81,11 +82,17 @@ class Record:
 
     def table(self) -> str:
         """Rows in the order of their first call: phase, collective, group, calls and bytes sent, source line."""
-        counts = {rank.rank: _counts(rank, self.shape) for rank in self.ranks}
+        # By phase, kind, group and source, on each rank.
+        calls: dict[tuple[str, str, str, str], Counter[int]] = defaultdict(Counter)
+        sent_bytes: dict[tuple[str, str, str, str], Counter[int]] = defaultdict(Counter)
+        for rank in self.ranks:
+            for call in rank.calls:
+                key = (call.phase, call.kind, str(group_of(call.group, self.shape)), call.source)
+                calls[key][rank.rank] += 1
+                sent_bytes[key][rank.rank] += call.sent_bytes
         rows = [("phase", "collective", "over", "calls", "sent bytes", "source")]
-        for key in dict.fromkeys(key for calls, _ in counts.values() for key in calls):
-            most_calls = max(calls[key] for calls, _ in counts.values())
-            most_bytes = max(sent[key] for _, sent in counts.values())
+        for key in calls:
+            most_calls, most_bytes = max(calls[key].values()), max(sent_bytes[key].values())
             rows.append((*key[:3], f"{most_calls:,}", f"{most_bytes:,}", key[3]))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         shown = ", ".join(str(rank.rank) for rank in self.ranks)
@@ -99,6 +106,11 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
+
+        def flat(call: Call) -> dict[str, Any]:
+            values = dataclasses.asdict(call)
+            return values | values.pop("where")
+
         return {
             "mesh": dict(self.shape.degrees),
             "world_size": self.shape.world_size,
@@ -108,32 +120,15 @@ class Record:
                     "rank": rank.rank,
                     "num_backwards": rank.num_backwards,
                     "sent_bytes": sum(call.sent_bytes for call in rank.calls),
-                    "calls": [self._call_to_dict(call) for call in rank.calls],
+                    "calls": [
+                        {**flat(call), "over": str(group_of(call.group, self.shape))} for call in rank.calls
+                    ],
                     "parameters": [dataclasses.asdict(parameter) for parameter in rank.parameters],
                 }
                 for rank in self.ranks
             ],
             "notes": list(self.notes),
         }
-
-    def _call_to_dict(self, call: Call) -> dict[str, Any]:
-        values = dataclasses.asdict(call)
-        where = values.pop("where")
-        return {**values, **where, "over": str(group_of(call.group, self.shape))}
-
-
-Key = tuple[str, str, str, str]
-"""Phase, kind, group and source of a row."""
-
-
-def _counts(rank: RankRecord, shape: MeshShape) -> tuple[Counter[Key], Counter[Key]]:
-    calls: Counter[Key] = Counter()
-    sent_bytes: Counter[Key] = Counter()
-    for call in rank.calls:
-        key = (call.phase, call.kind, str(group_of(call.group, shape)), call.source)
-        calls[key] += 1
-        sent_bytes[key] += call.sent_bytes
-    return calls, sent_bytes
 
 
 def record_step(
@@ -172,22 +167,23 @@ def record_step(
     # Sizes that ranks send each other may decide about further ones: repeat until nothing new is said.
     known: Exchanges = {}
     for _ in range(_MOST_RECORDINGS):
-        answers = {rank: Answers(known) for rank in wanted}
+        others = {rank: OtherRanks(known) for rank in wanted}
         found = tuple(
-            _record_rank(step, model_fn, shape, fake_tensors, answers[rank], rank) for rank in wanted
+            _record_rank(step, model_fn, shape, fake_tensors, others[rank], rank) for rank in wanted
         )
-        exchanges = merge_given({rank: answer.given for rank, answer in answers.items()})
-        if were_answered(exchanges, known):
+        exchanges = merge_exchanges({rank: each.given for rank, each in others.items()})
+        if are_settled(exchanges, known):
             break
         known = exchanges
     return Record(shape, found, _notes(found))
 
 
 def _record_rank(
-    step: Step, model_fn: ModelFn, shape: MeshShape, fake_tensors: bool, answers: Answers, rank: int
+    step: Step, model_fn: ModelFn, shape: MeshShape, fake_tensors: bool, others: OtherRanks, rank: int
 ) -> RankRecord:
+    # A function, so that one rank's model is gone before the next one's is built.
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
-    with fake_world(rank, shape.world_size), _tensors(fake_tensors), answers:
+    with fake_world(rank, shape.world_size), _tensors(fake_tensors), others:
         model = model_fn()
         recorder = Recorder(dict(model.named_parameters()))
         # In the same surroundings as where gradients are compared, so that one step serves both.
@@ -223,17 +219,9 @@ def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parame
     for name, parameter in named.items():
         is_followed = bool(with_gradient) and not isinstance(parameter, DTensor)
         is_trained = parameter.requires_grad and (name in seen or (cleared and not is_followed))
-        shard_ranks, padded = _sharding(parameter)
+        sharding = _sharding(parameter)
         found.append(
-            Parameter(
-                name,
-                parameter.numel(),
-                is_trained,
-                shard_ranks,
-                padded,
-                may_stay_gathered=id(parameter) in kept,
-                has_gradient=name in seen,
-            )
+            Parameter(name, parameter.numel(), is_trained, *sharding, id(parameter) in kept, name in seen)
         )
     return tuple(found)
 
@@ -267,16 +255,9 @@ def _notes(found: Sequence[RankRecord]) -> tuple[str, ...]:
     calls = [call for record in found for call in record.calls]
     unknown = sorted({call.operator for call in calls if call.kind == "unknown"})
     recorded = {record.rank for record in found}
-    exchanges = sorted(
-        {
-            call.source
-            for call in calls
-            if call.dtype == "int64"
-            and call.kind == "all-gather"
-            and not recorded.issuperset(call.group)
-            and not call.where.via.startswith("DDP")
-        }
-    )
+    sizes = [call for call in calls if call.kind == "all-gather" and call.dtype == "int64"]
+    by_others = [call for call in sizes if not recorded.issuperset(call.group)]
+    exchanges = sorted({call.source for call in by_others if not call.where.via.startswith("DDP")})
     notes = [f"bytes of {operator} are not known" for operator in unknown]
     if any(call.where.via.startswith("FSDP1") for call in calls):
         notes.append("gradients are not followed through FSDP1's flat parameters; fully_shard's are")

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_accel.attention import ring_attention
 from opensora_accel.communications import all_to_all
-from opensora_accel.verify.communication.fake_world import Answers, fake_world
-from opensora_accel.verify.communication.record import AFTER, BACKWARD, FORWARD, RECOMPUTE, Recorder
+from opensora_accel.verify.communication.fake_world import OtherRanks, fake_world
+from opensora_accel.verify.communication.operators import AFTER, BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.verify.communication.record import Recorder
 
 # torch 2.13 wants other names for collectives that torch 2.11 knows only under these.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -387,7 +388,7 @@ def test_the_sends_inside_of_ring_attention(ranks):
 
 
 def test_ddp_runs_on_the_fake_backend():
-    with fake_world(3, 8), Answers(), Recorder() as recorder:
+    with fake_world(3, 8), OtherRanks(), Recorder() as recorder:
         model = DistributedDataParallel(nn.Linear(4, 3))
         model(torch.ones(2, 4)).sum().backward()
     assert [call.kind for call in recorder.calls][-1] == "all-reduce"
