@@ -15,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step
-from opensora_accel.verify.on_cpu import flash_attn_stand_in
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.verify import Meshes, verify

@@ -11,49 +11,56 @@ gradients. Wrong gradients go through a few questions, and the first answer coun
     None of these                                                                      WrongValues
 
 A missing all-reduce is named so: on tensor=3 the ranks hold 0.2 r, 0.3 r and 0.5 r of a gradient r. No rank has a
-factor, so sums are tried, and that over tensor gives r on every mesh: MissingSum(missing=("tensor",)).
+factor, so sums are tried, and that over tensor gives r on every mesh: MissingSum(over=("tensor",)).
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from opensora_accel.verify import causes
-from opensora_accel.verify.causes import Cause, Origin, Place, Where
+from opensora_accel.verify.causes import Cause, Origin, Place
 from opensora_accel.verify.fit import (
     Remedy,
     Samples,
     are_equal,
     as_shares,
-    compose_factor,
     find_remedy,
-    find_scale,
     fit_slices,
     has_remedy,
 )
 from opensora_accel.verify.meshes import MeshShape, compose_axes
-from opensora_accel.verify.preconditions import failures, same_samples, wrong_inputs, wrong_weights
-from opensora_accel.verify.results import Results, wrong_shapes
+from opensora_accel.verify.results import MeshResult, Results, wrong_shapes
 
+# Errors below it are what fp32 leaves.
 _FP32 = 1e-5
-"""Errors below it are what fp32 leaves."""
+_SIZES = re.compile(r"[\d, ()\[\]]+")
+# In which gloo says that one rank sends another number of bytes than the other expects.
+_UNLIKE = re.compile(r"op\.preamble|EnforceNotMet")
+# In the errors of ranks that fail because another one has failed.
+_FOLLOWING = re.compile(
+    r"hangs|[Tt]imed out|timeout|Connection closed by peer|Connection reset|Socket closed|Broken pipe"
+)
 
+# Wrong parameters, with their samples on some or all meshes.
 ByName = Mapping[str, Sequence[Samples]]
-"""Wrong parameters, with their samples on some or all meshes."""
+# Names of what is wrong, with the meshes on which it is.
+Shapes = defaultdict[str, list[MeshShape]]
 
 
 @dataclass(frozen=True)
 class GradientFits:
     """Wrong gradients by what makes them right."""
 
-    remedies: Sequence[tuple[Remedy, ByName]]
-    """Those of the most parameters first."""
-    strange: Sequence[ByName]
-    """One factor on all ranks of a mesh, which goes with no degree."""
-    unexplained: ByName
-    """On the meshes where nothing makes them right."""
+    remedies: Sequence[tuple[Remedy, ByName]]  # those of the most parameters first
+    strange: Sequence[ByName]  # one factor on all ranks of a mesh, which goes with no degree
+    unexplained: ByName  # on the meshes where nothing makes them right
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,187 @@ class Shares:
     names: Sequence[str]
 
 
+def diagnose(
+    results: Results,
+    fits: GradientFits | None = None,
+    *,
+    origin: Origin | None = None,
+    shares: Shares | None = None,
+) -> list[Cause]:
+    """What is wrong, the root causes first; nothing where all is right.
+
+    Args:
+        fits: `fit_gradients(results)`, where the caller has it.
+        origin: the first module whose forward is wrong, where that was looked for.
+        shares: factors of single ranks, where these were measured.
+    """
+    fits = fits or fit_gradients(results)
+    failed, refused = _failures(results)
+    beside = _parameters_not_trained(results)
+    unlike = find_unlike_starts(results, fits, origin)
+    if unlike:
+        # Where the model or the data are others, factors would explain nothing.
+        consequence = results.cause(causes.Consequence, wrong_shapes(results.wrong))
+        return [*failed, *unlike, consequence, *refused, *beside]
+    gradients = [*_one_sided_gradients(results), *_wrong_gradients(results, fits, origin, shares)]
+    returned = _wrong_results(results, is_input=False)
+    return [
+        *failed,
+        *_wrong_weights(results),
+        *_same_samples(results),
+        *gradients,
+        *refused,
+        *(_wrong_inputs(results) if returned and not gradients else []),
+        *([] if gradients else _wrong_clips(results)),
+        *_wrong_results(results, is_input=True),
+        *beside,
+        *returned,
+    ]
+
+
+# What makes a comparison pointless: a step that fails, other weights, other data.
+
+
+def find_unlike_starts(results: Results, fits: GradientFits, origin: Origin | None) -> list[Cause]:
+    """Other weights or other data, which make a comparison of gradients pointless.
+
+    Inputs may differ and nothing be wrong with it, where a step splits them itself or tells ranks their places. Then
+    every wrong gradient is explained by a remedy (other noise leaves no exact factor), or the first module whose
+    output is wrong was given the right inputs.
+    """
+    weights = _wrong_weights(results) if results.wrong else []
+    inputs = _wrong_inputs(results) if fits.unexplained else []
+    return [*weights, *(inputs if origin is None or not origin.are_inputs_right else [])]
+
+
+def _failures(results: Results) -> tuple[list[Cause], list[Cause]]:
+    """Steps that raise or never end, by their cause; and those that every rank refuses in the same words.
+
+    A mesh that is refused (heads that do not divide) says nothing of what is wrong on others.
+    """
+    alike: defaultdict[tuple[type[Cause], str], list[MeshResult]] = defaultdict(list)
+    for mesh in results.meshes:
+        if mesh.errors:
+            kind, _rank, message = _first_failure(mesh.errors)
+            alike[kind, _SIZES.sub(" ", message)].append(mesh)  # sizes differ from mesh to mesh
+    failed: list[Cause] = []
+    refused: list[Cause] = []
+    for (kind, _), meshes in alike.items():
+        _kind, rank, message = _first_failure(meshes[0].errors)
+        others = [each for each in results.meshes if each in meshes or not each.errors]
+        where = results.where([each.shape for each in meshes], others)
+        if kind is causes.Hang:
+            failed.append(causes.Hang(where))
+        elif kind is causes.UnlikeCollectives:
+            line = _line_of_user(meshes[0].errors[rank])
+            failed.append(causes.UnlikeCollectives(where, line=line, rank=rank))
+        else:
+            group = refused if all(map(_is_refused, meshes)) else failed
+            group.append(causes.StepFails(where, message=message, rank=rank))
+    return failed, refused
+
+
+def _first_failure(errors: Mapping[int, str]) -> tuple[type[Cause], int, str]:
+    """What failed on which rank first, as far as can be told, and its message in one line."""
+    messages = {rank: _message(text) for rank, text in sorted(errors.items())}
+    # A rank whose peer has gone says so; the one that went has a reason of its own.
+    first = {rank: line for rank, line in messages.items() if not line or not _FOLLOWING.search(line)}
+    for rank, line in first.items():
+        if line:
+            return causes.StepFails, rank, line
+    if first:
+        return causes.UnlikeCollectives, min(first), ""
+    return causes.Hang, min(messages), ""
+
+
+def _message(text: str) -> str:
+    """The first line of the exception that a traceback ends with; empty where collectives are unlike."""
+    if _UNLIKE.search(text):
+        return ""
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in after if line and not line.startswith(" ")), lines[-1])
+
+
+def _is_refused(mesh: MeshResult) -> bool:
+    messages = {_SIZES.sub(" ", _message(text)) for text in mesh.errors.values()}
+    return len(mesh.errors) == mesh.shape.world_size and len(messages) == 1 and "" not in messages
+
+
+def _line_of_user(text: str) -> str:
+    """`file.py:12`, the innermost line of a traceback that is none of torch's; empty where gloo left no traceback."""
+    places = re.findall(r'^  File "(.+)", line (\d+)', text, re.M)
+    not_own = re.compile("site-packages|opensora_accel/verify")
+    own = [(file, line) for file, line in places if not not_own.search(file)]
+    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+
+
+def _wrong_weights(results: Results) -> list[Cause]:
+    """Ranks that start from other weights than the single device."""
+    wrong, repeated = Shapes(list), Shapes(list)
+    for mesh in results.ran:
+        for name, expected in mesh.expected.first.weights.items():
+            digests = [each.weights.get(name, expected) for each in mesh.observations]
+            # A parameter of another shape is this rank's part of it: a step with parts hands gradients over whole.
+            size = expected.split("]")[0]
+            if any(digest != expected and digest.split("]")[0] == size for digest in digests):
+                shards = {each.shards.get(name) for each in mesh.observations}
+                is_repeated = None not in shards and len(shards) == 1
+                (repeated if is_repeated else wrong)[name].append(mesh.shape)
+    for name in repeated:
+        wrong.pop(name, None)
+    kinds = (causes.RepeatedShard, repeated), (causes.WrongWeights, wrong)
+    return [results.cause(k, bad, num_names=len(results.weight_names)) for k, bad in kinds if bad]
+
+
+def _wrong_inputs(results: Results) -> list[Cause]:
+    """Ranks whose model is given other tensors than the single device's, or than its peers'."""
+    apart, other = Shapes(list), Shapes(list)
+    for mesh in results.ran:
+        in_turns = len(mesh.expected.turns) == mesh.shape.data_size
+        for name in mesh.observations[0].inputs:
+            for data_rank in range(mesh.shape.data_size):
+                given = [mesh.observations[rank].inputs.get(name) for rank in mesh.shape.ranks_of(data_rank)]
+                first = given[0]
+                expected = mesh.expected.turns[data_rank if in_turns else 0].inputs.get(name)
+                if first is None or expected is None or (in_turns and first.shape != expected.shape):
+                    continue  # the step splits this input itself
+                if any(each is None or not torch.equal(each, first) for each in given):
+                    apart[name].append(mesh.shape)
+                elif in_turns and not torch.equal(first, expected):
+                    other[name].append(mesh.shape)
+    for name in apart:
+        other.pop(name, None)
+    kinds = (causes.DifferentDraws, apart), (causes.WrongInput, other)
+    return [results.cause(kind, bad) for kind, bad in kinds if bad]
+
+
+def _same_samples(results: Results) -> list[Cause]:
+    """Data ranks with one and the same gradient on the single device."""
+    shapes = []
+    for mesh in results.ran:
+        # Equal to the last bit: other samples cannot give that.
+        first, *others = (turn.gradients for turn in mesh.expected.turns)
+        pairs = [(gradient, other.get(name)) for other in others for name, gradient in first.items()]
+        if others and all(a is None or (b is not None and torch.equal(a, b)) for a, b in pairs):
+            shapes.append(mesh.shape)
+    return [causes.SameSamples(results.where(shapes))] if shapes else []
+
+
+# Wrong gradients.
+
+
 def fit_gradients(results: Results) -> GradientFits:
     remedies: dict[tuple[tuple[str, ...], str, bool], tuple[Remedy, dict[str, list[Samples]]]] = {}
-    strange: dict[tuple[tuple[MeshShape, float], ...], dict[str, list[Samples]]] = {}
+    strange: defaultdict[tuple[tuple[MeshShape, float], ...], dict[str, list[Samples]]] = defaultdict(dict)
     unexplained: dict[str, list[Samples]] = {}
     for name, samples in results.wrong.items():
         provable = [each for each in samples if each.is_provable]
         remedy = find_remedy(provable, results.axes) if provable else None
         # One factor on every mesh is a better answer than a remedy on some of them.
         if remedy is None and (factors := _factors(provable)):
-            strange.setdefault(factors, {})[name] = provable
+            strange[factors][name] = provable
         elif remedy is None:
             # A remedy on some meshes must not be hidden by another error on others.
             provable = [each for each in provable if has_remedy(each, results.axes)]
@@ -100,58 +278,6 @@ def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
     return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in found)
 
 
-def diagnose(
-    results: Results,
-    fits: GradientFits | None = None,
-    *,
-    origin: Origin | None = None,
-    shares: Shares | None = None,
-) -> list[Cause]:
-    """What is wrong, the root causes first; nothing where all is right.
-
-    Args:
-        fits: `fit_gradients(results)`, where the caller has it.
-        origin: the first module whose forward is wrong, where that was looked for.
-        shares: factors of single ranks, where these were measured.
-    """
-    fits = fits or fit_gradients(results)
-    failed, refused = failures(results)
-    beside = parameters_not_trained(results)
-    unlike = find_unlike_starts(results, fits, origin)
-    if unlike:
-        # Of another model, or of other data, factors would explain nothing.
-        consequence = causes.Consequence(
-            Where(tuple(wrong_shapes(results.wrong))), tuple(results.wrong), len(results.names)
-        )
-        return [*failed, *unlike, consequence, *refused, *beside]
-    gradients = [*one_sided_gradients(results), *wrong_gradients(results, fits, origin, shares)]
-    returned = wrong_results(results, is_input=False)
-    return [
-        *failed,
-        *wrong_weights(results),
-        *same_samples(results),
-        *gradients,
-        *refused,
-        *(wrong_inputs(results) if returned and not gradients else []),
-        *([] if gradients else wrong_clips(results)),
-        *wrong_results(results, is_input=True),
-        *beside,
-        *returned,
-    ]
-
-
-def find_unlike_starts(results: Results, fits: GradientFits, origin: Origin | None) -> list[Cause]:
-    """Other weights or other data, which make a comparison of gradients pointless.
-
-    Inputs may differ and nothing be wrong with it, where a step splits them itself or tells ranks their places. Then
-    every wrong gradient is explained by a remedy (other noise leaves no exact factor), or the first module whose
-    output is wrong was given the right inputs.
-    """
-    weights = wrong_weights(results) if results.wrong else []
-    inputs = wrong_inputs(results) if fits.unexplained else []
-    return [*weights, *(inputs if origin is None or not origin.are_inputs_right else [])]
-
-
 def find_slices(results: Results, fits: GradientFits) -> Shares | None:
     """Factors of each rank's tokens, as the gradients of inputs show them."""
     for mesh in sorted(results.ran, key=lambda each: each.shape.world_size):
@@ -163,28 +289,26 @@ def find_slices(results: Results, fits: GradientFits) -> Shares | None:
     return None
 
 
-def one_sided_gradients(results: Results) -> list[Cause]:
-    by_side: dict[causes.Side, dict[str, list[MeshShape]]] = {}
-    held_back: dict[str, list[MeshShape]] = {}
-    replicas: dict[str, None] = {}
+def _one_sided_gradients(results: Results) -> list[Cause]:
+    by_side: defaultdict[causes.Side, Shapes] = defaultdict(lambda: Shapes(list))
+    held_back, replicas = Shapes(list), dict[str, None]()
     for mesh in results.ran:
         for name, side in mesh.one_sided().items():
             # A gradient that FSDP2 was told to keep is not cut off, but not yet added up.
             axes = mesh.observations[0].held_back.get(name)
             replicas |= dict.fromkeys(axes or ())
-            by_name = by_side.setdefault(side, {}) if axes is None else held_back
-            by_name.setdefault(name, []).append(mesh.shape)
-    found: list[Cause] = []
+            (by_side[side] if axes is None else held_back)[name].append(mesh.shape)
     total = len(results.weight_names)
+    found: list[Cause] = []
     if held_back:
         over = tuple(replicas) or results.data_axes
-        found.append(causes.HeldBack(results.where_of(held_back), tuple(held_back), total, over))
-    for side, by_name in by_side.items():
-        found.append(causes.MissingGradient(results.where_of(by_name), tuple(by_name), total, side=side))
+        found.append(results.cause(causes.HeldBack, held_back, num_names=total, over=over))
+    for side, bad in by_side.items():
+        found.append(results.cause(causes.MissingGradient, bad, num_names=total, side=side))
     return found
 
 
-def wrong_gradients(
+def _wrong_gradients(
     results: Results, fits: GradientFits, origin: Origin | None, shares: Shares | None
 ) -> list[Cause]:
     by_shares = set(() if shares is None else shares.names)
@@ -200,83 +324,78 @@ def wrong_gradients(
         if wrong:
             # Where all that the step returns is wrong, so is the forward: what a factor happens to explain there is
             # not the cause.
-            group = last if wrong_forward & set(wrong_shapes(wrong)) else first
-            group.append(cause_of_remedy(results, remedy, wrong))
-    total = len(results.names)
+            is_chance = any(wrong_forward & set(shapes) for shapes in wrong_shapes(wrong).values())
+            (last if is_chance else first).append(_cause_of_remedy(results, remedy, wrong))
     for strange in fits.strange:
         one = next(iter(strange.values()))
         factors = tuple((str(each.shape), each.factor() or 0.0) for each in one if not each.is_right)
-        where = results.where(wrong_shapes(strange))
-        first.append(causes.StrangeScale(where, tuple(strange), total, factors=factors))
+        first.append(results.cause(causes.StrangeScale, wrong_shapes(strange), factors=factors))
     if shares is not None:
-        first.append(cause_of_shares(results, shares))
+        first.append(_cause_of_shares(results, shares))
     rest = {name: each for name, each in fits.unexplained.items() if name not in by_shares}
     if rest:
-        names, where = tuple(rest), results.where(wrong_shapes(rest))
+        bad = wrong_shapes(rest)
         error = max(each.error() for samples in rest.values() for each in samples)
-        nearest, place = tuple(first_wrong(results, names)), place_of(results, names)
+        nearest, place = tuple(first_wrong(results, tuple(rest))), _place_of(results, rest)
         first.append(
-            causes.RightToFp32(where, names, total, error=error)
+            results.cause(causes.RightToFp32, bad, error=error)
             if error < _FP32
-            else causes.WrongValues(
-                where, names, total, error=error, origin=origin, first_wrong=nearest, place=place
+            else results.cause(
+                causes.WrongValues, bad, error=error, origin=origin, first_wrong=nearest, place=place
             )
         )
     return [*first, *last]
 
 
-def cause_of_remedy(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
+def _cause_of_remedy(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
     """The cause of gradients that a sum and a factor make right."""
-    names, total, shapes = tuple(wrong), len(results.names), wrong_shapes(wrong)
-    powers, place = dict(remedy.factor.exponents), place_of(results, names)
+    bad, place, powers = wrong_shapes(wrong), _place_of(results, wrong), dict(remedy.factor.exponents)
     if remedy.missing:
-        if is_clipped_too_early(results, names, remedy.missing):
-            clipped = [mesh.shape for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
-            return causes.ClippedTooEarly(Where(tuple(clipped)), names, total, remedy.missing)
+        clipped = [mesh.shape for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
+        if clipped and _are_alike_once_clipped(results, wrong, remedy.missing):
+            bad = dict.fromkeys(wrong, clipped)
+            return results.cause(causes.ClippedTooEarly, bad, over=remedy.missing)
         is_average = all(powers.get(axis) == 1 for axis in remedy.missing)
         if is_average:  # the sum is too large by what an average divides by
             powers = {axis: e for axis, e in powers.items() if axis not in remedy.missing}
-        by = compose_factor(replace(remedy.factor, exponents=tuple(powers.items())), results.axes)
-        return causes.MissingSum(
-            Where(tuple(shapes)),
-            names,
-            total,
+        by = replace(remedy.factor, exponents=tuple(powers.items())).composed(results.axes)
+        return results.cause(
+            causes.MissingSum,
+            bad,
             over=compose_axes(remedy.missing, results.axes),
-            by=None if by.is_one else by,
+            by=None if str(by) == "1" else by,
             is_average=is_average,
-            place=place if 2 * len(names) <= total else None,
+            place=place,
         )
-    where, by = Where(tuple(shapes)), compose_factor(remedy.factor, results.axes)
-    if not remedy.is_everywhere:
-        where = results.where(shapes)
-    return causes.Scale(
-        where,
-        names,
-        total,
-        over=tuple(dict.fromkeys((*where.axes, *by.axes))),
+    by = remedy.factor.composed(results.axes)
+    scale = results.cause(
+        causes.Scale,
+        bad,
         by=by,
         is_everywhere=remedy.is_everywhere,
         data_powers=tuple(e for axis, e in powers.items() if axis in results.data_axes),
         sharing_powers=tuple(e for axis, e in powers.items() if axis not in results.data_axes),
-        place=place if len(names) < total else None,
+        place=None if len(wrong) == len(results.names) else place,
     )
+    where = () if remedy.is_everywhere else scale.where.axes
+    return replace(scale, over=tuple(dict.fromkeys((*where, *by.axes))))
 
 
-def is_clipped_too_early(results: Results, names: Sequence[str], missing: Sequence[str]) -> bool:
+def _are_alike_once_clipped(results: Results, names: ByName, missing: Sequence[str]) -> bool:
     """Whether, once clipped, the gradients are the same on all ranks that hold parts of them."""
-    clipped = [mesh for mesh in results.ran if any(seen.clips for seen in mesh.observations)]
-    for mesh in clipped:
+    for mesh in results.ran:
+        if not any(seen.clips for seen in mesh.observations):
+            continue
         for name in names:
             after = [each.clipped.get(name) for each in mesh.observations]
             for ranks in mesh.shape.groups(missing):
                 first = after[ranks[0]]
                 if first is None or any((other := after[r]) is None or not other.equal(first) for r in ranks):
                     return False
-    return bool(clipped)
+    return True
 
 
-def place_of(results: Results, names: Sequence[str]) -> Place | None:
-    """Where in backward the error comes in."""
+def _place_of(results: Results, names: ByName) -> Place | None:
     order = [name for name in results.expected.first.backward_order if name in results.names]
     positions = [order.index(name) for name in names if name in order]
     return Place(order[min(positions)], min(positions)) if positions else None
@@ -291,16 +410,15 @@ def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
     return [name for name in order if name.startswith(module + ".")]
 
 
-def cause_of_shares(results: Results, shares: Shares) -> Cause:
+def _cause_of_shares(results: Results, shares: Shares) -> Cause:
     varied = []
     for axis in results.axes:
         groups = shares.shape.groups([axis])  # of ranks that differ along this axis only
         if not all(are_equal([shares.factors[rank] for rank in ranks]) for ranks in groups):
             varied.append(axis)
-    return causes.ScaledByShares(
-        Where((shares.shape,)),
-        tuple(shares.names),
-        len(results.names),
+    return results.cause(
+        causes.ScaledByShares,
+        {name: [shares.shape] for name in shares.names},
         over=compose_axes(varied, results.axes),
         factors=tuple(shares.factors),
         shares=as_shares(shares.factors),
@@ -308,53 +426,47 @@ def cause_of_shares(results: Results, shares: Shares) -> Cause:
     )
 
 
-def wrong_clips(results: Results) -> list[Cause]:
+# What is wrong beside gradients.
+
+
+def _wrong_clips(results: Results) -> list[Cause]:
     """Gradients that are right until they are clipped."""
-    found = [mesh.clipped() for mesh in results.ran]
-    names = dict.fromkeys(name for each in found for name in each)
-    samples = {name: [each[name] for each in found if name in each] for name in names}
-    wrong = {name: each for name, each in samples.items() if any(not s.is_right for s in each)}
+    wrong = results.wrong_of(MeshResult.clipped)
     if not wrong:
         return []
-    where, total = results.where(wrong_shapes(wrong)), len(results.names)
-    scales = [find_scale(each, results.axes) for each in wrong.values()]
+    scales = [find_remedy(each, results.axes, is_summed=True) for each in wrong.values()]
     factors = {str(scale.factor): scale.factor for scale in scales if scale is not None}
     if len(factors) > 1 or not all(scales):
-        return [causes.ClippedByOtherNorms(where, tuple(wrong), total)]
-    (by,) = (compose_factor(factor, results.axes) for factor in factors.values())
-    return [causes.ClippedByFactor(where, tuple(wrong), total, by.axes, by)]
+        return [results.cause(causes.ClippedByOtherNorms, wrong_shapes(wrong))]
+    by = next(iter(factors.values())).composed(results.axes)
+    return [results.cause(causes.ClippedByFactor, wrong_shapes(wrong), over=by.axes, by=by)]
 
 
-def wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
+def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
     """What the step returns, or the gradients of inputs; those that are wrong in the same way together."""
-    found = [mesh.inputs() if is_input else results.scalars(mesh) for mesh in results.ran]
-    alike: dict[causes.WrongResult, list[str]] = {}
-    for name in dict.fromkeys(name for each in found for name in each):
-        samples = [each[name] for each in found if name in each]
-        bad = [each.shape for each in samples if not each.is_right]
-        if not bad:
-            continue
-        where, scale = results.where(bad), find_scale(samples, results.axes)
-        cause = causes.WrongResult(where, is_input=is_input)
+    alike: defaultdict[Cause, list[str]] = defaultdict(list)
+    for name, samples in results.wrong_of(MeshResult.inputs if is_input else results.scalars).items():
+        cause = results.cause(causes.WrongResult, wrong_shapes({name: samples}), is_input=is_input)
+        scale = find_remedy(samples, results.axes, is_summed=True)
         if scale is not None:
-            by = compose_factor(scale.factor, results.axes)
-            over = by.axes if scale.is_everywhere else tuple(dict.fromkeys((*where.axes, *by.axes)))
+            by = scale.factor.composed(results.axes)
+            over = by.axes if scale.is_everywhere else tuple(dict.fromkeys((*cause.axes, *by.axes)))
             cause = replace(cause, over=over, by=by, is_everywhere=scale.is_everywhere)
-        alike.setdefault(cause, []).append(name)
+        alike[replace(cause, names=())].append(name)
     return [replace(cause, names=tuple(names)) for cause, names in alike.items()]
 
 
-def parameters_not_trained(results: Results) -> list[Cause]:
+def _parameters_not_trained(results: Results) -> list[Cause]:
     """Parameters that the model does not have and the loss reaches, or that it has replaced and an optimizer steps."""
     found: list[Cause] = []
-    shapes = tuple(results.expected.first.outside)
-    if shapes:
-        everywhere = Where(tuple(mesh.shape for mesh in results.meshes))
-        found.append(causes.OutsideParameters(everywhere, shapes, over=()))
-    stale: dict[str, list[MeshShape]] = {}
+    if results.expected.first.outside:
+        everywhere = [mesh.shape for mesh in results.meshes]
+        shapes = tuple(results.expected.first.outside)
+        found.append(causes.OutsideParameters(causes.Where(tuple(everywhere)), shapes, over=()))
+    stale = Shapes(list)
     for mesh in results.ran:
         for name in dict.fromkeys(name for each in mesh.observations for name in each.stale):
-            stale.setdefault(name, []).append(mesh.shape)
+            stale[name].append(mesh.shape)
     if stale:
-        found.append(causes.StaleOptimizer(results.where_of(stale), tuple(stale), len(results.weight_names)))
+        found.append(results.cause(causes.StaleOptimizer, stale, num_names=len(results.weight_names)))
     return found

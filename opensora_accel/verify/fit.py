@@ -1,8 +1,15 @@
 """What is wrong with a gradient, as numbers: a factor, a sum that was left out, or neither.
 
-Every mesh gives one sample: the gradient that each rank found, and the one that is right. A factor s with
-found = s · right on all ranks is fitted on each mesh, and then all meshes' factors together as c · Π degreeᵉ with
-whole exponents e. The ratio on one mesh may be many things; on several it is one:
+Every mesh gives one sample: the gradient that each rank found, and the one that is right. With P = 3 ranks on an axis
+called tensor, and a right gradient r, the ranks may have found:
+
+    ranks 0, 1, 2            says
+    r/3    r/3    r/3        the factor 1/3 on all ranks: divided by P, or by a constant 3
+    0.2 r  0.3 r  0.5 r      no factor, but their sum is r: the sum over tensor is missing
+    0.4 r  0.6 r  1.0 r      their sum is 2 r: the sum is missing, beside a factor of 2
+
+A factor on one mesh may be many things; on several it is one. All meshes' factors are fitted together as
+c · Π degreeᵉ with whole exponents e:
 
     mesh                     found / right    says
     data=2 × ulysses=2       1/2              data⁻¹, ulysses⁻¹, or a constant
@@ -10,19 +17,16 @@ whole exponents e. The ratio on one mesh may be many things; on several it is on
     data=3                   1                not data⁻¹
                                               → scale ulysses⁻¹: averaged over ranks that hold parts
 
-Where ranks differ, sums over some axes are tried first. With P = 3 ranks of a tensor group that hold the parts 0.2 r,
-0.3 r and 0.5 r of a gradient r, no rank has a factor, but their sum is r, with the factor 1: the sum over tensor is
-missing. The sum of 0.4 r, 0.6 r and r is 2 r: the sum is missing beside a scale of 2.
-
-Where neither holds, each rank's contribution alone is measured and one factor for each is solved for: an uneven split
-of 11 tokens that scales by the shares 11/4, 11/4 and 11/3, and not by P = 3, leaves the factors 11/12, 11/12 and 11/9.
+Where neither a factor nor a sum holds, each rank's contribution alone is measured and one factor for each is solved
+for: an uneven split of 11 tokens that scales by the shares 11/4, 11/4 and 11/3, and not by P = 3, leaves the factors
+11/12, 11/12 and 11/9.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -31,12 +35,43 @@ from torch import Tensor
 
 from opensora_accel.verify.meshes import MeshShape, compose_axes, subsets
 
+# Largest difference over the largest magnitude, in fp64. Correct plans on the models of the tests reach 1e-13.
 TOLERANCE = 1e-8
-"""Largest difference over the largest magnitude, in fp64. Correct plans on the models of the tests reach 1e-13."""
+# Share of the model's largest gradient. A gradient below it is too small to be compared (biases that softmax cancels
+# have a gradient of rounding errors), and an error below TOLERANCE of it is none.
 NEGLIGIBLE = 1e-6
-"""Share of the model's largest gradient: a gradient below it is too small to be compared (biases that softmax cancels
-have a gradient of rounding errors), and an error below TOLERANCE of it is none."""
-_EXPONENTS = (0, -1, 1, -2, 2)
+
+
+def magnitude(tensor: Tensor) -> float:
+    """The largest element's, of a tensor of any shape [...]; 0 where there is none."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def largest(tensors: Iterable[Tensor | None]) -> float:
+    """The magnitude of the largest of them."""
+    return max((magnitude(tensor) for tensor in tensors if tensor is not None), default=0.0)
+
+
+def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """The largest difference over the largest magnitude expected; infinite where shapes or NaNs disagree.
+
+    Args:
+        found, expected: [...].
+        floor: magnitude below which errors are measured by it.
+    """
+    if found.shape != expected.shape or not torch.isfinite(found).all():
+        return math.inf
+    scale, difference = max(magnitude(expected), floor), magnitude(found - expected)
+    return difference / scale if scale else math.inf if difference else 0.0
+
+
+def is_close(one: float, other: float) -> bool:
+    """Whether two factors are the same."""
+    return math.isclose(one, other, rel_tol=1e-6)
+
+
+def are_equal(factors: Sequence[float]) -> bool:
+    return all(is_close(factor, factors[0]) for factor in factors)
 
 
 @dataclass(frozen=True)
@@ -46,12 +81,11 @@ class Samples:
     shape: MeshShape
     found: tuple[Tensor, ...]
     expected: Tensor
-    floor: float = 0.0
-    """Magnitude under which nothing can be told."""
+    floor: float = 0.0  # magnitude under which nothing can be told
 
     def error(self) -> float:
-        """The worst rank's, relative to the largest magnitude expected; infinite where shapes or NaNs disagree."""
-        return max(_difference(each, self.expected, self.floor) for each in self.found)
+        """The worst rank's."""
+        return max(relative_error(each, self.expected, self.floor) for each in self.found)
 
     @property
     def is_right(self) -> bool:
@@ -63,6 +97,8 @@ class Samples:
 
     def summed(self, axes: Sequence[str]) -> Samples | None:
         """With the ranks that differ along `axes` summed, as one rank each; None where shapes disagree."""
+        if not axes:
+            return self
         if any(each.shape != self.expected.shape for each in self.found):
             return None
         sums = [torch.stack([self.found[r] for r in ranks]).sum(0) for ranks in self.shape.groups(axes)]
@@ -78,44 +114,17 @@ class Samples:
         return s if math.isfinite(s) and s != 0 and scaled.is_right else None
 
 
-def magnitude(tensor: Tensor) -> float:
-    """The largest element's, of a tensor of any shape; 0 where there is none."""
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def _difference(found: Tensor, expected: Tensor, floor: float) -> float:
-    if found.shape != expected.shape or not torch.isfinite(found).all():
-        return math.inf
-    scale = max(magnitude(expected), floor)  # below the floor, errors are measured by the floor
-    difference = magnitude(found - expected)
-    return difference / scale if scale else math.inf if difference else 0.0
-
-
-def is_close(one: float, other: float) -> bool:
-    """Whether two factors are the same."""
-    return math.isclose(one, other, rel_tol=1e-6)
-
-
-def are_equal(factors: Sequence[float]) -> bool:
-    return all(is_close(factor, factors[0]) for factor in factors)
-
-
 @dataclass(frozen=True)
 class Factor:
     """c · Π degreeᵉ · (degree − 1)ᶠ over axes."""
 
     exponents: tuple[tuple[str, int], ...] = ()
     constant: float = 1.0
-    of_others: tuple[tuple[str, int], ...] = ()
-    """Exponents f: of the ranks along an axis without the own one."""
+    of_others: tuple[tuple[str, int], ...] = ()  # exponents f: of the ranks along an axis without the own one
 
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(axis for axis, _ in (*self.exponents, *self.of_others)))
-
-    @property
-    def is_one(self) -> bool:
-        return str(self) == "1"
 
     def __str__(self) -> str:
         powers = [axis + _superscript(exponent) for axis, exponent in self.exponents]
@@ -124,19 +133,18 @@ class Factor:
             powers.insert(0, f"{self.constant:.6g}")
         return " · ".join(powers)
 
+    def composed(self, used: Sequence[str]) -> Factor:
+        """With the Plan's own words for several axes of one exponent, see `compose_axes`."""
+        by_exponent: dict[int, list[str]] = {}
+        for axis, exponent in self.exponents:
+            by_exponent.setdefault(exponent, []).append(axis)
+        pairs = [(word, e) for e, axes in by_exponent.items() for word in compose_axes(axes, used)]
+        return replace(self, exponents=tuple(pairs))
+
 
 def _superscript(exponent: int) -> str:
     digits = str(abs(exponent)).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return ("" if exponent > 0 else "⁻") + ("" if exponent == 1 else digits)
-
-
-def compose_factor(factor: Factor, used: Sequence[str]) -> Factor:
-    """The factor with the Plan's own words for several axes of one exponent, see `compose_axes`."""
-    by_exponent: dict[int, list[str]] = {}
-    for axis, exponent in factor.exponents:
-        by_exponent.setdefault(exponent, []).append(axis)
-    composed = [(word, e) for e, axes in by_exponent.items() for word in compose_axes(axes, used)]
-    return replace(factor, exponents=tuple(composed))
 
 
 def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Factor | None:
@@ -144,32 +152,22 @@ def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Facto
 
     No constant is simpler than one, then fewer and smaller exponents are.
     """
-    found = _fit_degrees(factors, axes)
-    if found is not None:
-        return found
-    for axis, exponent in itertools.product(axes, (1, -1)):
+    for axis, exponent in (("", 0), *itertools.product(axes, (1, -1))):
         # An axis of one rank has no others; where it is used, P − 1 may stand in place of P.
         rest = {s: factor / max(1, s.degree(axis) - 1) ** exponent for s, factor in factors.items()}
-        found = _fit_degrees(rest, axes)
+        fitting: list[tuple[tuple[bool, int], Factor]] = []
+        for exponents in itertools.product((0, -1, 1, -2, 2), repeat=len(axes)):
+            powers = tuple((axis, e) for axis, e in zip(axes, exponents, strict=True) if e)
+            constants = [f / math.prod(s.degree(axis) ** e for axis, e in powers) for s, f in rest.items()]
+            if constants and are_equal(constants):
+                cost = not is_close(constants[0], 1), sum(map(abs, exponents))
+                fitting.append((cost, Factor(powers, constants[0])))
+        found = min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+        if found is not None and not axis:
+            return found
         if found is not None and is_close(found.constant, 1):
             return replace(found, of_others=((axis, exponent),))
     return None
-
-
-def _fit_degrees(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Factor | None:
-    if not factors:
-        return None
-    fitting: list[tuple[tuple[bool, int], Factor]] = []
-    for exponents in itertools.product(_EXPONENTS, repeat=len(axes)):
-        powers = tuple((axis, e) for axis, e in zip(axes, exponents, strict=True) if e)
-        constants = [
-            f / math.prod(shape.degree(axis) ** e for axis, e in powers) for shape, f in factors.items()
-        ]
-        if are_equal(constants):
-            # No constant before any constant, then small exponents before large ones.
-            cost = not is_close(constants[0], 1), sum(map(abs, exponents))
-            fitting.append((cost, Factor(powers, constants[0])))
-    return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
 @dataclass(frozen=True)
@@ -178,28 +176,27 @@ class Remedy:
 
     missing: tuple[str, ...]
     factor: Factor
-    is_everywhere: bool = True
-    """Whether `factor` holds on all meshes; otherwise on those that are wrong."""
+    is_everywhere: bool = True  # whether `factor` holds on all meshes; otherwise on those that are wrong
 
 
-def find_remedy(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
+def find_remedy(samples: Sequence[Samples], axes: Sequence[str], *, is_summed: bool = False) -> Remedy | None:
     """The smallest change that makes every mesh's gradient the expected one; None where no such change does.
 
     Args:
         samples: of one parameter, on all meshes where it can be told.
         axes: those of more than one rank on some mesh.
+        is_summed: no sum can be missing, as all ranks have the whole: only factors are tried.
     """
-    for missing in subsets(axes):
+    for missing in [()] if is_summed else subsets(axes):
         factor = _common_factor([each.summed(missing) for each in samples], axes)
         if factor is not None:
             return Remedy(missing, factor)
-    return _fit_wrong(samples, axes)
-
-
-def find_scale(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
-    """`find_remedy` without sums: for what all ranks have whole."""
-    factor = _common_factor(samples, axes)
-    return _fit_wrong(samples, axes) if factor is None else Remedy((), factor)
+    # A factor on the wrong meshes alone: 2 wherever an axis is used is 1 where it is not.
+    wrong = [each for each in samples if not each.is_right]
+    if len(wrong) == 1 and samples[0].expected.numel() == 1:
+        return None  # one number is always another one times a factor
+    factor = _common_factor(wrong, axes)
+    return None if factor is None else Remedy((), factor, is_everywhere=False)
 
 
 def _common_factor(samples: Sequence[Samples | None], axes: Sequence[str]) -> Factor | None:
@@ -212,44 +209,33 @@ def _common_factor(samples: Sequence[Samples | None], axes: Sequence[str]) -> Fa
     return fit_powers(factors, axes)
 
 
-def _fit_wrong(samples: Sequence[Samples], axes: Sequence[str]) -> Remedy | None:
-    """A factor on the wrong meshes alone: 2 wherever an axis is used is 1 where it is not."""
-    wrong = [each for each in samples if not each.is_right]
-    if len(wrong) == 1 and samples[0].expected.numel() == 1:
-        return None  # one number is always another one times a factor
-    factor = _common_factor(wrong, axes)
-    return None if factor is None else Remedy((), factor, is_everywhere=False)
-
-
 def has_remedy(samples: Samples, axes: Sequence[str]) -> bool:
     """Whether on this mesh alone a sum and a factor make it right."""
-    return any(
-        (summed := samples.summed(some)) is not None and summed.factor() is not None for some in subsets(axes)
-    )
+    sums = (samples.summed(some) for some in subsets(axes))
+    return any(each is not None and each.factor() is not None for each in sums)
 
 
 def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> list[float] | None:
     """f, where Σ parts[k] / f[k] = expected: by how much each rank's contribution was multiplied.
 
     Args:
-        parts: for every rank k, what its outputs contribute to each of several gradients, in their shapes.
-        expected: these gradients.
+        parts: for every rank k, what its outputs contribute to each of several gradients [...].
+        expected: these gradients [...].
     """
     columns = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
     matrix, target = torch.stack(columns, 1), torch.cat([tensor.flatten() for tensor in expected])
     if not torch.isfinite(matrix).all() or matrix.size(0) <= matrix.size(1):
         return None  # as many unknowns as facts: anything would fit
     solution = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
-    rest = _difference(matrix @ solution, target, 0.0)
-    if rest > TOLERANCE or bool((solution.abs() < TOLERANCE).any()):
+    if relative_error(matrix @ solution, target) > TOLERANCE or bool((solution.abs() < TOLERANCE).any()):
         return None
     return [1 / c for c in solution.tolist()]
 
 
 def are_factors(parts: Sequence[Tensor], factors: Sequence[float], expected: Tensor) -> bool:
-    """Whether Σ parts[k] / factors[k] = expected; all of one shape."""
+    """Whether Σ parts[k] / factors[k] = expected; all of one shape [...]."""
     total = torch.stack([part / factor for part, factor in zip(parts, factors, strict=True)]).sum(0)
-    return _difference(total, expected, 0.0) <= TOLERANCE
+    return relative_error(total, expected) <= TOLERANCE
 
 
 def fit_slices(samples: Samples, num_slices: int) -> list[float] | None:
@@ -270,11 +256,11 @@ def as_shares(factors: Sequence[float]) -> str:
     """`4:4:3`, where the factors are shares of a whole (or one over them), times the number of ranks or not."""
     if are_equal(factors):
         return ""
-    for candidates in (factors, [1 / factor for factor in factors]):
-        for scale in (len(factors), 1):
-            shares = [each / scale for each in candidates]
-            if is_close(sum(shares), 1) and min(shares) > 0:
-                parts = [Fraction(share).limit_denominator(4096) for share in shares]
-                total = math.lcm(*(part.denominator for part in parts))
-                return ":".join(str(part.numerator * (total // part.denominator)) for part in parts)
+    inverses = [1 / factor for factor in factors]
+    for candidates, scale in itertools.product((factors, inverses), (len(factors), 1)):
+        shares = [each / scale for each in candidates]
+        if is_close(sum(shares), 1) and min(shares) > 0:
+            parts = [Fraction(share).limit_denominator(4096) for share in shares]
+            total = math.lcm(*(part.denominator for part in parts))
+            return ":".join(str(part.numerator * (total // part.denominator)) for part in parts)
     return ""

@@ -17,31 +17,33 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opensora_accel.communications.checks import without_comparing_inputs
-from opensora_accel.verify.fp64 import LiftOperations, prepare_model
+from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.verify.meshes import ModelFn, Run, Step
 from opensora_accel.verify.on_cpu import (
+    LiftOperations,
     accelerator_stand_ins,
-    flash_attn_stand_in,
     launcher_environment,
+    prepare_model,
     without_loss_scaling,
 )
 from opensora_accel.verify.parameters import (
     FlatParameters,
     digest,
     map_tensors,
+    named_modules,
     named_parameters,
     plain_name,
     whole,
 )
-from opensora_accel.verify.trace import ModuleCall, trace_modules
 from opensora_accel.verify.watch import (
     Clip,
     Definitions,
-    FSDPCalls,
     How,
-    ReachedParameters,
     before_clipping,
+    fsdp1_modules,
     generator_states,
+    held_back_by_fsdp2,
+    reached_parameters,
     seed_generators,
 )
 
@@ -50,36 +52,35 @@ from opensora_accel.verify.watch import (
 class Observation:
     """What one call of the step did on one rank. Tensors are whole, also where parameters are sharded."""
 
+    # What the step returned: its loss, or all that it reports.
     scalars: dict[str, float] = field(default_factory=dict)
-    """What the step returned: its loss, or all that it reports."""
+    # Gradients as they are before anything clips them, and after that; every clip.
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    """As they are before anything clips them."""
-    held_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Axes over which FSDP2 was told not to add a gradient up."""
-    clips: list[Clip] = field(default_factory=list)
     clipped: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients after the clips."""
+    clips: list[Clip] = field(default_factory=list)
+    # Axes over which FSDP2 was told not to add a gradient up.
+    held_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Digests of the parameters, and of this rank's shards of those that are sharded.
     weights: dict[str, str] = field(default_factory=dict)
-    """Digests of the parameters."""
-    values: dict[str, Tensor] = field(default_factory=dict)
-    """Parameters themselves: on the single device all, on a rank those of which it has made itself a slice."""
     shards: dict[str, str] = field(default_factory=dict)
-    """Digests of this rank's shards, of parameters that are sharded."""
+    # Parameters themselves: on the single device all, on a rank those of which it has made itself a slice.
+    values: dict[str, Tensor] = field(default_factory=dict)
+    # Tensors that the model's forward was given, every call's up to the first optimizer step, and their gradients.
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the model's forward was given, every call's up to the first optimizer step."""
     input_gradients: dict[str, Tensor] = field(default_factory=dict)
+    # On the single device only: parameters as their gradients became ready, the nearest to the loss first, and shapes
+    # of parameters that the loss reaches and the model does not have.
     backward_order: list[str] = field(default_factory=list)
-    """Parameters as their gradients became ready, the nearest to the loss first. On the single device only."""
     outside: list[str] = field(default_factory=list)
-    """Shapes of parameters that the loss reaches and the model does not have. On the single device only."""
+    # Parameters that an optimizer steps and the model no longer has.
     stale: list[str] = field(default_factory=list)
-    """Parameters that an optimizer steps and the model no longer has."""
+    # Default generators that the step drew from and did not seed itself.
     drawn_from: list[str] = field(default_factory=list)
-    """Default generators that the step drew from and did not seed itself."""
-    calls: list[ModuleCall] = field(default_factory=list)
-    """Calls of the model's modules, where they were traced."""
+    # Where modules were traced: inputs and outputs of every call, by the module's name and how often it was called
+    # before.
+    calls: dict[tuple[str, int], tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
+    # Whether the process is no longer as it was before the step.
     leaves_patches: bool = False
-    """Whether the process is no longer as it was before the step."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -93,11 +94,9 @@ class Observer:
         self._original: dict[int, tuple[str, nn.Parameter]] = {}
         self._generators: dict[str, Any] = {}
         self._inputs: dict[str, Tensor] = {}
-        self._num_calls = 0
-        self._num_calls_at_capture = 0
         self._before_clip: dict[int, Tensor] = {}
-        self._is_captured = False
-        self._fsdp, self._reached = FSDPCalls(), ReachedParameters()
+        self._num_calls = 0
+        self._captured_at: int | None = None  # the number of calls when gradients were read
         self._hooks = ExitStack()
 
     @contextmanager
@@ -106,12 +105,18 @@ class Observer:
         with self._hooks as hooks:
             hooks.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             hooks.enter_context(before_clipping(self._before_clipping))
-            hooks.enter_context(self._fsdp.watching())
-            if self._run.is_reference:
-                hooks.enter_context(self._reached.watching())
+            self._fsdp1_modules = hooks.enter_context(fsdp1_modules())
+            reached = hooks.enter_context(reached_parameters()) if self._run.is_reference else {}
             yield
             self.capture()
-            self._look_at_the_end()
+            assert self._model is not None
+            mine = {id(parameter) for parameter in self._model.parameters()}
+            self.observation.outside = [str(tuple(p.shape)) for key, p in reached.items() if key not in mine]
+            now, before = generator_states(), self._generators
+            # A step that seeds torch's generator itself takes nothing for granted.
+            seeds_torch = now["torch"][0] != before["torch"][0]
+            changed = [name for name, state in before.items() if now[name] != state]
+            self.observation.drawn_from = [n for n in changed if not (n == "torch" and seeds_torch)]
 
     def watch(self, model: nn.Module) -> None:
         """Compares this model's gradients.
@@ -128,7 +133,9 @@ class Observer:
         if self._output_weight is not None:
             self._hooks.callback(model.register_forward_hook(self._weigh_output).remove)
         if self._is_traced:
-            self._hooks.enter_context(trace_modules(model, self.observation.calls))
+            for name, module in named_modules(model):
+                hook = module.register_forward_hook(partial(self._note_call, name), with_kwargs=True)
+                self._hooks.callback(hook.remove)
         if self._run.is_reference:
             for name, parameter in named_parameters(model):
                 if parameter.requires_grad:
@@ -139,6 +146,23 @@ class Observer:
         if name not in self.observation.backward_order:
             self.observation.backward_order.append(name)
 
+    def _note_call(self, name: str, _module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # it is recomputed within backward
+        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+        def note(found: list[Tensor], _name: str, tensor: Tensor) -> Tensor:
+            # A single whole number is a count, or where a rank's tokens begin: ranks differ in it, and are right.
+            is_count = tensor.dim() == 0 and not tensor.is_floating_point() and not tensor.is_complex()
+            if not isinstance(tensor, DTensor) and not is_count:
+                found.append(whole(tensor))
+            return tensor
+
+        for found, value in zip(sides, ((args, kwargs), output), strict=True):
+            map_tensors("", value, partial(note, found))
+        number = sum(called == name for called, _ in self.observation.calls)
+        self.observation.calls[name, number] = tuple(map(tuple, sides))
+
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._num_calls += 1
         if self._num_calls == 1:
@@ -147,10 +171,8 @@ class Observer:
                 if not isinstance(parameter, DTensor):
                     self.observation.weights[name] = digest(parameter)
         names = list(inspect.signature(module.forward).parameters)
-        positional = [names[i] if i < len(names) else f"argument {i}" for i in range(len(args))]
-        seen = [
-            map_tensors(name, value, self._see_tensor) for name, value in zip(positional, args, strict=True)
-        ]
+        names += [f"argument {i}" for i in range(len(names), len(args))]
+        seen = [map_tensors(name, value, self._see_tensor) for name, value in zip(names, args, strict=False)]
         return tuple(seen), {
             name: map_tensors(name, value, self._see_tensor) for name, value in kwargs.items()
         }
@@ -160,7 +182,8 @@ class Observer:
         if isinstance(leaf, DTensor):  # the step has sharded it itself
             return leaf
         name = name if self._num_calls == 1 else f"{name} (call {self._num_calls})"
-        if not self._is_captured:
+        is_seen = self._captured_at is None
+        if is_seen:
             self.observation.inputs[name] = leaf.detach().clone()
         if not leaf.is_floating_point():
             return leaf
@@ -169,7 +192,7 @@ class Observer:
             return leaf
         # An input that is a result of the step's own graph stays in it.
         leaf = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
-        if not self._is_captured:
+        if is_seen:
             leaf.retain_grad()
             self._inputs[name] = leaf
         return leaf.clone()  # which the model may change in place
@@ -192,7 +215,7 @@ class Observer:
         for key, (name, _parameter) in self._original.items():
             if key in held and key not in mine and name not in self.observation.stale:
                 self.observation.stale.append(name)
-        if self._is_captured or not held & mine:
+        if self._captured_at is not None or not held & mine:
             return  # an optimizer of another model
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
@@ -201,7 +224,7 @@ class Observer:
         self.capture()
 
     def _before_clipping(self, how: How, limit: float, parameters: Sequence[Tensor]) -> None:
-        if self._model is None or self._is_captured:
+        if self._model is None or self._captured_at is not None:
             return
         names = {id(parameter): name for name, parameter in named_parameters(self._model)}
         # Also those that this rank has no gradient of: of a flat parameter it may hold no piece.
@@ -211,9 +234,12 @@ class Observer:
         is_flat = any(isinstance(parameter, FlatParameter) for parameter in given)
         clipped = [name for name, _ in self._original.values()] if is_flat else [names[id(p)] for p in given]
         # Clipped again the same way, after another microbatch: what counts is the last time.
-        clips = [c.without(clipped) if c.how == how else c for c in self.observation.clips]
-        is_first = {name for name in clipped if not any(name in clip.names for clip in clips)}
-        self.observation.clips = [*(clip for clip in clips if clip.names), Clip(how, limit, tuple(clipped))]
+        clips = []
+        for clip in self.observation.clips:
+            left = tuple(name for name in clip.names if clip.how != how or name not in clipped)
+            clips.append(dataclasses.replace(clip, names=left))
+        is_first = set(clipped).difference(*(clip.names for clip in clips))
+        self.observation.clips = [*(c for c in clips if c.names), Clip(how, limit, tuple(clipped))]
         for parameter in given:
             if parameter.grad is not None and (is_flat or names[id(parameter)] in is_first):
                 self._before_clip[id(parameter)] = parameter.grad.detach().clone()
@@ -222,19 +248,20 @@ class Observer:
         """Reads gradients and weights, once: before the first optimizer step, or when the step has ended.
 
         Args:
-            gradients: those that the step handed over, whole, by the names and in the shapes of the parameters.
+            gradients: those that the step handed over, whole [...], by the names of the parameters.
 
         Raises:
             ValueError: no model is watched.
         """
-        if self._is_captured:
+        if self._captured_at is not None:
             return
-        self._is_captured, self._num_calls_at_capture = True, self._num_calls
+        self._captured_at = self._num_calls
         if self._model is None:
             raise ValueError("the step never called run.watch(model), and no model_fn was given")
         found = self.observation
+        parameters = list(named_parameters(self._model))
         shapes = {name: parameter.shape for name, parameter in self._original.values()}
-        for name, parameter in named_parameters(self._model):
+        for name, parameter in parameters:
             if isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements):
                 found.shards[name] = digest(parameter.to_local())
             if isinstance(parameter, DTensor) or name not in found.weights:
@@ -244,7 +271,7 @@ class Observer:
         if gradients is None:
             self._read_gradients(self._model)
         else:
-            names = [name for name, _ in named_parameters(self._model)]
+            names = [name for name, _ in parameters]
             found.gradients = {plain_name(n, names): whole(gradient) for n, gradient in gradients.items()}
         for name, tensor in self._inputs.items():
             if tensor.grad is not None:
@@ -256,7 +283,7 @@ class Observer:
         def before(parameter: nn.Parameter) -> Tensor | None:
             return self._before_clip.get(id(parameter), parameter.grad)
 
-        flat = FlatParameters(model, self._fsdp.fsdp1_modules, [name for name, _ in self._original.values()])
+        flat = FlatParameters(model, self._fsdp1_modules, [name for name, _ in self._original.values()])
         for name, parameter in named_parameters(model):
             if not parameter.requires_grad or parameter in flat:
                 continue
@@ -266,26 +293,16 @@ class Observer:
             is_clipped = gradient is not parameter.grad
             if parameter.grad is not None and (isinstance(parameter, DTensor) or is_clipped):
                 found.clipped[name] = whole(parameter.grad)
-        found.held_back = self._fsdp.held_back(model)
+        found.held_back = held_back_by_fsdp2(model)
         weights = flat.whole(lambda parameter: parameter)
         found.weights |= {name: digest(weight) for name, weight in weights.items()}
         found.gradients |= dict.fromkeys(weights) | flat.whole(before)
         found.clipped |= flat.whole(lambda parameter: parameter.grad)
 
-    def _look_at_the_end(self) -> None:
-        assert self._model is not None
-        if self._run.is_reference:
-            self.observation.outside = self._reached.outside_of(self._model)
-        now, before = generator_states(), self._generators
-        # A step that seeds torch's generator itself takes nothing for granted.
-        seeds_torch = now["torch"][0] != before["torch"][0]
-        changed = [name for name, state in before.items() if now[name] != state]
-        self.observation.drawn_from = [name for name in changed if not (name == "torch" and seeds_torch)]
-
     @property
     def goes_on(self) -> bool:
         """Whether the model ran again after the first optimizer step."""
-        return self._num_calls > self._num_calls_at_capture
+        return self._captured_at is not None and self._num_calls > self._captured_at
 
 
 def observe(
@@ -340,8 +357,11 @@ def observe(
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    if returned is None:
-        return {}
+    """What a step returned, by name; a tensor has one element.
+
+    Raises:
+        ValueError: it is no number.
+    """
     values: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"loss": returned}
     found = {}
     for name, value in values.items():

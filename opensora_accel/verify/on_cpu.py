@@ -1,29 +1,151 @@
-"""What only runs beside an accelerator, or under a launcher, made to run on CPU ranks for a proof.
+"""A step in fp64 on CPU ranks: precision that stays double, and stand-ins for what only runs beside an accelerator.
+
+Nearly every transformer of diffusers calls `.float()` or `.to(torch.float32)` somewhere, so an "fp64" run of it
+carries fp32 noise: the gradients of two halves of a loss then add up to the whole to 3e-7 only, and to 1e-14 with
+the casts lifted (Wan, CPU, torch 2.13, 2026-11).
 
 diffusers' `enable_parallelism` divides by the number of accelerators, and its ring needs a kernel that returns the
 log-sum-exp, of which it has none for a CPU (0.42.1). Here a CPU counts as one accelerator, and torch's CPU flash
 kernel stands in the place of the CUDA one: same layouts, same saved tensors, so that all around it is diffusers' own.
-`flash_attn`, where it is not installed, is torch's own attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
-import importlib.util
+import math
 import os
 import sys
-from collections.abc import Iterator
-from itertools import pairwise
-from types import ModuleType
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.verify.meshes import Run
+from opensora_accel.verify.parameters import widest
+from opensora_accel.wrapping import Forward, wrap_forward
+
+_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as}
+_aten = torch.ops.aten
+_FACTORIES = {
+    *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.arange, _aten.linspace, _aten.rand, _aten.randn),
+    *(_aten.scalar_tensor, _aten._to_copy),  # a cast of whole numbers makes a value as well
+}  # fmt: skip
+
+
+def _narrow(dtype: Any) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != torch.float64
+
+
+class LiftCasts(TorchFunctionMode):
+    """Within it, an fp64 tensor is never cast to a narrower floating-point type."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
+            return function(*args, **kwargs)
+        if function in _CASTS and not (function is Tensor.type_as and not args[1].is_floating_point()):
+            return args[0]
+        if function is Tensor.to:
+            # `x.to(other)` takes other's dtype.
+            args = tuple(
+                torch.float64 if _narrow(arg) else widest(arg) if isinstance(arg, Tensor) else arg
+                for arg in args
+            )
+        if _narrow(kwargs.get("dtype")):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return function(*args, **kwargs)
+
+
+class LiftOperations(TorchDispatchMode):
+    """`LiftCasts` for all that runs within it, backward and recomputation too, where function modes are off.
+
+    What is made in fp32 from nothing or from whole numbers is made in fp64 as well, since it will meet fp64. Slower
+    than `LiftCasts`, and not seen by torch.compile.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        result = func(*args, **kwargs)
+        is_literal = func is _aten.lift_fresh.default  # torch.tensor(numbers, dtype=torch.float32)
+        return result.double() if is_literal and _narrow(result.dtype) else result
+
+
+def lift_casts(model: nn.Module) -> Callable[[], None]:
+    """Makes the model's forward keep fp64 as fp64; returns the function that undoes it.
+
+    The recomputation of a checkpointed block runs outside of the model's forward, and keeps fp64 too. Therefore call
+    this before checkpointing is applied, and undo it after that is undone.
+    """
+
+    def lifted(original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with LiftCasts():
+                return original(*args, **kwargs)
+
+        return forward
+
+    lists = (child for child in model.modules() if isinstance(child, nn.ModuleList))
+    modules = [model, *(block for blocks in lists for block in blocks)]
+    undo_each = [wrap_forward(module, lifted) for module in modules]
+
+    def undo() -> None:
+        for step in reversed(undo_each):
+            step()
+
+    return undo
+
+
+def prepare_model(model: nn.Module) -> list[str]:
+    """Makes the model fit for a proof in fp64, and returns what was changed, in sentences.
+
+    Its parameters become fp64, its dropouts 0. A parameter with one value throughout gets others: behind a gate of 0
+    every gradient is 0, right or wrong.
+    """
+    notes = []
+    model._apply(widest)
+    dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    for dropout in dropouts:
+        dropout.p = 0.0
+    if dropouts:
+        notes.append(f"{len(dropouts)} dropouts were set to 0: a split sequence cannot draw the same masks")
+    constant = [(n, p) for n, p in model.named_parameters() if not p.is_meta and _is_constant(p)]
+    for name, parameter in constant:
+        _vary(name, parameter)
+    if constant:
+        notes.append(
+            f"{len(constant)} parameters with one value throughout (gates and biases of 0, norms of 1) were given "
+            "random ones: behind a gate of 0 every gradient is 0, right or wrong"
+        )
+    return notes
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+
+
+@torch.no_grad()
+def _vary(name: str, parameter: Tensor) -> None:
+    """Random values that depend on the name alone, near what is there. A scale under a root keeps its sign."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 25
+    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5 / math.sqrt(fan_in)
+    if parameter.any():
+        parameter.mul_(noise.exp())
+    else:
+        parameter.add_(noise)
 
 
 @contextlib.contextmanager
@@ -62,14 +184,10 @@ def launcher_environment(run: Run) -> Iterator[None]:
 
     accelerate remembers for the life of a process what it found; it is made to forget, as the next mesh is another.
     """
-    place = {
-        "RANK": run.rank,
-        "LOCAL_RANK": run.rank,
-        "WORLD_SIZE": run.world_size,
-        "LOCAL_WORLD_SIZE": run.world_size,
-    }
+    place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(run.rank))
+    place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
     rest = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()} | rest):
+    with mock.patch.dict(os.environ, place | rest):
         try:
             yield
         finally:
@@ -92,7 +210,7 @@ def cpu_flash_forward(
     _save_ctx: bool = True,
     _parallel_config: Any = None,
 ) -> Any:
-    """`_native_flash_attention_forward_op` with the CPU's kernel.
+    """diffusers' `_native_flash_attention_forward_op` with the CPU's kernel.
 
     Args:
         query, key, value: [B, S, H, D].
@@ -102,9 +220,7 @@ def cpu_flash_forward(
     """
     assert attn_mask is None and not enable_gqa
     q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, dropout_p, is_causal, scale=scale
-    )
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
     out, lse = out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
     if _save_ctx:
         ctx.save_for_backward(query, key, value, out, lse)
@@ -120,101 +236,7 @@ def cpu_flash_backward(ctx: Any, grad_out: Tensor, *args: Any, **replaced: Tenso
     names = ("query", "key", "value", "out", "lse")
     saved = dict(zip(names, ctx.saved_tensors, strict=True)) | replaced
     of_forward = [saved[name].transpose(1, 2).contiguous() for name in names]
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out.transpose(1, 2).contiguous(), *of_forward, ctx.dropout_p, ctx.is_causal, scale=ctx.scale
     )
     return tuple(gradient.transpose(1, 2).contiguous() for gradient in gradients)
-
-
-@contextlib.contextmanager
-def flash_attn_stand_in() -> Iterator[None]:
-    """Within it `import flash_attn` works where the package is not installed; what was imported by then stays."""
-    names = ("flash_attn", "flash_attn.flash_attn_interface")
-    if names[0] in sys.modules or importlib.util.find_spec(names[0]) is not None:
-        yield
-        return
-    for name in names:
-        module = ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        for function in (flash_attn_func, flash_attn_varlen_func):
-            setattr(module, function.__name__, function)
-        sys.modules[name] = module
-    try:
-        yield
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-
-
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    **options: Any,
-) -> Tensor:
-    """`flash_attn.flash_attn_func` on a CPU: [B, S, H, D]; keys and values may have fewer heads.
-
-    Raises:
-        ValueError: an option that has no stand-in.
-    """
-    _refuse(dropout_p=dropout_p, **options)
-    mask = _mask(q.size(1), k.size(1), causal, window_size)
-    is_grouped = q.size(2) != k.size(2)
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=is_grouped)
-    return out.transpose(1, 2)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    **options: Any,
-) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` on a CPU: [total, H, D], sequences that begin and end at `cu_seqlens`."""
-    outs = []
-    for of_q, of_k in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
-        one = [each[start:end][None] for each, (start, end) in ((q, of_q), (k, of_k), (v, of_k))]
-        out = flash_attn_func(
-            one[0], one[1], one[2], dropout_p, softmax_scale, causal, window_size, **options
-        )
-        outs.append(out[0])
-    return torch.cat(outs)
-
-
-def _mask(queries: int, keys: int, causal: bool, window: tuple[int, int]) -> Tensor | None:
-    """Which keys each query sees; the last query and the last key are of one place."""
-    left, right = window
-    right = 0 if causal else right
-    if left < 0 and right < 0:
-        return None
-    at = torch.arange(queries)[:, None] + keys - queries
-    distance = torch.arange(keys)[None] - at
-    seen = torch.ones(queries, keys, dtype=torch.bool)
-    if left >= 0:
-        seen &= distance >= -left
-    if right >= 0:
-        seen &= distance <= right
-    return seen
-
-
-def _refuse(**options: Any) -> None:
-    known = {"dropout_p", "deterministic", "return_attn_probs", "softcap", "alibi_slopes", "block_table"}
-    for name, value in options.items():
-        if name not in known or (value and name != "deterministic"):
-            raise ValueError(
-                f"{name}={value!r} of flash_attn has no stand-in on a CPU; leave it out of the step, or let the model "
-                "attend by torch's scaled_dot_product_attention"
-            )

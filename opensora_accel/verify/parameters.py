@@ -14,9 +14,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from opensora_accel.verify.fit import TOLERANCE, magnitude
 from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
 
+# Under which torch's wrappers keep the module that they wrap; DDP and others call it `module`.
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Under which torch's wrappers keep the module that they wrap; DDP and others call it `module`."""
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -72,14 +73,14 @@ def plain_name(name: str, known: Collection[str]) -> str:
 
 
 def widest(tensor: Tensor) -> Tensor:
-    """The tensor in fp64, or complex of two; whole numbers as they are. Of any shape."""
+    """The tensor [...] in fp64, or complex of two; whole numbers as they are."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy in real fp64 on the CPU: a sharded tensor as a whole, a complex one as two parts [..., 2].
+    """A copy [...] in real fp64 on the CPU: a sharded tensor as a whole, a complex one as two parts [..., 2].
 
     Communication: an all-gather of a DTensor.
     """
@@ -93,46 +94,46 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> str:
-    """The shape and a hash of the values, of any shape; of a sharded tensor the whole."""
+    """The shape and a hash of the values [...]; of a sharded tensor the whole."""
     values = whole(tensor).flatten()  # a copy: numpy would pin a storage that FSDP2 frees
     return f"{list(tensor.shape)} {hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()}"
 
 
 def map_tensors(name: str, value: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
-    """`value` with `function(name, tensor)` for every tensor in it, of any shape; itself where nothing has changed.
+    """`value` with `function(name, tensor)` for every tensor [...] in it; itself where nothing has changed.
 
     Tensors are found in what torch takes apart (lists, dicts, named tuples), in dataclasses, and in what is like a
     dict.
     """
+
+    def map_leaf(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(name, leaf)
+        is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        if is_dataclass:
+            values = {
+                each.name: (f".{each.name}", getattr(leaf, each.name)) for each in dataclasses.fields(leaf)
+            }
+        elif isinstance(leaf, MutableMapping):
+            values = {key: (f"[{key!r}]", item) for key, item in leaf.items()}
+        else:
+            return leaf
+        mapped = {key: map_tensors(name + path, item, function) for key, (path, item) in values.items()}
+        if all(mapped[key] is item for key, (_, item) in values.items()):
+            return leaf
+        changed = copy.copy(leaf)
+        for key, item in mapped.items():
+            if is_dataclass:
+                object.__setattr__(changed, key, item)  # a frozen one, too
+            else:
+                changed[key] = item
+        return changed
+
     leaves, structure = tree_flatten_with_path(value)
-    mapped = [_map_leaf(name + keystr(path), leaf, function) for path, leaf in leaves]
+    mapped = [map_leaf(name + keystr(path), leaf) for path, leaf in leaves]
     if all(new is old for new, (_, old) in zip(mapped, leaves, strict=True)):
         return value
     return tree_unflatten(mapped, structure)
-
-
-def _map_leaf(name: str, leaf: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
-    if isinstance(leaf, Tensor):
-        return function(name, leaf)
-    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    if is_dataclass:
-        values = {
-            f"{name}.{each.name}": (each.name, getattr(leaf, each.name)) for each in dataclasses.fields(leaf)
-        }
-    elif isinstance(leaf, MutableMapping):
-        values = {f"{name}[{key!r}]": (key, value) for key, value in leaf.items()}
-    else:
-        return leaf
-    mapped = {key: map_tensors(path, value, function) for path, (key, value) in values.items()}
-    if all(mapped[key] is value for key, value in values.values()):
-        return leaf
-    changed = copy.copy(leaf)
-    for key, value in mapped.items():
-        if is_dataclass:
-            object.__setattr__(changed, key, value)  # a frozen one, too
-        else:
-            changed[key] = value
-    return changed
 
 
 class FlatParameters:
@@ -140,7 +141,14 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module, made: Sequence[FullyShardedDataParallel], names: Sequence[str]):
         self._names = names
-        self._prefix_of = dict(_roots(model, made))
+        self._prefix_of: dict[FullyShardedDataParallel, str] = {}
+        name_of = {module: name for name, module in model.named_modules()}
+        each = dict.fromkeys([*made, *(m for m in name_of if isinstance(m, FullyShardedDataParallel))])
+        for root in each:
+            # Of those that lie in no other one: where they lie in the model, if not around it.
+            is_inner = any(root is not other and root in set(other.modules()) for other in each)
+            if not is_inner and (root in name_of or root.module is model):
+                self._prefix_of[root] = f"{name_of[root]}." if name_of.get(root) else ""
         self._ids = {id(parameter) for root in self._prefix_of for parameter in root.parameters()}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -169,67 +177,56 @@ class FlatParameters:
         return found
 
 
-def _roots(
-    model: nn.Module, made: Sequence[FullyShardedDataParallel]
-) -> Iterator[tuple[FullyShardedDataParallel, str]]:
-    """FSDP1 modules that lie in no other one, and where they lie in the model."""
-    name_of = {module: name for name, module in model.named_modules()}
-    each = dict.fromkeys([*made, *(m for m in name_of if isinstance(m, FullyShardedDataParallel))])
-    for root in each:
-        if not any(root is not other and root in set(other.modules()) for other in each):
-            if root in name_of:
-                yield root, f"{name_of[root]}." if name_of[root] else ""
-            elif root.module is model:
-                yield root, ""
+def match_rows(part: Tensor, whole: Tensor, dim: int) -> Tensor:
+    """Which row of `part` [..., R, ...] is which of `whole` [..., N, ...] along `dim`: bool [R, N].
 
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank holds of a parameter's gradient."""
-
-    gradient: Tensor | None
-    """None where it holds nothing."""
-    dim: int = 0
-    rows: Tensor | None = None
-    """Along `dim`, where it holds not all of them: int64, one for each of its own rows."""
-
-
-def share_of(gradient: Tensor, weight: Tensor | None, whole: Tensor) -> Share | None:
-    """The rank's share of a parameter; None where its gradient is no part of one.
-
-    Args:
-        gradient: of what the rank holds: [R, C] of a parameter [N, C], for example.
-        weight: the parameter's values that the rank holds, in the gradient's shape.
-        whole: all values of the parameter.
+    Rows are told apart by their products with a few random vectors: comparing each with each would take too long.
     """
-    if gradient.shape == whole.shape:
-        return Share(gradient)
-    if weight is None or weight.shape != gradient.shape or weight.dim() != whole.dim():
-        return None
-    other = [dim for dim in range(whole.dim()) if weight.size(dim) != whole.size(dim)]
-    if len(other) != 1:
-        return None
-    mine, all_ = (each.movedim(other[0], 0).reshape(each.size(other[0]), -1) for each in (weight, whole))
-    is_same = (mine[:, None] == all_).all(-1)  # [rows of the rank, rows of the whole]
-    if not bool((is_same.sum(1) == 1).all()):
-        return None
-    return Share(gradient, other[0], is_same.int().argmax(1))
+    mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (part, whole))
+    if not mine.numel():
+        return torch.zeros(mine.size(0), all_.size(0), dtype=torch.bool)
+    vectors = torch.randn(all_.size(1), 3, dtype=all_.dtype, generator=torch.Generator().manual_seed(0))
+    limit = TOLERANCE * magnitude(whole) * math.sqrt(all_.size(1))
+    return ((mine @ vectors)[:, None] - all_ @ vectors).abs().amax(-1) <= limit
 
 
-def join_shares(shape: MeshShape, shares: Sequence[Share], whole: Tensor) -> tuple[Tensor, ...] | None:
+def join_shares(
+    shape: MeshShape, gradients: Sequence[Tensor | None], weights: Sequence[Tensor | None], whole: Tensor
+) -> tuple[Tensor, ...] | None:
     """Every rank's gradient in the shape of `whole`, with the shares of ranks that differ along the fewest axes.
 
-    None where shares overlap, or leave something out. What a rank lacks altogether is not taken from another data
-    rank.
+    None where a gradient is no part of one, where shares overlap, or leave something out. What a rank lacks
+    altogether is not taken from another data rank.
+
+    Args:
+        gradients: of what each rank holds: [R, C] of a parameter [N, C], for example; None where it holds nothing.
+        weights: the parameter's values that each rank holds, in its gradient's shape.
+        whole: all values of the parameter.
     """
+    places: list[
+        tuple[int, Tensor] | None
+    ] = []  # the dim and the rows of it, where a rank has not all of them
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient is None or gradient.shape == whole.shape:
+            places.append(None)
+            continue
+        if weight is None or weight.shape != gradient.shape or weight.dim() != whole.dim():
+            return None
+        dims = [dim for dim in range(whole.dim()) if weight.size(dim) != whole.size(dim)]
+        if len(dims) != 1:
+            return None
+        matches = match_rows(weight, whole, dims[0])
+        if not bool((matches.sum(1) == 1).all()):
+            return None
+        places.append((dims[0], matches.int().argmax(1)))
     axes = shape.used(shape.axes)
     # Another replica's gradient does not stand for one that is missing: that is a mistake to be told.
-    if any(share.gradient is None for share in shares):
+    if any(gradient is None for gradient in gradients):
         axes = tuple(axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES)
     for some in subsets(axes):
         joined: dict[int, Tensor] = {}
         for ranks in shape.groups(some):
-            together = _join_group([shares[rank] for rank in ranks], whole)
+            together = _join_group([(gradients[rank], places[rank]) for rank in ranks], whole)
             if together is None:
                 break
             joined |= dict(zip(ranks, together, strict=True))
@@ -238,21 +235,19 @@ def join_shares(shape: MeshShape, shares: Sequence[Share], whole: Tensor) -> tup
     return None
 
 
-def _join_group(shares: Sequence[Share], whole: Tensor) -> list[Tensor] | None:
-    complete = [share.gradient for share in shares if share.gradient is not None and share.rows is None]
-    slices = [share for share in shares if share.rows is not None]
+def _join_group(
+    shares: Sequence[tuple[Tensor | None, tuple[int, Tensor] | None]], whole: Tensor
+) -> list[Tensor] | None:
+    complete = [gradient for gradient, place in shares if gradient is not None and place is None]
+    slices = [(gradient, *place) for gradient, place in shares if gradient is not None and place is not None]
     if complete:
-        if slices:
-            return None
-        return [complete[0] if share.gradient is None else share.gradient for share in shares]
-    if not slices or len({share.dim for share in slices}) > 1:
+        return None if slices else [complete[0] if g is None else g for g, _ in shares]
+    if len({dim for _, dim, _ in slices}) != 1:
         return None
-    dim = slices[0].dim
-    rows = torch.cat([share.rows for share in slices if share.rows is not None])
-    if rows.sort().values.tolist() != list(range(whole.size(dim))):
+    rows = torch.cat([rows for _, _, rows in slices])
+    if rows.sort().values.tolist() != list(range(whole.size(slices[0][1]))):
         return None
     joined = torch.empty_like(whole)
-    for share in slices:
-        assert share.rows is not None and share.gradient is not None
-        joined.index_copy_(dim, share.rows, share.gradient)
+    for gradient, dim, own in slices:
+        joined.index_copy_(dim, own, gradient)
     return [joined] * len(shares)

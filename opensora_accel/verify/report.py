@@ -6,17 +6,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
-from opensora_accel.verify.causes import Cause
-from opensora_accel.verify.explain import Explanation, explain, join_words, list_names
+from opensora_accel.verify.causes import Cause, join_words, list_names
 from opensora_accel.verify.fit import Samples
 from opensora_accel.verify.results import MeshResult, Results
 
+# What may be wrong beside gradients, by the kind of cause, in words for the verdict.
 _BESIDE_GRADIENTS = {
     "inputs": "the samples that ranks were given do not prove the average between them",
     "clipping": "not what is left of it after clipping",
@@ -24,9 +23,8 @@ _BESIDE_GRADIENTS = {
     "outside": "not all that is trained was compared",
     "result": "not what the step returns or hands upstream",
 }
-"""What may be wrong beside gradients, by the kind of cause, in words for the verdict."""
+# Colours of a terminal, and characters that XML 1.0 has not.
 _NOT_XML = re.compile(r"(\x1b\[[0-9;]*m)|[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
-"""Colours of a terminal, and characters that XML 1.0 has not."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +34,40 @@ class Report:
     all_results: Results
     causes: Sequence[Cause]
     seconds: float
-    unproven_seeds: Sequence[str] = ()
-    """Default generators whose seed counts, which the step left to others."""
+    unproven_seeds: Sequence[str] = ()  # default generators whose seed counts, which the step left to others
 
     @property
     def ok(self) -> bool:
         return not self.causes
 
     @property
+    def findings(self) -> Sequence[Cause]:
+        """The causes by the name that they have in JSON; every one has words (`what`, `remedy`)."""
+        return self.causes
+
+    @property
     def results(self) -> Sequence[MeshResult]:
         return self.all_results.meshes
-
-    @cached_property
-    def findings(self) -> list[Explanation]:
-        """The causes in words."""
-        return [explain(cause) for cause in self.causes]
 
     @property
     def notes(self) -> list[str]:
         """What a reader should know of the proof: what was changed for it, and what it does not cover."""
-        notes = list(self.all_results.expected.first.notes)
+        expected, axes = self.all_results.expected, self.all_results.axes
+        notes = list(expected.first.notes)
         unproven = self.unproven()
         if unproven:
             notes.append(
                 f"{len(unproven)} parameters could not be told: their gradient is zero, or rounding errors, on one "
                 f"device too ({list_names(unproven)})"
             )
-        tied = self._tied_axes()
-        if tied:
+        # Factors are products of powers of degrees: their logarithms must be independent over the meshes.
+        rows = [[math.log(mesh.shape.degree(axis)) for axis in axes] for mesh in self.results]
+        if int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64))) < len(axes):
             notes.append(
-                f"the degrees of {join_words(tied)} go together on these meshes: which of them a factor belongs to "
+                f"the degrees of {join_words(axes)} go together on these meshes: which of them a factor belongs to "
                 "cannot be told; add meshes on which each is alone"
             )
-        gradients = self.all_results.expected.gradients
-        idle = [name for name, gradient in gradients.items() if gradient is None]
+        idle = [name for name, gradient in expected.gradients.items() if gradient is None]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
         return notes
@@ -78,21 +76,18 @@ class Report:
         """Parameters whose gradient is too small to be compared."""
         return self.all_results.expected.unprovable
 
-    def _tied_axes(self) -> Sequence[str]:
-        """Axes whose powers these meshes cannot tell apart."""
-        axes = self.all_results.axes
-        # Factors are products of powers of degrees: their logarithms must be independent over the meshes.
-        rows = [[math.log(mesh.shape.degree(axis)) for axis in axes] for mesh in self.results]
-        return (
-            axes if int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64))) < len(axes) else ()
-        )
-
     def verdict(self) -> str:
         """In one sentence."""
-        if self.ok:
-            return f"the gradients are those of a single device{self._assumption()}"
         kinds = {cause.kind for cause in self.causes}
         num_failed = sum(bool(mesh.errors) for mesh in self.results)
+        if self.ok and self.unproven_seeds:
+            return (
+                "the gradients are those of a single device, if the loop seeds the default generator of "
+                f"{join_words(self.unproven_seeds)} by the data rank: what the step draws from it counts, and here it "
+                "was seeded so; ranks that share a sample and are seeded by their rank draw different noise"
+            )
+        if self.ok:
+            return "the gradients are those of a single device"
         if kinds == {"failure"} and num_failed < len(self.results):
             return (
                 f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
@@ -103,16 +98,6 @@ class Report:
         but = join_words([words for kind, words in _BESIDE_GRADIENTS.items() if kind in kinds])
         return f"every gradient that was compared is that of a single device, but {but}"
 
-    def _assumption(self) -> str:
-        """What the proof took for granted: how generators are seeded that the step only draws from."""
-        if not self.unproven_seeds:
-            return ""
-        return (
-            f", if the loop seeds the default generator of {join_words(self.unproven_seeds)} by the data rank: what "
-            "the step draws from it counts, and here it was seeded so; ranks that share a sample and are seeded by "
-            "their rank draw different noise"
-        )
-
     def __str__(self) -> str:
         num_parameters, num_meshes = len(self.all_results.names), len(self.results)
         lines = [
@@ -122,12 +107,10 @@ class Report:
         for mesh in self.results:
             mark = "✓" if self.all_results.is_right(mesh) else "✗"
             lines.append(f"  {mark} {mesh.shape!s:{width}}  {_describe(mesh)}")
-        if self.findings:
-            lines.append("")
-            for number, finding in enumerate(self.findings, 1):
-                lines += [f"{number}. {finding.what}", f"   {finding.remedy}"]
-        if self.notes:
-            lines += ["", *(f"note: {note}" for note in self.notes)]
+        lines += [""] if self.causes else []
+        for number, cause in enumerate(self.causes, 1):
+            lines += [f"{number}. {cause.what}", f"   {cause.remedy}"]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join([*lines, "", self.verdict()])
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +120,7 @@ class Report:
             "verdict": self.verdict(),
             "seeded": list(self.unproven_seeds),
             "seconds": self.seconds,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [cause.to_dict() for cause in self.causes],
             "notes": self.notes,
             "unproven": self.unproven(),
             "meshes": [
@@ -179,25 +162,22 @@ def to_junit(report: Report | None, violations: Sequence[str] | None, error: str
 
     `error`: why nothing, or not all, was compared.
     """
-    suite = ElementTree.Element("testsuite", name="opensora-accel verify")
+    cases: list[tuple[str, float, Sequence[str], str]] = []
     if report is not None:
         for mesh in report.results:
-            shown = [str(finding) for finding in report.findings if str(mesh.shape) in finding.meshes]
-            _add_case(suite, f"gradients on {mesh.shape}", mesh.seconds, [*shown, *mesh.errors.values()])
+            shown = [str(cause) for cause in report.causes if str(mesh.shape) in cause.meshes]
+            failures = [*shown, *mesh.errors.values()]
+            cases.append((f"gradients on {mesh.shape}", mesh.seconds, failures, "failure"))
     if violations is not None:
-        _add_case(suite, "communication", 0.0, violations)
+        cases.append(("communication", 0.0, violations, "failure"))
     if error is not None:
-        _add_case(suite, "verify", 0.0, [error], "error")
-    suite.set("tests", str(len(suite)))
+        cases.append(("verify", 0.0, [error], "error"))
+    suite = ElementTree.Element("testsuite", name="opensora-accel verify", tests=str(len(cases)))
+    for name, seconds, texts, kind in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname="verify", name=name, time=f"{seconds:.3f}")
+        if texts:
+            text = _NOT_XML.sub("", "\n".join(texts))
+            ElementTree.SubElement(case, kind, message=text.splitlines()[0]).text = text
     suite.set("failures", str(len(suite.findall("testcase/failure"))))
     suite.set("errors", str(len(suite.findall("testcase/error"))))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
-
-
-def _add_case(
-    suite: ElementTree.Element, name: str, seconds: float, failures: Sequence[str], kind: str = "failure"
-) -> None:
-    case = ElementTree.SubElement(suite, "testcase", classname="verify", name=name, time=f"{seconds:.3f}")
-    if failures:
-        text = _NOT_XML.sub("", "\n".join(failures))
-        ElementTree.SubElement(case, kind, message=text.splitlines()[0]).text = text

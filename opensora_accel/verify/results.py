@@ -1,27 +1,36 @@
-"""What the ranks of every mesh found, beside what a single device says it should be."""
+"""What the ranks of every mesh found, beside what a single device says it should be.
+
+The ranks' forward is compared too, to find where a wrong one goes wrong: at the first module whose output is not the
+single device's, though its inputs are. A rank of a sequence group holds some tokens, one of a tensor group some
+channels or a part of a sum. So the ranks' outputs are right where each is the single device's, where they are rows of
+it along one dim which all ranks together have, or where they add up to it. With P = 3 and 11 tokens, a layer before
+the split gives 11 tokens on every rank, one after it 4, 4 and 3 of the same 11. A pooling that forgets the other ranks
+gives three means that are neither.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from opensora_accel.verify.causes import Side, Where
-from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, magnitude
-from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
+from opensora_accel.verify.causes import Cause, Origin, Side, Where
+from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, magnitude, relative_error
+from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
 from opensora_accel.verify.observe import Observation
-from opensora_accel.verify.parameters import Share, join_shares, share_of
+from opensora_accel.verify.parameters import join_shares, match_rows
 from opensora_accel.verify.watch import expected_after_clipping
 
+AnyCause = TypeVar("AnyCause", bound=Cause)
+# One call of the single device for every data rank in turn, or a single one for the whole batch.
 Reference = Literal["turns", "whole"]
-"""One call of the single device for every data rank in turn, or a single one for the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,11 @@ class Expected:
     @cached_property
     def gradients(self) -> dict[str, Tensor | None]:
         """The mean over data ranks."""
-        names = dict.fromkeys(name for turn in self.turns for name in turn.gradients)
-        return {name: _mean([turn.gradients.get(name) for turn in self.turns]) for name in names}
+        means: dict[str, Tensor | None] = {}
+        for name in dict.fromkeys(name for turn in self.turns for name in turn.gradients):
+            present = [g for turn in self.turns if (g := turn.gradients.get(name)) is not None]
+            means[name] = torch.stack(present).sum(0) / len(self.turns) if present else None
+        return means
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -55,16 +67,12 @@ class Expected:
     @cached_property
     def floor(self) -> float:
         """Magnitude under which a gradient is rounding errors."""
-        return NEGLIGIBLE * max((magnitude(g) for g in self.gradients.values() if g is not None), default=0.0)
+        return NEGLIGIBLE * largest(self.gradients.values())
 
     @property
     def unprovable(self) -> list[str]:
         """Parameters whose gradient is too small on the single device to be compared."""
-        return [
-            n
-            for n, gradient in self.gradients.items()
-            if gradient is not None and magnitude(gradient) <= self.floor
-        ]
+        return [n for n, g in self.gradients.items() if g is not None and magnitude(g) <= self.floor]
 
 
 @dataclass(frozen=True)
@@ -89,30 +97,20 @@ class MeshResult:
     def _gradients(self, name: str) -> tuple[Tensor, ...] | None:
         """Every rank's, in the shape of the single device's; None where together the ranks do not have all of it."""
         own = [each.gradients.get(name) for each in self.observations]
-        expected = self.expected.gradients.get(name)
-        values = self.expected.first.values.get(name)
         present = tuple(gradient for gradient in own if gradient is not None)
+        expected, values = self.expected.gradients.get(name), self.expected.first.values.get(name)
         is_on_all = len(present) == len(own)
-        if not own or (
-            is_on_all and (expected is None or all(each.shape == expected.shape for each in present))
-        ):
+        if is_on_all and (expected is None or all(each.shape == expected.shape for each in present)):
             return present or None
-        # Stages, experts and slices: what ranks hold is put together.
+        # Stages, experts and slices: what ranks hold is put together. A rank need not have the gradient of what it
+        # has no parameter of, or of another stage or expert.
+        has_parts = any(map(self.shape.uses, PART_AXIS_NAMES))
+        may_lack = [has_parts or name not in each.weights for each in self.observations]
         joined = None
-        if values is not None:
-            shares = [self._share(name, rank, gradient, values) for rank, gradient in enumerate(own)]
-            known = [share for share in shares if share is not None]
-            if len(known) == len(shares):
-                joined = join_shares(self.shape, known, values)
+        if values is not None and all(g is not None or may for g, may in zip(own, may_lack, strict=True)):
+            weights = [each.values.get(name) for each in self.observations]
+            joined = join_shares(self.shape, own, weights, values)
         return present if joined is None and is_on_all else joined
-
-    def _share(self, name: str, rank: int, gradient: Tensor | None, values: Tensor) -> Share | None:
-        seen = self.observations[rank]
-        if gradient is not None:
-            return share_of(gradient, seen.values.get(name), values)
-        # A rank need not have the gradient of what it has no parameter of, or of another stage or expert.
-        may_lack = name not in seen.weights or any(map(self.shape.uses, PART_AXIS_NAMES))
-        return Share(None) if may_lack else None
 
     def clipped(self) -> dict[str, Samples]:
         """Gradients after the step has clipped them, beside those of the single device, clipped as a whole."""
@@ -124,9 +122,8 @@ class MeshResult:
         for right in expected_after_clipping(clips, self.expected.gradients, limits):
             found = {}
             for name, expected in right.items():
-                gradients = _all(
-                    each.clipped.get(name, each.gradients.get(name)) for each in self.observations
-                )
+                pairs = [(each.clipped.get(name), each.gradients.get(name)) for each in self.observations]
+                gradients = _all_or_none(after if after is not None else before for after, before in pairs)
                 if gradients:
                     found[name] = Samples(self.shape, gradients, expected, self.expected.floor)
             candidates.append(found)
@@ -154,7 +151,8 @@ class MeshResult:
             values = [each.scalars[name] for each in self.observations if name in each.scalars]
             if values:
                 number = value if name in of_parts else statistics.fmean(values)
-                found[name] = Samples(self.shape, (_number(number),), _number(value))
+                one, other = (torch.tensor([each], dtype=torch.float64) for each in (number, value))
+                found[name] = Samples(self.shape, (one,), other)
         return found
 
     def are_parts(self, name: str) -> bool:
@@ -165,10 +163,9 @@ class MeshResult:
         mean of the turns, which is no mean of their norms.
         """
         values = [each.scalars[name] for each in self.observations if name in each.scalars]
-        value = self.expected.scalars.get(name)
-        if value is None or not values:
+        if not values:
             return True
-        right = [value, *(self.expected.norms if len(self.expected.turns) > 1 else ())]
+        right = [self.expected.scalars[name], *(self.expected.norms if len(self.expected.turns) > 1 else ())]
         found = [statistics.fmean(values)]
         if len(values) == self.shape.world_size:
             found += self._combinations(values)
@@ -190,18 +187,16 @@ class MeshResult:
         contribute, and what is upstream of an input goes the same way. An input that ranks were given in parts, or
         that differs from the single device's, has none here.
         """
-        found: dict[str, Samples] = {}
-        if len(self.expected.turns) != self.shape.data_size or not self.observations:
+        turns, found = self.expected.turns, dict[str, Samples]()
+        if len(turns) != self.shape.data_size or not self.observations:
             return found
-        all_gradients = [g for turn in self.expected.turns for g in turn.input_gradients.values()]
-        floor = NEGLIGIBLE * max((magnitude(gradient) for gradient in all_gradients), default=0.0)
+        floor = NEGLIGIBLE * largest(g for turn in turns for g in turn.input_gradients.values())
         num_sharing = self.shape.world_size // self.shape.data_size
         for name in self.observations[0].input_gradients:
-            means = [self._mean_of_input(name, data_rank) for data_rank in range(self.shape.data_size)]
-            present = [each for each in means if each is not None]
-            if len(present) == len(means):
-                joined = _join(present)
-                expected = _join([turn.input_gradients[name] for turn in self.expected.turns])
+            means = _all_or_none(self._mean_of_input(name, rank) for rank in range(self.shape.data_size))
+            if means is not None:
+                joined = _join(means)
+                expected = _join([turn.input_gradients[name] for turn in turns])
                 mean = Samples(self.shape, (joined,), expected, floor)
                 total = replace(mean, found=(joined * num_sharing,))
                 found[name] = total if total.is_right else mean
@@ -210,17 +205,15 @@ class MeshResult:
     def _mean_of_input(self, name: str, data_rank: int) -> Tensor | None:
         turn = self.expected.turns[data_rank]
         ranks = [self.observations[rank] for rank in self.shape.ranks_of(data_rank)]
-        given = turn.inputs.get(name)
-        gradients = _all(each.input_gradients.get(name) for each in ranks)
+        given, gradients = (
+            turn.inputs.get(name),
+            _all_or_none(each.input_gradients.get(name) for each in ranks),
+        )
         if given is None or gradients is None or name not in turn.input_gradients:
             return None
         if any(name not in each.inputs or not torch.equal(each.inputs[name], given) for each in ranks):
             return None
         return torch.stack(gradients).mean(0)
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
 
 
 def _is_same(one: float, other: float) -> bool:
@@ -234,12 +227,7 @@ def _join(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _mean(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    present = [tensor for tensor in tensors if tensor is not None]
-    return torch.stack(present).sum(0) / len(tensors) if present else None
-
-
-def _all(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
+def _all_or_none(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
     """The tensors, or None where one is missing or there are none."""
     listed = list(tensors)
     present = tuple(tensor for tensor in listed if tensor is not None)
@@ -251,32 +239,36 @@ class Results:
 
     def __init__(self, meshes: Sequence[MeshResult]):
         self.meshes = list(meshes)
-        self.ran = [each for each in meshes if each.observations]
-        """Meshes on which the step ran to its end."""
+        self.ran = [each for each in meshes if each.observations]  # to the step's end
         self.expected = meshes[0].expected
         shapes = [each.shape for each in meshes]
         axes = dict.fromkeys(axis for shape in shapes for axis in shape.axes)
+        # Axes of more than one rank on some mesh.
         self.axes = tuple(axis for axis in axes if any(shape.uses(axis) for shape in shapes))
-        """Axes of more than one rank on some mesh."""
         self.data_axes = shapes[0].data_axes
         self.names = list(self.expected.gradients)
-        self.weight_names = list(self.expected.first.weights)
+        self.weight_names = list(self.expected.first.weights)  # also of what the step does not train
 
     @cached_property
     def wrong(self) -> dict[str, list[Samples]]:
         """Parameters that are wrong on some mesh, with their samples on all meshes."""
-        found = [each.parameters() for each in self.ran]
-        by_name = {name: [samples[name] for samples in found if name in samples] for name in self.names}
+        return self.wrong_of(MeshResult.parameters)
+
+    def wrong_of(self, read: Callable[[MeshResult], Mapping[str, Samples]]) -> dict[str, list[Samples]]:
+        """The same for any other quantity that `read` finds on a mesh."""
+        found = [read(mesh) for mesh in self.ran]
+        names = dict.fromkeys(name for samples in found for name in samples)
+        by_name = {name: [samples[name] for samples in found if name in samples] for name in names}
         return {name: each for name, each in by_name.items() if any(not s.is_right for s in each)}
+
+    def scalars(self, mesh: MeshResult) -> dict[str, Samples]:
+        """What the step returned on a mesh."""
+        return mesh.scalars(self._of_parts)
 
     @cached_property
     def _of_parts(self) -> set[str]:
         """Numbers that ranks return of their parts, on all meshes."""
         return {name for name in self.expected.scalars if all(each.are_parts(name) for each in self.ran)}
-
-    def scalars(self, mesh: MeshResult) -> dict[str, Samples]:
-        """What the step returned on a mesh."""
-        return mesh.scalars(self._of_parts)
 
     def is_right(self, mesh: MeshResult) -> bool:
         if mesh.errors or mesh.one_sided():
@@ -288,14 +280,87 @@ class Results:
         """What the meshes that show an error have in common; `among`: all that could."""
         shapes = [each.shape for each in (self.ran if among is None else among)]
         listed = list(dict.fromkeys(bad))
-        found = Where.of(listed, [shape for shape in shapes if shape not in listed], self.axes)
-        return replace(found, axes=compose_axes(found.axes, self.axes), members=found.axes)
+        return Where.of(listed, [shape for shape in shapes if shape not in listed], self.axes)
 
-    def where_of(self, by_name: Mapping[str, Iterable[MeshShape]]) -> Where:
-        """The same for meshes that are known by parameter."""
-        return self.where(shape for shapes in by_name.values() for shape in shapes)
+    def cause(self, kind: type[AnyCause], bad: Mapping[str, Iterable[MeshShape]], **fields: Any) -> AnyCause:
+        """A cause of what is wrong, by name, on these meshes."""
+        where = self.where(shape for shapes in bad.values() for shape in shapes)
+        fields.setdefault("num_names", len(self.names))
+        return kind(where=where, names=tuple(bad), **fields)
 
 
-def wrong_shapes(wrong: Mapping[str, Sequence[Samples]]) -> list[MeshShape]:
-    """Meshes on which any of the parameters is wrong."""
-    return list(dict.fromkeys(s.shape for samples in wrong.values() for s in samples if not s.is_right))
+def wrong_shapes(wrong: Mapping[str, Sequence[Samples]]) -> dict[str, list[MeshShape]]:
+    """The meshes on which each parameter is wrong."""
+    return {name: [each.shape for each in samples if not each.is_right] for name, samples in wrong.items()}
+
+
+def find_origin(shape: MeshShape, turns: Sequence[Observation], ranks: Sequence[Observation]) -> Origin:
+    """The first module whose forward goes wrong on the ranks, which were all traced; `turns`: the single device's."""
+    groups = [[ranks[rank] for rank in shape.ranks_of(data_rank)] for data_rank in range(shape.data_size)]
+    # One turn for every data rank, or one whose batch all of them share.
+    one_each = len(turns) == len(groups)
+    pairs = [(turn, [groups[number]] if one_each else groups) for number, turn in enumerate(turns)]
+    first_wrong, is_model_right = None, False
+    for call in turns[0].calls:
+        name, _number = call
+        if not all(call in each.calls for each in (*turns, *ranks)):
+            continue
+        gave = [_is_call_right(call, 1, turn, groups) for turn, groups in pairs]
+        if False in gave:
+            given = [_is_call_right(call, 0, turn, groups) for turn, groups in pairs]
+            # The first module that makes something wrong of what is right.
+            if all(given):
+                return Origin(name, before=None if first_wrong is None else first_wrong.name)
+            first_wrong = first_wrong or Origin(name, False if False in given else None)
+        is_model_right |= not name and all(gave)
+    return first_wrong or Origin(None, is_model_right or None)
+
+
+def _is_call_right(
+    call: tuple[str, int], side: int, turn: Observation, groups: Sequence[Sequence[Observation]]
+) -> bool | None:
+    """Whether the ranks' inputs (`side` 0) or outputs (1) are the turn's; None where that cannot be told."""
+    expected = turn.calls[call][side]
+    found = [[rank.calls[call][side] for rank in group] for group in groups]
+    if any(len(tensors) != len(expected) for group in found for tensors in group):
+        return None
+    answers = [
+        _are_right([[tensors[i] for tensors in group] for group in found], each)
+        for i, each in enumerate(expected)
+    ]
+    return False if False in answers else None if None in answers else True
+
+
+def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | None:
+    """Whether one tensor's parts are right, by data rank and by rank; None where shapes are no part of `expected`."""
+    ranks = [each for group in groups for each in group]
+    if all(relative_error(each, expected) <= TOLERANCE for each in ranks):
+        return True
+    # A row-parallel layer leaves partial sums.
+    have_shape = all(each.shape == expected.shape for each in ranks)
+    if have_shape and relative_error(torch.stack(ranks).sum(0), expected) <= TOLERANCE:
+        return True
+    fits = False
+    for dim in range(expected.dim()):
+        others = [d for d in range(expected.dim()) if d != dim]
+        if all(
+            each.dim() == expected.dim()
+            and each.size(dim) <= expected.size(dim)
+            and all(each.size(d) == expected.size(d) for d in others)
+            for each in ranks
+        ):
+            fits = True
+            of_groups = [_rows_of_group(group, expected, dim) for group in groups]
+            known = [rows for rows in of_groups if rows is not None]
+            # Every data rank has rows that no other data rank has, and all of them together all.
+            if len(known) == len(groups) and bool((torch.stack(known).sum(0) == 1).all()):
+                return True
+    return False if fits else None
+
+
+def _rows_of_group(group: Sequence[Tensor], expected: Tensor, dim: int) -> Tensor | None:
+    """Which rows of `expected` the ranks have: bool, one each. None where a rank has others."""
+    matches = [match_rows(each, expected, dim) for each in group]  # [rows of the rank, rows expected]
+    if not all(bool(each.any(1).all()) for each in matches):
+        return None
+    return torch.stack([each.any(0) for each in matches]).any(0)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from opensora_accel import parallel_states
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import Origin
+from opensora_accel.verify.causes import Origin, list_names
 from opensora_accel.verify.diagnose import (
     GradientFits,
     Shares,
@@ -35,20 +35,24 @@ from opensora_accel.verify.diagnose import (
     first_wrong,
     fit_gradients,
 )
-from opensora_accel.verify.explain import list_names
 from opensora_accel.verify.fit import are_equal, are_factors, fit_ranks
 from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
-from opensora_accel.verify.results import Expected, MeshResult, Reference, Results, wrong_shapes
-from opensora_accel.verify.trace import Turn, find_origin
+from opensora_accel.verify.results import (
+    Expected,
+    MeshResult,
+    Reference,
+    Results,
+    find_origin,
+    wrong_shapes,
+)
 
+# How long the other ranks may take to notice that one of them failed.
 _GRACE_S = 5.0
-"""How long the other ranks may take to notice that one of them failed."""
-
+# What a model's error speaks of that runs in one type or on one device only.
 _INSISTS = re.compile(r"cuda|\bgpu\b|float32|fp32|float16|bfloat16|\bhalf\b|\bdtype\b|triton", re.IGNORECASE)
-"""What a model's error speaks of that runs in one type or on one device only."""
 
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
@@ -100,7 +104,7 @@ def verify(
             pool = stack.enter_context(RankPool(size, preload=preload))
         stack.enter_context(pool.patience(timeout_s, _GRACE_S))
         runner = _Runner(pool, step, model_fn, reference, seed)
-        return _verify(runner, shapes, on_progress or (lambda *_: None))
+        return _prove(runner, shapes, on_progress or (lambda *_: None))
 
 
 def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
@@ -122,7 +126,7 @@ def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
     return shapes
 
 
-def _verify(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int, int], None]) -> Report:
+def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int, int], None]) -> Report:
     started, total = time.perf_counter(), len(shapes)
     say("one device", 0, total)
     # Before anything parallel: what a step patches in its process would reach the single device too.
@@ -137,23 +141,50 @@ def _verify(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, in
     origin, shares = None, None
     if fits.unexplained:
         # The fewest ranks say it as well, and sooner.
-        bad = wrong_shapes(fits.unexplained)
+        bad = {shape for shapes in wrong_shapes(fits.unexplained).values() for shape in shapes}
         smallest = min((m for m in results.ran if m.shape in bad), key=lambda mesh: mesh.shape.world_size)
         say("looking for where it comes in", total, total)
-        origin = runner.trace(smallest)
+        origin = runner.trace(smallest.shape)
         if not find_unlike_starts(results, fits, origin):
             say("looking for factors of single ranks", total, total)
             shares = find_slices(results, fits) or _measure_shares(runner, results, fits, smallest)
     causes = diagnose(results, fits, origin=origin, shares=shares)
-    seeds: Sequence[str] = ()
-    # A right step may be right only because it was seeded here as it should be.
-    if not causes and any(
-        seen.drawn_from for mesh in _meshes_that_share(results) for seen in mesh.observations
-    ):
+    # A right step may be right only because it was seeded here as it should be: does another seed change the gradients
+    # of ranks that share a sample?
+    shared = [mesh for mesh in meshes if mesh.shape.world_size > mesh.shape.data_size]
+    drawn = dict.fromkeys(n for mesh in shared for seen in mesh.observations for n in seen.drawn_from)
+    if drawn and not causes:
         say("another seed", total, total)
-        seeds = _seeds_that_count(runner, results)
+        smallest = min(shared, key=lambda mesh: mesh.shape.world_size)
+        other = runner.on_mesh(smallest.shape, smallest.expected, is_reseeded=True)
+        # Other sizes make collectives fail, for one.
+        is_same = not other.errors and not other.one_sided()
+        if is_same and all(each.is_right for each in other.parameters().values()):
+            drawn = {}
     say("done", total, total)
-    return Report(results, causes, time.perf_counter() - started, seeds)
+    return Report(results, causes, time.perf_counter() - started, () if causes else tuple(drawn))
+
+
+def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh: MeshResult) -> Shares | None:
+    """By which factor each rank's contribution alone is off, if these factors explain a gradient."""
+    found = mesh.parameters()
+    wrong = [n for n in fits.unexplained if n in found and found[n].is_provable and not found[n].is_right]
+    contributions: list[dict[str, Tensor]] = []
+    for rank in range(mesh.shape.world_size):
+        alone = runner.on_mesh(mesh.shape, mesh.expected, only_rank=rank).parameters()
+        if any(name not in alone for name in wrong):
+            return None
+        # After the step's own average over ranks, so that the contributions add up to the whole gradient.
+        contributions.append({name: alone[name].found[0] for name in wrong})
+    expected = {name: found[name].expected for name in wrong}
+    # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.
+    for some in filter(None, (wrong, first_wrong(results, wrong))):
+        factors = fit_ranks([[each[n] for n in some] for each in contributions], [expected[n] for n in some])
+        if factors is not None and not are_equal(factors):
+            parts = {name: [each[name] for each in contributions] for name in wrong}
+            names = [name for name in wrong if are_factors(parts[name], factors, expected[name])]
+            return Shares(factors, mesh.shape, names)
+    return None
 
 
 class _Runner:
@@ -170,8 +201,7 @@ class _Runner:
         Raises:
             ValueError: the step fails, or leaves no gradient.
         """
-        precision = "" if shape.plan is None else shape.plan.precision
-        key = self._num_turns(shape), precision
+        key = self._num_turns(shape), "" if shape.plan is None else shape.plan.precision
         if key not in self._expected:
             try:
                 turns = self._turns(shape)
@@ -184,29 +214,8 @@ class _Runner:
             _check_reference(self._expected[key])
         return self._expected[key]
 
-    def _num_turns(self, shape: MeshShape) -> int:
-        return shape.data_size if self._reference == "turns" else 1
-
-    def _turns(self, shape: MeshShape, *, is_traced: bool = False) -> list[Observation]:
-        one_batch = self._reference == "whole"
-        arguments = (
-            self._step,
-            self._model_fn,
-            shape.alone,
-            self._num_turns(shape),
-            self._seed,
-            one_batch,
-            is_traced,
-        )
-        turns: list[Observation]
-        (turns,) = self._pool(1, _observe_turns, *arguments)
-        # A class that the step patches would be patched once more on the next mesh.
-        if any(each.leaves_patches for each in turns):
-            self._pool.renew()
-        return turns
-
     def on_mesh(self, shape: MeshShape, expected: Expected, **options: Any) -> MeshResult:
-        """Every rank's observation, or the errors of those that failed; for `options` see `observe`."""
+        """Every rank's observation, or the errors of those that failed; for `options` see `_observe`."""
         started = time.perf_counter()
         observations: Sequence[Observation] = ()
         errors: Mapping[int, str] = {}
@@ -216,100 +225,65 @@ class _Runner:
             errors = error.errors
         return MeshResult(shape, expected, observations, errors, time.perf_counter() - started)
 
-    def _ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
-        options = {"one_batch": self._reference == "whole", **options}
+    def trace(self, shape: MeshShape) -> Origin | None:
+        """The first module whose forward is wrong on the mesh; None where the step does not run again."""
         try:
-            found: list[Observation] = self._pool(
-                shape.world_size, _observe_rank, self._step, self._model_fn, shape, self._seed, options
-            )
+            turns, ranks = self._turns(shape, is_traced=True), self._ranks(shape, is_traced=True)
+        except RankError:
+            return None
+        return find_origin(shape, turns, ranks)
+
+    def _num_turns(self, shape: MeshShape) -> int:
+        return shape.data_size if self._reference == "turns" else 1
+
+    def _turns(self, shape: MeshShape, **options: Any) -> list[Observation]:
+        (turns,) = self._run(1, shape.alone, self._num_turns(shape), options)
+        return turns
+
+    def _ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
+        return [found for (found,) in self._run(shape.world_size, shape, None, options)]
+
+    def _run(
+        self, num_ranks: int, shape: MeshShape, num_turns: int | None, options: dict[str, Any]
+    ) -> list[list[Observation]]:
+        options = {"one_batch": self._reference == "whole", **options}
+        arguments = self._step, self._model_fn, shape, num_turns, self._seed, options
+        try:
+            found: list[list[Observation]] = self._pool(num_ranks, _observe, *arguments)
         except RankError:
             self._pool.renew()  # nobody knows what those that did not fail were left with
             raise
-        if any(each.leaves_patches for each in found):
+        # A class that the step patches would be patched once more on the next mesh.
+        if any(each.leaves_patches for rank in found for each in rank):
             self._pool.renew()
         return found
 
-    def trace(self, mesh: MeshResult) -> Origin | None:
-        """The first module whose forward is wrong on the mesh; None where the step does not run again."""
-        shape = mesh.shape
-        try:
-            turns = self._turns(shape, is_traced=True)
-            ranks = self._ranks(shape, is_traced=True)
-        except RankError:
-            return None
-        groups = [[ranks[rank].calls for rank in shape.ranks_of(data)] for data in range(shape.data_size)]
-        if len(turns) == len(groups):
-            return find_origin([Turn(turn.calls, [group]) for turn, group in zip(turns, groups, strict=True)])
-        return find_origin([Turn(turn.calls, groups) for turn in turns])
 
-
-def _observe_turns(
+def _observe(
     step: Step,
     model_fn: ModelFn | None,
     shape: MeshShape,
-    num_turns: int,
+    num_turns: int | None,
     seed: int,
-    one_batch: bool,
-    is_traced: bool,
+    options: dict[str, Any],
 ) -> list[Observation]:
-    found = []
-    for turn in range(num_turns):
-        run = Run(shape, 0, turn, num_turns, is_reference=True)
-        found.append(observe(step, model_fn, run, seed, one_batch=one_batch, is_traced=is_traced))
-        parallel_states.reset()  # what the step registered, so that the next turn may register it again
-    return found
+    """In a process of the pool: all turns of the single device, or (without `num_turns`) this rank of the mesh.
 
-
-def _observe_rank(
-    step: Step, model_fn: ModelFn | None, shape: MeshShape, seed: int, options: dict[str, Any]
-) -> Observation:
+    `options` are those of `observe`, and `only_rank`: the only one whose outputs count.
+    """
     rank = torch.distributed.get_rank()
     only_rank = options.pop("only_rank", None)
     if only_rank is not None:
         options["output_weight"] = float(rank == only_rank)
-    return observe(step, model_fn, Run(shape, rank, shape.data_rank(rank), shape.data_size), seed, **options)
-
-
-def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh: MeshResult) -> Shares | None:
-    """By which factor each rank's contribution alone is off, if these factors explain a gradient."""
-    found = mesh.parameters()
-    wrong = [
-        name
-        for name in fits.unexplained
-        if name in found and found[name].is_provable and not found[name].is_right
-    ]
-    contributions: list[dict[str, Tensor]] = []
-    for rank in range(mesh.shape.world_size):
-        alone = runner.on_mesh(mesh.shape, mesh.expected, only_rank=rank).parameters()
-        if any(name not in alone for name in wrong):
-            return None
-        # After the step's own average over ranks, so that the contributions add up to the whole gradient.
-        contributions.append({name: alone[name].found[0] for name in wrong})
-    expected = {name: gradient for name in wrong if (gradient := mesh.expected.gradients[name]) is not None}
-    # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.
-    for some in filter(None, (wrong, first_wrong(results, wrong))):
-        factors = fit_ranks([[each[n] for n in some] for each in contributions], [expected[n] for n in some])
-        if factors is not None and not are_equal(factors):
-            names = [
-                n for n in wrong if are_factors([each[n] for each in contributions], factors, expected[n])
-            ]
-            return Shares(factors, mesh.shape, names)
-    return None
-
-
-def _meshes_that_share(results: Results) -> list[MeshResult]:
-    """Meshes on which several ranks have the same samples."""
-    return [mesh for mesh in results.meshes if mesh.shape.world_size > mesh.shape.data_size]
-
-
-def _seeds_that_count(runner: _Runner, results: Results) -> Sequence[str]:
-    """Default generators whose seed changes the gradients of ranks that share a sample."""
-    shared = _meshes_that_share(results)
-    names = tuple(dict.fromkeys(n for mesh in shared for seen in mesh.observations for n in seen.drawn_from))
-    smallest = min(shared, key=lambda mesh: mesh.shape.world_size)
-    other = runner.on_mesh(smallest.shape, smallest.expected, is_reseeded=True)
-    is_same = not other.errors and not other.one_sided()  # other sizes make collectives fail, for one
-    return () if is_same and all(each.is_right for each in other.parameters().values()) else names
+    if num_turns is None:
+        run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
+        return [observe(step, model_fn, run, seed, **options)]
+    found = []
+    for turn in range(num_turns):
+        run = Run(shape, 0, turn, num_turns, is_reference=True)
+        found.append(observe(step, model_fn, run, seed, **options))
+        parallel_states.reset()  # what the step registered, so that the next turn may register it again
+    return found
 
 
 def _advice(text: str) -> str:

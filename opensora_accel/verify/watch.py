@@ -2,7 +2,9 @@
 
 Clipping comes first, as it hides everything else. Clipped to one norm, all gradients look alike whatever factor they
 had: a gradient of half its size is clipped to the same one. So each gradient is compared as a clip function found it.
-Whether all ranks clip by the norm of the whole gradient is compared apart.
+Whether all ranks clip by the norm of the whole gradient is compared apart. With P = 3 shards whose gradients have the
+norms 2, 3 and 6, the whole has the norm 7. Clipped to 1, each shard is divided by 7. Ranks that divide by their own
+norms 2, 3 and 6 leave three shards of norm 1.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
 
@@ -25,22 +27,18 @@ from opensora_accel.verify.parameters import named_parameters
 
 How = Literal["norm", "value"]
 
+# torch adds it to a norm before it divides by it.
 _EPSILON = 1e-6
-"""That torch adds to a norm before it divides by it."""
 _NORMS = (2.0, float("inf"), 1.0)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One call of a clip function."""
+    """One call of a clip function, with the parameters that it was given."""
 
     how: How
     limit: float
     names: tuple[str, ...]
-    """The parameters that it was given."""
-
-    def without(self, names: Collection[str]) -> Clip:
-        return replace(self, names=tuple(name for name in self.names if name not in names))
 
 
 @contextlib.contextmanager
@@ -65,33 +63,25 @@ def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iter
         see("norm", float(max_norm), list(self.parameters()))
         return clip_of_fsdp1(self, max_norm, *args, **kwargs)
 
-    with (
-        _exchanged(torch.nn.utils.clip_grads_with_norm_, lambda clip: seen_first("norm", clip)),
-        _exchanged(torch.nn.utils.clip_grad_value_, lambda clip: seen_first("value", clip)),
-        mock.patch.object(FullyShardedDataParallel, "clip_grad_norm_", by_fsdp1),
-    ):
+    functions: list[tuple[How, Any]] = [
+        ("norm", torch.nn.utils.clip_grads_with_norm_),
+        ("value", torch.nn.utils.clip_grad_value_),
+    ]
+    with contextlib.ExitStack() as stack:
+        for how, function in functions:
+            # Others may have imported it by its name. torch decorates its clip functions: the one that does the work
+            # lies in a cell of what they have, and is exchanged there.
+            (cell,) = (c for c in function.__closure__ if c.cell_contents is function.__wrapped__)
+            stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+            cell.cell_contents = seen_first(how, cell.cell_contents)
+        stack.enter_context(mock.patch.object(FullyShardedDataParallel, "clip_grad_norm_", by_fsdp1))
         yield
-
-
-@contextlib.contextmanager
-def _exchanged(function: Any, wrapper: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it, `function` runs what `wrapper` makes of it, for those too that have imported it by its name.
-
-    torch decorates its clip functions, so the one that does the work lies in a cell of what is imported.
-    """
-    (cell,) = (cell for cell in function.__closure__ if cell.cell_contents is function.__wrapped__)
-    original = cell.cell_contents
-    cell.cell_contents = wrapper(original)
-    try:
-        yield
-    finally:
-        cell.cell_contents = original
 
 
 def expected_after_clipping(
     clips: Sequence[Clip], gradients: Mapping[str, Tensor | None], limits: Mapping[tuple[How, str], float]
 ) -> list[dict[str, Tensor]]:
-    """What `gradients`, of any shapes, should be after `clips`: one answer for each norm that may have been meant.
+    """What `gradients` [...] should be after `clips`: one answer for each norm that may have been meant.
 
     That is the norm of each call's parameters, or of all that are clipped by norm (accelerate calls once for each
     mesh).
@@ -125,85 +115,60 @@ def _norm(tensors: Sequence[Tensor], order: float) -> float:
     return torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors]), order).item()
 
 
-@dataclass
-class FSDPCalls:
-    """What a step asks of FSDP."""
+@contextlib.contextmanager
+def fsdp1_modules() -> Iterator[list[FullyShardedDataParallel]]:
+    """Those that are made within it. The outermost one holds what it wraps: nothing else leads to it."""
+    make: Any = FullyShardedDataParallel.__init__
+    made: list[FullyShardedDataParallel] = []
 
-    fsdp1_modules: list[FullyShardedDataParallel] = field(default_factory=list)
-    """The outermost one holds what it wraps, not the reverse: nothing else leads to it."""
-    requires_all_reduce: dict[nn.Module, bool] = field(default_factory=dict)
-    """FSDP2 modules that were told whether to add up gradients over replicas."""
+    def init(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+        make(module, *args, **kwargs)
+        made.append(module)
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        make: Any = FullyShardedDataParallel.__init__
-        tell = FSDPModule.set_requires_all_reduce
-
-        def init(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
-            make(module, *args, **kwargs)
-            self.fsdp1_modules.append(module)
-
-        def set_requires_all_reduce(module: Any, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-            modules = module.modules() if recurse else [module]
-            self.requires_all_reduce |= dict.fromkeys(modules, requires_all_reduce)
-            tell(module, requires_all_reduce, recurse=recurse)
-
-        with (
-            mock.patch.object(FullyShardedDataParallel, "__init__", init),
-            mock.patch.object(FSDPModule, "set_requires_all_reduce", set_requires_all_reduce),
-        ):
-            yield
-
-    def held_back(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Parameters without a gradient that FSDP2 was told not to add up over replicas, with the replicas' axes."""
-        off = {
-            parameter
-            for module, is_required in self.requires_all_reduce.items()
-            if not is_required
-            for parameter in module.parameters(recurse=False)
-        }
-        found = {}
-        for name, parameter in named_parameters(model):
-            if isinstance(parameter, DTensor) and parameter.grad is None and parameter in off:
-                axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-                found[name] = tuple(axis for axis, placement in axes if isinstance(placement, Replicate))
-        return found
+    with mock.patch.object(FullyShardedDataParallel, "__init__", init):
+        yield made
 
 
-class ReachedParameters:
-    """The parameters at the leaves of every graph that a backward runs through."""
+def held_back_by_fsdp2(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameters without a gradient that FSDP2 was told not to add up over replicas, with the replicas' axes."""
+    held: set[Any] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                if group.reduce_grads and not group.all_reduce_grads:
+                    held |= {each.sharded_param for each in group.fsdp_params}
+    found = {}
+    for name, parameter in named_parameters(model):
+        if isinstance(parameter, DTensor) and parameter.grad is None and parameter in held:
+            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+            found[name] = tuple(axis for axis, placement in axes if isinstance(placement, Replicate))
+    return found
 
-    def __init__(self) -> None:
-        self._parameters: dict[int, nn.Parameter] = {}
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        backward = torch.autograd.backward
+@contextlib.contextmanager
+def reached_parameters() -> Iterator[dict[int, nn.Parameter]]:
+    """The parameters at the leaves of every graph that a backward within it runs through, by id."""
+    backward = torch.autograd.backward
+    reached: dict[int, nn.Parameter] = {}
 
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._walk([tensors] if isinstance(tensors, Tensor) else list(tensors))
-            backward(tensors, *args, **kwargs)
-
-        with mock.patch.object(torch.autograd, "backward", watched):
-            yield
-
-    def _walk(self, tensors: Sequence[Tensor]) -> None:
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         # Before backward runs: it frees the graph.
-        ahead: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        ahead: list[Any] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
         seen = set(ahead)
         while ahead:
             node = ahead.pop()
             leaf = getattr(node, "variable", None)  # where gradients are accumulated
             if isinstance(leaf, nn.Parameter):
-                self._parameters.setdefault(id(leaf), leaf)
+                reached.setdefault(id(leaf), leaf)
             following = {next_ for next_, _ in node.next_functions if next_ is not None} - seen
             seen |= following
             ahead += following
+        backward(tensors, *args, **kwargs)
 
-    def outside_of(self, model: nn.Module) -> list[str]:
-        """The shapes of those that `model` does not have."""
-        mine = {id(parameter) for parameter in model.parameters()}
-        return [str(tuple(parameter.shape)) for key, parameter in self._parameters.items() if key not in mine]
+    with mock.patch.object(torch.autograd, "backward", watched):
+        yield reached
 
 
 class Definitions:
@@ -213,28 +178,25 @@ class Definitions:
         modules = model.modules() if model is not None else ()
         classes = {cls for module in modules for cls in type(module).__mro__ if cls is not object}
         names = {"torch.nn.functional", getattr(step, "__module__", ""), *(cls.__module__ for cls in classes)}
-        self._owners: list[Any] = [
-            *classes,
-            *(sys.modules[name] for name in sorted(names) if name in sys.modules),
+        self._owners: list[Any] = [*classes, *(sys.modules[name] for name in names if name in sys.modules)]
+        self._before = self._functions()
+
+    def _functions(self) -> list[tuple[str, Any, Any]]:
+        """With their code: a decorator may keep the function and exchange what it does."""
+        return [
+            (name, value, getattr(value, "__code__", None))
+            for owner in self._owners
+            for name, value in sorted(vars(owner).items())
+            if callable(value) or isinstance(value, (staticmethod, classmethod, property))
         ]
-        self._before = [_functions(owner) for owner in self._owners]
 
     def have_changed(self) -> bool:
         """Whether a function was exchanged and not put back: the next step in this process would meet it."""
-        return any(
-            now.keys() != before.keys()
-            or any(now[n][0] is not f or now[n][1] is not c for n, (f, c) in before.items())
-            for now, before in zip(map(_functions, self._owners), self._before, strict=True)
+        now = self._functions()
+        pairs = zip(now, self._before, strict=False)
+        return len(now) != len(self._before) or any(
+            n[0] != b[0] or n[1] is not b[1] or n[2] is not b[2] for n, b in pairs
         )
-
-
-def _functions(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """By name, with their code: a decorator may keep the function and exchange what it does."""
-    return {
-        name: (value, getattr(value, "__code__", None))
-        for name, value in list(vars(owner).items())
-        if callable(value) or isinstance(value, (staticmethod, classmethod, property))
-    }
 
 
 def seed_generators(seed: int) -> None:

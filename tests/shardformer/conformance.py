@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.verify import lift_casts
-from opensora_accel.verify.fp64 import LiftOperations
+from opensora_accel.verify.on_cpu import LiftOperations
 from shardformer.tensor_parallel import full_tensor
 from tests.tolerances import relative_errors
 from tests.video_models import CASES

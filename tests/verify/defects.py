@@ -31,8 +31,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.causes import Kind
-from opensora_accel.verify.explain import Explanation
+from opensora_accel.verify.causes import Cause
 from opensora_accel.verify.meshes import Run
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
@@ -372,7 +371,7 @@ class Mutant:
     changes: tuple[Collective | Patch, ...]
     step: Any
     meshes: Meshes
-    kind: Kind
+    kind: str
     axes: tuple[str, ...]
     factor: str = ""
     timeout_s: float = field(default=30, kw_only=True)
@@ -390,7 +389,7 @@ class Mutant:
             pool=pool,
         )
 
-    def is_named_by(self, finding: Explanation) -> bool:
+    def is_named_by(self, finding: Cause) -> bool:
         named = finding.kind, sorted(finding.axes), finding.factor
         return named == (self.kind, sorted(self.axes), self.factor)
 

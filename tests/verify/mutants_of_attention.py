@@ -11,7 +11,6 @@ from torch import Tensor
 
 from opensora_accel.attention import local_attention
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.causes import Kind
 from tests.verify.by_hand import RingByHand
 from tests.verify.defects import (
     FACTORS,
@@ -91,7 +90,7 @@ def _ring() -> list[Mutant]:
     """Of our own ring by its messages and around it; of a ring by hand what goes on between its hops."""
 
     def mutant(
-        name: str, change: Any, kind: Kind = "values", factor: str = "", *, step: Any = RING_LAYER
+        name: str, change: Any, kind: str = "values", factor: str = "", *, step: Any = RING_LAYER
     ) -> Mutant:
         return Mutant(f"ring: {name}", (change,), step, RING, kind, ("ring",), factor, timeout_s=20)
 
@@ -101,7 +100,7 @@ def _ring() -> list[Mutant]:
 
     def by_hand(
         mistake: Any,
-        kind: Kind = "values",
+        kind: str = "values",
         axes: tuple[str, ...] = ("ring",),
         meshes: Meshes = RING,
         **options: Any,
@@ -214,7 +213,7 @@ def dims_exchanged(
 
 
 def _factorised() -> list[Mutant]:
-    def mutant(name: str, wrapper: Any, axis: str, kind: Kind = "values") -> Mutant:
+    def mutant(name: str, wrapper: Any, axis: str, kind: str = "values") -> Mutant:
         change = Patch(ATTENTION + "switch_sharded_dim", wrapper)
         meshes = ULYSSES_BESIDE_DATA if kind == "failure" else ULYSSES
         return Mutant(f"switch: {name}", (change,), FactorisedStep(), meshes, kind, (axis,), timeout_s=20)

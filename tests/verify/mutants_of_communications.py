@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from opensora_accel.communications import copy_forward_reduce_backward, share_sizes
-from opensora_accel.verify.causes import Kind
 from tests.verify.defects import (
     FACTORS,
     Collective,
@@ -77,7 +76,7 @@ def gradient_doubled(original: Any, input_: Tensor, group: Any, *args: Any, **op
 def _along_dim() -> list[Mutant]:
     """Split, gather and their divisors, around a layer of Ulysses."""
 
-    def mutant(name: str, change: Any, kind: Kind, factor: str = "", meshes: Meshes = ULYSSES) -> Mutant:
+    def mutant(name: str, change: Any, kind: str, factor: str = "", meshes: Meshes = ULYSSES) -> Mutant:
         return Mutant(name, (change,), LAYER, meshes, kind, ("ulysses",), factor)
 
     def scale(name: str, place: str, by: str, factor: str, meshes: Meshes = ULYSSES) -> Mutant:
@@ -129,7 +128,7 @@ def gradient_reduced_too(original: Any, input_: Tensor, group: Any) -> Tensor:
 
 def _megatron() -> list[Mutant]:
     def mutant(
-        name: str, change: Any, kind: Kind, factor: str = "", axes: tuple[str, ...] = ("tensor",)
+        name: str, change: Any, kind: str, factor: str = "", axes: tuple[str, ...] = ("tensor",)
     ) -> Mutant:
         is_along_tokens = isinstance(change, Collective) and change.kind == "reduce-scatter"
         return Mutant(name, (change,), MegatronStep(is_along_tokens), TENSOR, kind, axes, factor)
@@ -172,7 +171,7 @@ def _all_to_all() -> list[Mutant]:
     def mutant(
         name: str,
         change: Any,
-        kind: Kind = "values",
+        kind: str = "values",
         factor: str = "",
         *,
         step: Any = LAYER,

@@ -18,7 +18,6 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from opensora_accel.verify.causes import Kind
 from opensora_accel.verify.meshes import Run
 from opensora_accel.verify.results import Reference
 from tests.verify import corners
@@ -49,7 +48,7 @@ class Loop:
 def mutant(
     name: str,
     step: Callable[..., Any],
-    kind: Kind,
+    kind: str,
     axes: tuple[str, ...],
     factor: str = "",
     *,

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.parallel_states import get_data_parallel_group, get_mesh, get_parallel_group
-from opensora_accel.verify.causes import Kind
 from shardformer.policy.wan import WAN
 from tests.verify.defects import (
     FACTORS,
@@ -57,7 +56,7 @@ def _engine() -> list[Mutant]:
     def mutant(
         name: str,
         *changes: Any,
-        kind: Kind = "values",
+        kind: str = "values",
         factor: str = "",
         step: Any = DIT,
         axes: tuple[str, ...] = ("ulysses",),
@@ -91,12 +90,12 @@ def another_policy(original: Any, model: Any, *, changes: dict[str, Any]) -> Any
 
 
 def _policies() -> list[Mutant]:
-    def wan(name: str, kind: Kind = "failure", options: tuple[str, ...] = (), **changes: Any) -> Mutant:
+    def wan(name: str, kind: str = "failure", options: tuple[str, ...] = (), **changes: Any) -> Mutant:
         change = Patch(FIND_POLICY, partial(another_policy, changes=changes))
         meshes = TWO_RANKS if kind == "failure" else ULYSSES
         return Mutant(f"Wan: {name}", (change,), WanStep(options), meshes, kind, ("ulysses",))
 
-    def tiny(name: str, kind: Kind = "failure", **changes: Any) -> Mutant:
+    def tiny(name: str, kind: str = "failure", **changes: Any) -> Mutant:
         step = DiTStep(policy=replace(TINY_POLICY, **changes))
         meshes = ULYSSES_BESIDE_DATA if kind == "failure" else ULYSSES
         return Mutant(f"policy: {name}", (), step, meshes, kind, ("ulysses",))
@@ -224,7 +223,7 @@ def _trainer() -> list[Mutant]:
 
     def mutant(
         name: str,
-        kind: Kind,
+        kind: str,
         axes: tuple[str, ...],
         factor: str,
         *changes: Any,

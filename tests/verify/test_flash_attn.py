@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from opensora_accel.verify.on_cpu import flash_attn_func, flash_attn_stand_in, flash_attn_varlen_func
+from opensora_accel.flash_attn import flash_attn_func, flash_attn_stand_in, flash_attn_varlen_func
 
 
 def tensors(queries, keys, heads=4, kv_heads=4):
