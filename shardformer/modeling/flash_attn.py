@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_accel.flash_attn import changes_attention
+
 _OPTIONS = {
     "dropout": ("dropout_p", "dropout"),
     "scale": ("softmax_scale", "scale"),
@@ -33,12 +35,6 @@ _OPTIONS = {
     "dtype": ("dtype",),
 }
 """What sequence-parallel attention knows of, by the names that functions have for it."""
-
-_FREE = ("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "deterministic", "version")
-"""Arguments that say how a kernel runs, or that follow from others."""
-
-_NOTHING = (None, False, 0, 0.0, -1, (-1, -1), [-1, -1])
-"""Values that ask for nothing: no window, no slopes, no cap."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,7 @@ def lead_to_attention(
         q, k, v = (given.pop(name) for name in list(given)[:3])
         options = {name: _take(given, names, signature) for name, names in _OPTIONS.items()}
         for name, value in given.items():
-            asks = isinstance(value, Tensor) or value not in _NOTHING
-            if asks and name not in _FREE:
+            if changes_attention(name, value):
                 shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
                     f"{original.__name__} got {name}={shown}, which sequence-parallel attention does not have; "

@@ -15,13 +15,15 @@ the place of one that is CUDA-only and of a backward that only raises. It return
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ranks import World
 from torch import Tensor
 
+from opensora_accel.flash_attn import flash_attn_func
 from peers import ours
-from peers.side import CAUSAL, CROSS, GROUPED, Attention, Problem, Side, cpu_flash, cpu_flash_backward, sdpa
+from peers.side import CAUSAL, CROSS, GROUPED, Attention, Problem, Side, cpu_flash_backward, sdpa
 
 
 def _ulysses(world: World, problem: Problem, mask: Tensor | None) -> Attention:
@@ -58,18 +60,9 @@ def _ring_pytorch(world: World, problem: Problem, mask: Tensor | None) -> Attent
 # In the place of flash-attn's functions, with their arguments; tensors are [B, S, H, D], log-sum-exp is [B, H, S].
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    **unused: Any,
-) -> tuple[Tensor, Tensor]:
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    out, lse = cpu_flash(q, k, v, is_causal=causal, scale=softmax_scale)
-    return out.transpose(1, 2), lse
+def _forward(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse, _ = partial(flash_attn_func, return_attn_probs=True)(*args, **options)
+    return out, lse
 
 
 def _gradients(
