@@ -23,7 +23,7 @@ from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.verify import Meshes, verify
 
-DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
+_DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
     {"data": 2, "sequence": 2},
     {"data": 1, "sequence": 4},
     {"data": 4, "sequence": 1},
@@ -59,23 +59,23 @@ a step file (docs/verify.md):
 
 @dataclass(frozen=True)
 class Proof:
-    """What is verified."""
+    """What is verified. At true size the step may be another one."""
 
     step: Step
     model_fn: ModelFn | None
     meshes: Meshes
     reference: Reference = "turns"
     preload: tuple[str, ...] = ()
-    world: Plan | Mapping[str, int] | None = None
-    """The true mesh, for the record of what is communicated; None for no record."""
+    world: Plan | Mapping[str, int] | None = (
+        None  # the true mesh, to record what is communicated; None for no record
+    )
     true_step: Step | None = None
-    """At true size, where `step` is not."""
     true_model_fn: ModelFn | None = None
 
 
+# From the options of `opensora-accel train` (`--config FILE --plan.ulysses 4`), a folder for files that the proof
+# needs, and the largest number of ranks.
 ProofOfConfig = Callable[[Sequence[str], Path, int], Proof]
-"""From the options of `opensora-accel train` (`--config FILE --plan.ulysses 4`), a folder for files that the proof
-needs, and the largest number of ranks."""
 
 
 def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path) -> int:
@@ -85,62 +85,17 @@ def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path)
         ValueError, FileNotFoundError: options or a step that nothing can be verified with; the reason is also in the
             files that were asked for.
     """
-    parsed, rest = _parser().parse_known_args(arguments)
+    options, rest = _parser().parse_known_args(arguments)
     try:
-        check_options(parsed, rest)
-        if parsed.config is None:
-            proof = _proof_of_file(parsed)
+        _check_options(options, rest)
+        if options.config is None:
+            proof = _proof_of_file(options)
         else:
-            proof = proof_of_config(["--config", parsed.config, *rest], folder, parsed.max_ranks)
-        return _prove(proof, parsed)
+            proof = proof_of_config(["--config", options.config, *rest], folder, options.max_ranks)
+        return _prove(proof, options)
     except (ValueError, FileNotFoundError) as error:
-        for name in ("json", "junit"):  # for those who read only the files
-            path = getattr(parsed, name)
-            if path is not None and not path.resolve().parent.is_dir():
-                setattr(parsed, name, None)
-        _write(parsed, None, None, [], error=str(error))
+        _write(options, error=str(error))  # for those who read only the files
         raise
-
-
-def _prove(proof: Proof, parsed: argparse.Namespace) -> int:
-    report: Report | None = None
-    record: Record | None = None
-    violations: list[Violation] = []
-    if parsed.only == "communication" and proof.world is None:
-        raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
-    if parsed.only != "communication":
-        with _Progress() as progress:
-            report = verify(
-                proof.step,
-                proof.model_fn,
-                proof.meshes,
-                data_axes=parsed.data_axes,
-                reference=proof.reference,
-                seed=parsed.seed,
-                timeout_s=parsed.timeout,
-                preload=proof.preload,
-                on_progress=progress,
-            )
-        print(report, flush=True)
-        _write(parsed, report, record, violations)  # whatever becomes of the record
-    if parsed.only != "gradients" and proof.world is not None:
-        shape = MeshShape.of(proof.world, None if isinstance(proof.world, Plan) else parsed.data_axes)
-        # Ranks whose calls are compared: those that share rank 0's sample (up to 8), and the world's last.
-        sharing = shape.ranks_of(0)
-        ranks = sorted({*sharing[:7], sharing[-1], shape.world_size - 1})
-        model_fn = proof.true_model_fn or proof.model_fn
-        assert model_fn is not None
-        record = record_step(proof.true_step or proof.step, model_fn, shape, ranks=ranks)
-        violations = broken_promises(record)
-        promise = "the plan promises" if shape.plan is not None else "its mesh allows"
-        if report is not None:
-            print()
-        print(f"communication {record.table()}\n")
-        for number, violation in enumerate(violations, 1):
-            print(f"{number}. {violation}")
-        print(f"what is sent is {'NOT ' if violations else ''}what {promise}", flush=True)
-    _write(parsed, report, record, violations)
-    return 0 if (report is None or report.ok) and not violations else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,26 +106,24 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="a run, as `opensora-accel train` takes it; its options may follow")
-    add(
-        "--step",
-        type=Path,
-        metavar="FILE.py",
-        help="your own: a file that defines step(model, run) and model_fn()",
-    )
-    add("--mesh", action="append", type=_mesh, metavar="AXIS=N,...", help="once for each mesh (with --step)")
-    differ = "axes whose ranks see different samples (default: those called data, dp, fsdp, …), or none"
-    add("--data-axes", type=_names, metavar="A,B", help=differ)
-    shared = "the step shares one batch out over the data ranks (default: each has a batch of its own)"
-    add("--one-batch", action="store_true", help=shared)
-    world = "the true mesh, to record communication on (with --step)"
-    add("--world", type=_mesh, metavar="AXIS=N,...", help=world)
+    add, a_mesh = parser.add_argument, "AXIS=N,..."
+    for_config = "a run, as `opensora-accel train` takes it; its options may follow"
+    for_step = "your own: a file that defines step(model, run) and model_fn()"
+    for_mesh = "once for each mesh (with --step)"
+    for_axes = "axes whose ranks see different samples (default: those called data, dp, fsdp, …), or none"
+    for_batch = "the step shares one batch out over the data ranks (default: each has a batch of its own)"
+    for_world = "the true mesh, to record communication on (with --step)"
+    add("--config", metavar="FILE", help=for_config)
+    add("--step", type=Path, metavar="FILE.py", help=for_step)
+    add("--mesh", action="append", type=_mesh, metavar=a_mesh, help=for_mesh)
+    add("--data-axes", type=_names, metavar="A,B", help=for_axes)
+    add("--one-batch", action="store_true", help=for_batch)
+    add("--world", type=_mesh, metavar=a_mesh, help=for_world)
     add("--only", choices=("gradients", "communication"), help="one of the two parts")
-    most = f"processes at most (default: {MAX_RANKS})"
-    add("--max-ranks", type=int, default=MAX_RANKS, metavar="N", help=most)
-    hanging = "past it a mesh counts as hanging (default: 60)"
-    add("--timeout", type=float, default=60.0, metavar="S", help=hanging)
+    for_ranks = f"processes at most (default: {MAX_RANKS})"
+    add("--max-ranks", type=int, default=MAX_RANKS, metavar="N", help=for_ranks)
+    for_timeout = "past it a mesh counts as hanging (default: 60)"
+    add("--timeout", type=float, default=60.0, metavar="S", help=for_timeout)
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write every figure")
     add("--junit", type=Path, metavar="FILE", help="write a JUnit report, for CI")
@@ -195,84 +148,96 @@ def _names(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(name.strip() for name in text.split(","))
 
 
-def check_options(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Options that do not go together.
-
-    Raises:
-        ValueError: what is wrong with them.
-        FileNotFoundError: a file is to be written to a folder that is not there.
-    """
-    if (parsed.config is None) == (parsed.step is None):
+def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raises what is wrong with options together: ValueError, or FileNotFoundError for a folder to write to."""
+    if (options.config is None) == (options.step is None):
         raise ValueError("give --config FILE or --step FILE.py, one of them; --help has examples")
-    if parsed.step is not None and rest:
+    if options.step is not None and rest:
         raise ValueError(f"there is no option {rest[0]!r} beside --step; --help lists those there are")
-    if parsed.config is not None:
-        for name in ("mesh", "data_axes", "world", "one_batch"):
-            if getattr(parsed, name):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{option} is for --step: a config's meshes follow from its plan (--plan.ulysses 4)"
-                )
-    if parsed.only == "gradients" and parsed.world is not None:
+    for name in ("mesh", "data_axes", "world", "one_batch") if options.config is not None else ():
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is for --step: a config's meshes follow from its plan (--plan.ulysses 4)"
+            )
+    if options.only == "gradients" and options.world is not None:
         raise ValueError("--world is for the communication, which --only gradients leaves out")
-    if parsed.max_ranks < 2 or parsed.timeout <= 0:
+    if options.max_ranks < 2 or options.timeout <= 0:
         raise ValueError(
-            f"--max-ranks must be at least 2, --timeout above 0; got {parsed.max_ranks} and {parsed.timeout:g}"
+            f"--max-ranks must be at least 2, --timeout above 0; got {options.max_ranks} and {options.timeout:g}"
         )
-    if parsed.only == "communication" and parsed.step is not None and parsed.world is None:
+    if options.only == "communication" and options.step is not None and options.world is None:
         raise ValueError("--only communication needs the true mesh: --world data=128,sequence=8")
-    for path in (parsed.json, parsed.junit):
+    for path in (options.json, options.junit):
         if path is not None and not path.resolve().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
 
 
-def _proof_of_file(parsed: argparse.Namespace) -> Proof:
-    file = StepFile(parsed.step)
-    defaults = [mesh for mesh in DEFAULT_MESHES if math.prod(mesh.values()) <= parsed.max_ranks]
-    meshes = (
-        parsed.mesh or file.meshes or defaults or [{"data": 2, "sequence": 1}, {"data": 1, "sequence": 2}]
-    )
-    largest = max(math.prod(mesh.values()) for mesh in meshes)
-    if largest > parsed.max_ranks:
-        raise ValueError(
-            f"a mesh has {largest} ranks, more than --max-ranks {parsed.max_ranks}: verify small meshes, the factors "
-            "of large ones follow; or raise --max-ranks"
-        )
-    return Proof(
-        file.function("step"),
-        file.function("model_fn"),
-        meshes,
-        reference="whole" if parsed.one_batch else "turns",
-        world=parsed.world,
-    )
+def _prove(proof: Proof, options: argparse.Namespace) -> int:
+    report: Report | None = None
+    record: Record | None = None
+    violations: list[Violation] = []
+    if options.only == "communication" and proof.world is None:
+        raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
+    if options.only != "communication":
+        try:
+            report = verify(
+                proof.step,
+                proof.model_fn,
+                proof.meshes,
+                data_axes=options.data_axes,
+                reference=proof.reference,
+                seed=options.seed,
+                timeout_s=options.timeout,
+                preload=proof.preload,
+                on_progress=_show_progress,
+            )
+        finally:
+            _show("")
+        print(report, flush=True)
+        _write(options, report)  # whatever becomes of the record
+    if options.only != "gradients" and proof.world is not None:
+        shape = MeshShape.of(proof.world, None if isinstance(proof.world, Plan) else options.data_axes)
+        # Ranks whose calls are compared: those that share rank 0's sample (up to 8), and the world's last.
+        sharing = shape.ranks_of(0)
+        ranks = sorted({*sharing[:7], sharing[-1], shape.world_size - 1})
+        model_fn = proof.true_model_fn or proof.model_fn
+        assert model_fn is not None
+        record = record_step(proof.true_step or proof.step, model_fn, shape, ranks=ranks)
+        violations = broken_promises(record)
+        promise = "the plan promises" if shape.plan is not None else "its mesh allows"
+        if report is not None:
+            print()
+        print(f"communication {record.table()}\n")
+        for number, violation in enumerate(violations, 1):
+            print(f"{number}. {violation}")
+        print(f"what is sent is {'NOT ' if violations else ''}what {promise}", flush=True)
+    _write(options, report, record, violations)
+    return 0 if (report is None or report.ok) and not violations else 1
 
 
-class _Progress:
-    """What runs now, on one line of a terminal; nothing elsewhere."""
+def _show_progress(what: str, done: int, total: int) -> None:
+    filled = 20 * done // max(total, 1)
+    _show(f"[{'█' * filled}{'·' * (20 - filled)}] {what}")
 
-    def __enter__(self) -> _Progress:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._show("")
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        filled = 20 * done // max(total, 1)
-        self._show(f"[{'█' * filled}{'·' * (20 - filled)}] {what}")
-
-    def _show(self, text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+def _show(text: str) -> None:
+    """On one line of a terminal; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _write(
-    parsed: argparse.Namespace,
-    report: Report | None,
-    record: Record | None,
-    violations: Sequence[Violation],
+    options: argparse.Namespace,
+    report: Report | None = None,
+    record: Record | None = None,
+    violations: Sequence[Violation] = (),
     error: str | None = None,
 ) -> None:
-    if parsed.json is not None:
+    """The files that were asked for, where there is a folder for them."""
+    paths = (options.json, options.junit)
+    for_json, for_junit = (p if p is not None and p.resolve().parent.is_dir() else None for p in paths)
+    if for_json is not None:
         values: dict[str, Any] = {
             "ok": error is None and (report is None or report.ok) and not violations,
             **({} if error is None else {"error": error}),
@@ -282,87 +247,85 @@ def _write(
         if record is not None:
             broken = [dataclasses.asdict(violation) for violation in violations]
             values["communication"] = {**record.to_dict(), "violations": broken}
-        parsed.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if parsed.junit is not None:
+        for_json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if for_junit is not None:
         texts = None if record is None else list(map(str, violations))
-        parsed.junit.write_text(to_junit(report, texts, error), encoding="utf-8")
+        for_junit.write_text(to_junit(report, texts, error), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class StepFile:
-    """The file, which every process loads for itself."""
+# A step file is loaded by every process for itself.
 
-    path: Path
 
-    def __post_init__(self) -> None:
-        if not self.path.is_file():
-            raise FileNotFoundError(
-                f"there is no file {self.path}; --step names a Python file with step and model_fn"
+def _proof_of_file(options: argparse.Namespace) -> Proof:
+    path: Path = options.step
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; --step names a Python file with step and model_fn")
+    module = _load(path)
+    for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
+        if not callable(getattr(module, name, None)):
+            raise ValueError(
+                f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file"
             )
-        module = self.load()
-        for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
-            if not callable(getattr(module, name, None)):
-                raise ValueError(
-                    f"{self.path} defines no {signature}; `opensora-accel verify --help` shows a step file"
-                )
-
-    def load(self) -> ModuleType:
-        """The module, loaded once in each process; what the file imports may lie beside it.
-
-        Raises:
-            ValueError: the file cannot be loaded, and why.
-        """
-        path = self.path.resolve()
-        name = f"_step_file_{path.stem}"
-        if name not in sys.modules:
-            if str(path.parent) not in sys.path:
-                sys.path.insert(0, str(path.parent))
-            spec = importlib.util.spec_from_file_location(name, path)
-            if spec is None or spec.loader is None:
-                raise ValueError(f"{self.path} cannot be loaded as Python")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            try:
-                with flash_attn_stand_in():
-                    spec.loader.exec_module(module)
-            except BaseException as error:
-                del sys.modules[name]
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                raise ValueError(
-                    f"{self.path} cannot be loaded{_place(error, path)}: {_words(error)}"
-                ) from error
-        return sys.modules[name]
-
-    @property
-    def meshes(self) -> Sequence[Mapping[str, int]] | None:
-        """`MESHES` of the file, where it has some."""
-        return getattr(self.load(), "MESHES", None)
-
-    def function(self, name: str) -> StepFunction:
-        return StepFunction(self, name)
-
-
-def _place(error: BaseException, path: Path) -> str:
-    """The line of the file in which `error` arose, as words to append."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f" (line {error.lineno} of {Path(error.filename or path).name})"
-    return f" (line {frames[-1].lineno})" if frames else ""
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return 'it ends the program while it is imported; put that under `if __name__ == "__main__":`'
-    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    defaults = [mesh for mesh in _DEFAULT_MESHES if math.prod(mesh.values()) <= options.max_ranks]
+    if not defaults:
+        defaults = [{"data": 2, "sequence": 1}, {"data": 1, "sequence": 2}]
+    meshes = options.mesh or getattr(module, "MESHES", None) or defaults
+    largest = max(math.prod(mesh.values()) for mesh in meshes)
+    if largest > options.max_ranks:
+        raise ValueError(
+            f"a mesh has {largest} ranks, more than --max-ranks {options.max_ranks}: verify small meshes, the factors "
+            "of large ones follow; or raise --max-ranks"
+        )
+    return Proof(
+        _StepFunction(path, "step"),
+        _StepFunction(path, "model_fn"),
+        meshes,
+        reference="whole" if options.one_batch else "turns",
+        world=options.world,
+    )
 
 
 @dataclass(frozen=True)
-class StepFunction:
+class _StepFunction:
     """A function of the file, as something that can be sent to another process."""
 
-    file: StepFile
+    path: Path
     name: str
 
     def __call__(self, *arguments: Any) -> Any:
-        return getattr(self.file.load(), self.name)(*arguments)
+        return getattr(_load(self.path), self.name)(*arguments)
+
+
+def _load(given: Path) -> ModuleType:
+    """The file as a module, loaded once in each process; what it imports may lie beside it.
+
+    Raises:
+        ValueError: the file cannot be loaded, and why.
+    """
+    path = given.resolve()
+    name = f"_step_file_{path.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{given} cannot be loaded as Python")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with flash_attn_stand_in():
+            spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        place, words = f" (line {lines[-1]})" if lines else "", f"{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError):
+            words = f"{type(error).__name__}: {error.msg}"
+            if error.lineno is not None:
+                place = f" (line {error.lineno} of {Path(error.filename or path).name})"
+        if isinstance(error, SystemExit):
+            words = 'it ends the program while it is imported; put that under `if __name__ == "__main__":`'
+        raise ValueError(f"{given} cannot be loaded{place}: {words}") from error
+    return module
