@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+MAX_RANKS = 4
+# Axes whose ranks see different samples, unless the caller names others.
 DATA_AXIS_NAMES = ("data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard", *DATA_AXES)
-"""Axes whose ranks see different samples, unless the caller names others."""
+# Axes whose ranks may have no gradient of a parameter that is another rank's: a stage's, an expert's.
 PART_AXIS_NAMES = ("pp", "ep")
-"""Axes whose ranks may have no gradient of a parameter that is another rank's: a stage's, an expert's."""
-_SAMPLE_AXIS_NAMES = (
+# Axes whose ranks share a sample.
+_SHARING_AXIS_NAMES = {
     "sequence",
     "sp",
     "cp",
@@ -33,12 +35,13 @@ _SAMPLE_AXIS_NAMES = (
     "tensor",
     "model",
     *PART_AXIS_NAMES,
-)
-"""Axes whose ranks share a sample."""
-MAX_RANKS = 4
+}
+# Over these FSDP2 shards parameters; they are replicated over dp_replicate.
+SHARD_AXES = MIXED_AXES[1:]
+_NAMED = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES, "shard": SHARD_AXES}
 
+# `step(model, run)`, or `step(run)` where it builds its model itself.
 Step = Callable[..., Any]
-"""`step(model, run)`, or `step(run)` where it builds its model itself."""
 ModelFn = Callable[[], "nn.Module"]
 
 
@@ -68,7 +71,7 @@ class MeshShape:
                 raise ValueError(
                     f"mesh axis {axis} must be a whole number of ranks, at least 1; got {degree!r}"
                 )
-        unknown = [axis for axis in mesh if axis not in (*DATA_AXIS_NAMES, *_SAMPLE_AXIS_NAMES)]
+        unknown = [axis for axis in mesh if axis not in _SHARING_AXIS_NAMES.union(DATA_AXIS_NAMES)]
         if unknown and data_axes is None:
             raise ValueError(
                 f"do the ranks along {' and '.join(unknown)} see different samples, or share one? Say so: data_axes "
@@ -114,6 +117,7 @@ class MeshShape:
         return found
 
     def data_rank(self, rank: int) -> int:
+        """The rank's place along all data axes, the outermost counting most."""
         place, found = self.coordinates(rank), 0
         for axis, degree in self.degrees:
             if axis in self.data_axes:
@@ -136,23 +140,13 @@ class MeshShape:
         return " × ".join(f"{axis}={self.degree(axis)}" for axis in self.used(self.axes)) or "one rank"
 
 
-SHARD_AXES = MIXED_AXES[1:]
-"""Over which FSDP2 shards parameters; they are replicated over dp_replicate."""
-
-_NAMED = {
-    "data": DATA_AXES,
-    "sequence": SEQUENCE_AXES,
-    "mixed": MIXED_AXES,
-    "shard": SHARD_AXES,
-}
-
-
 @dataclass(frozen=True)
 class Group:
     """What a tuple of global ranks is on a mesh."""
 
-    axes: tuple[str, ...] | None
-    """The axes along which the ranks differ, outermost first; None where the ranks are no group of the mesh."""
+    axes: (
+        tuple[str, ...] | None
+    )  # along which the ranks differ, outermost first; None for no group of the mesh
     name: str
 
     def __str__(self) -> str:
@@ -249,18 +243,15 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
 class Run:
     """One call of the step: on a rank of a mesh, or on the single device that the mesh is compared with."""
 
-    shape: MeshShape
-    """Axes and degrees; every degree is 1 on the single device."""
+    shape: MeshShape  # axes and degrees; every degree is 1 on the single device
     rank: int
-    data_rank: int
-    """Which samples the step takes, and what its noise depends on: nothing else may."""
+    data_rank: int  # which samples the step takes, and what its noise depends on: nothing else may
+    # How many data ranks there are, to choose samples by and for nothing else: on a single device they take their
+    # turns, so a loss divided by it would be wrong alike.
     data_size: int
-    """How many data ranks there are, to choose samples by and for nothing else: on a single device they take their
-    turns, so a loss divided by it would be wrong alike."""
-    is_reference: bool = False
-    """The plain run on one device: apply no parallelism."""
+    is_reference: bool = False  # the plain run on one device: apply no parallelism
+    # Tells the verifier whose gradients to compare, in a step that builds its model itself (no `model_fn`).
     watch: Callable[[nn.Module], None] = field(default=lambda model: None, repr=False)
-    """Tells the verifier whose gradients to compare, in a step that builds its model itself (no `model_fn`)."""
 
     @property
     def plan(self) -> Plan:

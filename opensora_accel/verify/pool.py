@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_HAS_SIGMASK = hasattr(signal, "pthread_sigmask")  # not on Windows
 _ENDED = (
     "the process ended without an answer: the backend aborted it, or it is a script that starts ranks while it is "
     'imported (put the call under `if __name__ == "__main__":`)'
@@ -73,9 +73,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextlib.contextmanager
@@ -94,8 +92,14 @@ class RankPool:
             here, there = self._context.Pipe()
             arguments = (there, self._store.port, self._log(rank))
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
-            with _deferring_interrupts():
+            # Ctrl-C waits. A process that starts keeps it waiting, until `_serve` has left the terminal.
+            resource_tracker.ensure_running()  # which would unblock it, were it started below
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _HAS_SIGMASK else set()
+            try:
                 process.start()
+            finally:
+                if _HAS_SIGMASK:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
             there.close()
             worker = self._workers[rank] = (process, here)
         return worker[1]
@@ -103,12 +107,23 @@ class RankPool:
     def __call__(
         self, num_ranks: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None
     ) -> list[Any]:
-        """`function(*args)` on every rank of a fresh world of `num_ranks`; their return values in rank order."""
+        """`function(*args)` on every rank of a fresh world of `num_ranks`; their return values in rank order.
+
+        Raises:
+            ValueError: the pool has fewer ranks, or the function or its arguments cannot be sent.
+            RankError: the job failed on a rank, or a rank did not answer in time.
+        """
         if not 1 <= num_ranks <= self.size:
             raise ValueError(f"this pool has up to {self.size} ranks; {num_ranks} were asked for")
         self._job += 1
         job = (self._job, num_ranks, self.collective_timeout_s, env or {}, function, args)
-        message = _pickled(job, function)
+        try:
+            message = pickle.dumps(job)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{getattr(function, '__qualname__', function)!s} and its arguments go to other processes, which needs "
+                f"functions defined at the top level of a module or script, no lambda or closure: {error}"
+            ) from error
         connections = [self._worker(rank) for rank in range(num_ranks)]
         for rank, connection in enumerate(connections):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_collect` will say so
@@ -173,61 +188,20 @@ class RankPool:
         self._logs.cleanup()
 
 
-@contextlib.contextmanager
-def _deferring_interrupts() -> Iterator[None]:
-    """Within it Ctrl-C waits. Processes that start keep it waiting, until `_leave_the_terminal`."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # which would unblock it, were it started below
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _pickled(job: tuple[Any, ...], function: Any) -> bytes:
-    try:
-        return pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{getattr(function, '__qualname__', function)!s} and its arguments go to other processes, which needs "
-            f"functions defined at the top level of a module or script, no lambda or closure: {error}"
-        ) from error
-
-
-def _end_with_parent() -> None:
-    """Ends this process with its parent, also in the middle of a job, and where the parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _leave_the_terminal() -> None:
-    """Ctrl-C no longer reaches this process: whoever has the pool ends it. What is sent to it alone still does."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        return
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _keep_apart_what_the_backend_writes(path: str) -> None:
-    """What C++ code writes to stderr goes to `path`: gloo's last words, before it aborts. Python's still are seen."""
-    sys.stderr.flush()
-    seen = os.dup(2)  # what Python goes on to write to
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stderr = os.fdopen(seen, "w", buffering=1)
-
-
 def _serve(connection: Connection, port: int, log: str) -> None:
-    _leave_the_terminal()
-    _keep_apart_what_the_backend_writes(log)
+    """The life of a process: one job after another, until the pool closes or its process ends."""
+    if _HAS_SIGMASK:
+        # Ctrl-C no longer reaches this process: whoever has the pool ends it. What is sent to it alone still does.
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What C++ code writes to stderr goes to the log: gloo's last words, before it aborts. Python's still are seen.
+    sys.stderr.flush()
+    seen, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stderr = os.fdopen(seen, "w", buffering=1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -238,6 +212,14 @@ def _serve(connection: Connection, port: int, log: str) -> None:
         except EOFError:
             return
         connection.send_bytes(_run_job(rank, message, store))
+
+
+def _end_with_parent() -> None:
+    """Ends this process with its parent, also in the middle of a job, and where the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
@@ -263,8 +245,8 @@ def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
         _forget_process_groups()
 
 
+# The process groups of the last job, which are freed at the end of the next one.
 _last_groups: list[Any] = []
-"""The process groups of the last job, which are freed at the end of the next one."""
 
 
 def _forget_process_groups() -> None:
