@@ -4,9 +4,9 @@ Nearly every transformer of diffusers calls `.float()` or `.to(torch.float32)` s
 carries fp32 noise: the gradients of two halves of a loss then add up to the whole to 3e-7 only, and to 1e-14 with
 the casts lifted (Wan, CPU, torch 2.13, 2026-11).
 
-diffusers' `enable_parallelism` divides by the number of accelerators, and its ring needs a kernel that returns the
-log-sum-exp, of which it has none for a CPU (0.42.1). Here a CPU counts as one accelerator, and torch's CPU flash
-kernel stands in the place of the CUDA one: same layouts, same saved tensors, so that all around it is diffusers' own.
+diffusers' `enable_parallelism` divides by the number of accelerators, and its ring calls torch's flash attention for
+CUDA, as it needs the log-sum-exp (0.42.1). Here a CPU counts as one accelerator, and torch's flash kernel for CPUs runs
+under the name of the other, so that all around it is diffusers' own.
 """
 
 from __future__ import annotations
@@ -154,16 +154,41 @@ def accelerator_stand_ins() -> Iterator[None]:
     if torch.accelerator.is_available():
         yield
         return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.accelerator, "device_count", return_value=1))
-        dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-        if hasattr(dispatch, "_native_flash_attention_forward_op"):
-            for name, function in (
-                ("_native_flash_attention_forward_op", cpu_flash_forward),
-                ("_native_flash_attention_backward_op", cpu_flash_backward),
-            ):
-                stack.enter_context(mock.patch.object(dispatch, name, function))
-        yield
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+        kernels = flash_attention_of_cuda()
+        try:
+            yield
+        finally:
+            kernels._destroy()
+
+
+def flash_attention_of_cuda() -> torch.library.Library:
+    """torch's flash attention for CUDA, on CPU tensors [B, H, S, D], for as long as what is returned lives."""
+
+    # torch leaves out what has its default.
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        causal: bool = False,
+        *_: Any,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
+        operation = _aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = operation(q, k, v, dropout_p, causal, scale=scale)
+        lengths, seeds = (torch.empty(0), torch.empty(0)), (torch.empty(0), torch.empty(0))
+        return out, lse, *lengths, q.size(2), k.size(2), *seeds, torch.empty(0)
+
+    def backward(grad: Tensor, *given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+        q_to_lse, (dropout_p, causal) = given[:5], given[9:11]  # in between are lengths, after them seeds
+        operation = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return operation(grad, *q_to_lse, dropout_p, causal, scale=scale)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    return library
 
 
 @contextlib.contextmanager
@@ -194,49 +219,3 @@ def launcher_environment(run: Run) -> Iterator[None]:
             state = sys.modules.get("accelerate.state")
             if state is not None:
                 state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def cpu_flash_forward(
-    ctx: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _save_ctx: bool = True,
-    _parallel_config: Any = None,
-) -> Any:
-    """diffusers' `_native_flash_attention_forward_op` with the CPU's kernel.
-
-    Args:
-        query, key, value: [B, S, H, D].
-
-    Returns:
-        [B, S, H, D], and with `return_lse` the log-sum-exp [B, S, H].
-    """
-    assert attn_mask is None and not enable_gqa
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
-    out, lse = out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
-    if _save_ctx:
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.dropout_p, ctx.is_causal, ctx.scale = dropout_p, is_causal, scale
-    return (out, lse) if return_lse else out
-
-
-def cpu_flash_backward(ctx: Any, grad_out: Tensor, *args: Any, **replaced: Tensor) -> tuple[Tensor, ...]:
-    """`_native_flash_attention_backward_op` with the CPU's kernel; `replaced` are the ring's tensors of this step.
-
-    All are [B, S, H, D] but the log-sum-exp [B, S, H].
-    """
-    names = ("query", "key", "value", "out", "lse")
-    saved = dict(zip(names, ctx.saved_tensors, strict=True)) | replaced
-    of_forward = [saved[name].transpose(1, 2).contiguous() for name in names]
-    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out.transpose(1, 2).contiguous(), *of_forward, ctx.dropout_p, ctx.is_causal, scale=ctx.scale
-    )
-    return tuple(gradient.transpose(1, 2).contiguous() for gradient in gradients)

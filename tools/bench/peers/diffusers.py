@@ -20,9 +20,11 @@ import torch
 from ranks import World
 from torch import Tensor
 
-from opensora_accel.verify.on_cpu import cpu_flash_backward, cpu_flash_forward
+from opensora_accel.verify.on_cpu import flash_attention_of_cuda
 from peers import ours
 from peers.side import CROSS, MASK, Attention, Problem, Side, rows_of
+
+_KERNELS: list[Any] = []
 
 
 def _config(world: World, problem: Problem, kind: str) -> Any:
@@ -52,7 +54,11 @@ def _make(world: World, problem: Problem, mask: Tensor | None, kind: str) -> Att
     elif world.device.type == "cuda":
         options |= {"backend": "_native_flash"}
     else:
-        operations: dict[str, Any] = {"forward_op": cpu_flash_forward, "backward_op": cpu_flash_backward}
+        _KERNELS.append(flash_attention_of_cuda())  # for the life of this process
+        operations: dict[str, Any] = {
+            "forward_op": attention_dispatch._native_flash_attention_forward_op,
+            "backward_op": attention_dispatch._native_flash_attention_backward_op,
+        }
         ring = attention_dispatch._templated_context_parallel_attention
         parallel = options["parallel_config"]
         return Attention(lambda q, k, v: ring(q, k, v, **operations, _parallel_config=parallel))
