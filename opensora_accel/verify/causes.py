@@ -256,20 +256,26 @@ class MissingGradient(Cause):
 
     @property
     def what(self) -> str:
-        get = {
-            "none": "get no gradient",
-            "some ranks only": "get a gradient on some ranks only",
-            "only in parallel": "get a gradient that the single device does not give",
-        }
-        return f"{self.count} {get[self.side]} {self.where}"
+        return f"{self.count} {self._words()[0]} {self.where}"
 
     @property
     def remedy(self) -> str:
+        return self._words()[1]
+
+    def _words(self) -> tuple[str, str]:
         return {
-            "none": "a detach, a collective without a backward, or no_grad cuts them off",
-            "some ranks only": "ranks without a share must still take part: add their output times zero, or use static "
-            "shapes",
-            "only in parallel": "look for another branch",
+            "none": (
+                "get no gradient",
+                "a detach, a collective without a backward, or no_grad cuts them off",
+            ),
+            "some ranks only": (
+                "get a gradient on some ranks only",
+                "ranks without a share must still take part: add their output times zero, or use static shapes",
+            ),
+            "only in parallel": (
+                "get a gradient that the single device does not give",
+                "look for another branch",
+            ),
         }[self.side]
 
 
@@ -328,13 +334,6 @@ class Scale(Cause):
 
     @property
     def remedy(self) -> str:
-        return self._remedy() + str(self.place or "")
-
-    def _remedy(self) -> str:
-        if not self.is_everywhere:
-            return "a number where the number of ranks should stand, or a collective that counts twice"
-        if self.by is not None and self.by.of_others:
-            return "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
         remedies = {
             (
                 (),
@@ -360,7 +359,12 @@ class Scale(Cause):
         }
         powers = tuple(set(self.data_powers)), tuple(set(self.sharing_powers))
         other = "a divisor or a sum counts other ranks than those that hold parts of this gradient"
-        return remedies.get(powers, other)
+        found = remedies.get(powers, other)
+        if self.by is not None and self.by.of_others:
+            found = "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
+        if not self.is_everywhere:
+            found = "a number where the number of ranks should stand, or a collective that counts twice"
+        return f"{found}{self.place or ''}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -130,39 +131,34 @@ def _failures(results: Results) -> tuple[list[Cause], list[Cause]]:
 
     A mesh that is refused (heads that do not divide) says nothing of what is wrong on others.
     """
-    alike: defaultdict[tuple[type[Cause], str], list[MeshResult]] = defaultdict(list)
+    alike: dict[tuple[type[Cause], str], tuple[dict[str, Any], list[MeshResult]]] = {}
     for mesh in results.meshes:
         if mesh.errors:
-            kind, _rank, message = _first_failure(mesh.errors)
-            alike[kind, _SIZES.sub(" ", message)].append(mesh)  # sizes differ from mesh to mesh
+            kind, fields = _first_failure(mesh.errors)
+            key = kind, _SIZES.sub(" ", fields.get("message", ""))  # sizes differ from mesh to mesh
+            alike.setdefault(key, (fields, []))[1].append(mesh)
     failed: list[Cause] = []
     refused: list[Cause] = []
-    for (kind, _), meshes in alike.items():
-        _kind, rank, message = _first_failure(meshes[0].errors)
+    for (kind, _), (fields, meshes) in alike.items():
         others = [each for each in results.meshes if each in meshes or not each.errors]
         where = results.where([each.shape for each in meshes], others)
-        if kind is causes.Hang:
-            failed.append(causes.Hang(where))
-        elif kind is causes.UnlikeCollectives:
-            line = _line_of_user(meshes[0].errors[rank])
-            failed.append(causes.UnlikeCollectives(where, line=line, rank=rank))
-        else:
-            group = refused if all(map(_is_refused, meshes)) else failed
-            group.append(causes.StepFails(where, message=message, rank=rank))
+        is_refused = kind is causes.StepFails and all(map(_is_refused, meshes))
+        (refused if is_refused else failed).append(kind(where, **fields))
     return failed, refused
 
 
-def _first_failure(errors: Mapping[int, str]) -> tuple[type[Cause], int, str]:
-    """What failed on which rank first, as far as can be told, and its message in one line."""
+def _first_failure(errors: Mapping[int, str]) -> tuple[type[Cause], dict[str, Any]]:
+    """What failed first, as far as can be told, with what else its cause says."""
     messages = {rank: _message(text) for rank, text in sorted(errors.items())}
     # A rank whose peer has gone says so; the one that went has a reason of its own.
-    first = {rank: line for rank, line in messages.items() if not line or not _FOLLOWING.search(line)}
+    first = {rank: line for rank, line in messages.items() if not _FOLLOWING.search(line)}
     for rank, line in first.items():
         if line:
-            return causes.StepFails, rank, line
+            return causes.StepFails, {"message": line, "rank": rank}
     if first:
-        return causes.UnlikeCollectives, min(first), ""
-    return causes.Hang, min(messages), ""
+        rank = min(first)
+        return causes.UnlikeCollectives, {"line": _line_of_user(errors[rank]), "rank": rank}
+    return causes.Hang, {}
 
 
 def _message(text: str) -> str:
