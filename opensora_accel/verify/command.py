@@ -319,6 +319,7 @@ def _load(given: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
+        # The innermost line of the file itself, not of what it imports.
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         place, words = f" (line {lines[-1]})" if lines else "", f"{type(error).__name__}: {error}"
         if isinstance(error, SyntaxError):

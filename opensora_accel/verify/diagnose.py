@@ -196,6 +196,7 @@ def _wrong_weights(results: Results) -> list[Cause]:
                 shards = {each.shards.get(name) for each in mesh.observations}
                 is_repeated = None not in shards and len(shards) == 1
                 (repeated if is_repeated else wrong)[name].append(mesh.shape)
+    # On a mesh of one shard nothing repeats, but it is the same mistake.
     for name in repeated:
         wrong.pop(name, None)
     kinds = (causes.RepeatedShard, repeated), (causes.WrongWeights, wrong)
@@ -218,6 +219,7 @@ def _wrong_inputs(results: Results) -> list[Cause]:
                     apart[name].append(mesh.shape)
                 elif in_turns and not torch.equal(first, expected):
                     other[name].append(mesh.shape)
+    # Ranks that differ among themselves cannot all be the single device's: that is told once.
     for name in apart:
         other.pop(name, None)
     kinds = (causes.DifferentDraws, apart), (causes.WrongInput, other)
@@ -254,10 +256,12 @@ def fit_gradients(results: Results) -> GradientFits:
             provable = [each for each in provable if has_remedy(each, results.axes)]
             is_wrong_on_several = sum(not each.is_right for each in provable) > 1
             remedy = find_remedy(provable, results.axes) if is_wrong_on_several else None
+            # A bare constant on some meshes is chance more often than a cause.
             if remedy is not None and not remedy.missing and not remedy.factor.exponents:
                 remedy = None
             explained = {each.shape for each in provable} if remedy is not None else set()
             unexplained[name] = [each for each in samples if each.shape not in explained]
+        # Parameters that the same change makes right have one cause.
         if remedy is not None:
             key = remedy.missing, str(remedy.factor), remedy.is_everywhere
             remedies.setdefault(key, (remedy, {}))[1][name] = provable
@@ -276,6 +280,7 @@ def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
 
 def find_slices(results: Results, fits: GradientFits) -> Shares | None:
     """Factors of each rank's tokens, as the gradients of inputs show them."""
+    # The fewest ranks first: their factors are the shortest to read.
     for mesh in sorted(results.ran, key=lambda each: each.shape.world_size):
         num_sharing = mesh.shape.world_size // mesh.shape.data_size
         for samples in mesh.inputs().values() if num_sharing > 1 else ():
@@ -430,6 +435,7 @@ def _wrong_clips(results: Results) -> list[Cause]:
     wrong = results.wrong_of(MeshResult.clipped)
     if not wrong:
         return []
+    # One factor on all of them: the limit or the norm is off by it. Otherwise each rank took a norm of its own.
     scales = [find_remedy(each, results.axes, is_summed=True) for each in wrong.values()]
     factors = {str(scale.factor): scale.factor for scale in scales if scale is not None}
     if len(factors) > 1 or not all(scales):
@@ -448,7 +454,7 @@ def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
             by = scale.factor.composed(results.axes)
             over = by.axes if scale.is_everywhere else tuple(dict.fromkeys((*cause.axes, *by.axes)))
             cause = replace(cause, over=over, by=by, is_everywhere=scale.is_everywhere)
-        alike[replace(cause, names=())].append(name)
+        alike[replace(cause, names=())].append(name)  # all but the name is compared
     return [replace(cause, names=tuple(names)) for cause, names in alike.items()]
 
 

@@ -101,6 +101,7 @@ class Samples:
             return self
         if any(each.shape != self.expected.shape for each in self.found):
             return None
+        # One tensor for each group of ranks that differ along these axes only.
         sums = [torch.stack([self.found[r] for r in ranks]).sum(0) for ranks in self.shape.groups(axes)]
         return replace(self, found=tuple(sums))
 
@@ -155,6 +156,7 @@ def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Facto
     for axis, exponent in (("", 0), *itertools.product(axes, (1, -1))):
         # An axis of one rank has no others; where it is used, P − 1 may stand in place of P.
         rest = {s: factor / max(1, s.degree(axis) - 1) ** exponent for s, factor in factors.items()}
+        # Every product of powers that leaves the same constant on all meshes, with what it costs in simplicity.
         fitting: list[tuple[tuple[bool, int], Factor]] = []
         for exponents in itertools.product((0, -1, 1, -2, 2), repeat=len(axes)):
             powers = tuple((axis, e) for axis, e in zip(axes, exponents, strict=True) if e)
@@ -165,6 +167,7 @@ def fit_powers(factors: Mapping[MeshShape, float], axes: Sequence[str]) -> Facto
         found = min(fitting, key=lambda pair: pair[0])[1] if fitting else None
         if found is not None and not axis:
             return found
+        # With a constant beside it, one (degree − 1) would explain too much.
         if found is not None and is_close(found.constant, 1):
             return replace(found, of_others=((axis, exponent),))
     return None
@@ -187,6 +190,7 @@ def find_remedy(samples: Sequence[Samples], axes: Sequence[str], *, is_summed: b
         axes: those of more than one rank on some mesh.
         is_summed: no sum can be missing, as all ranks have the whole: only factors are tried.
     """
+    # The fewest axes first, and none before all: a factor alone is a smaller change than a sum.
     for missing in [()] if is_summed else subsets(axes):
         factor = _common_factor([each.summed(missing) for each in samples], axes)
         if factor is not None:
@@ -223,9 +227,11 @@ def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> 
         expected: these gradients [...].
     """
     columns = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
+    # matrix: [elements of all gradients, ranks]
     matrix, target = torch.stack(columns, 1), torch.cat([tensor.flatten() for tensor in expected])
     if not torch.isfinite(matrix).all() or matrix.size(0) <= matrix.size(1):
         return None  # as many unknowns as facts: anything would fit
+    # Least squares always has an answer. It is one only where it leaves nothing, and no rank counts for nothing.
     solution = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
     if relative_error(matrix @ solution, target) > TOLERANCE or bool((solution.abs() < TOLERANCE).any()):
         return None
@@ -241,7 +247,7 @@ def are_factors(parts: Sequence[Tensor], factors: Sequence[float], expected: Ten
 def fit_slices(samples: Samples, num_slices: int) -> list[float] | None:
     """f, where found = f[r] · expected on the r-th slice along one dim, by the rule of `torch.tensor_split`."""
     (found,), expected = samples.found, samples.expected
-    for dim in range(1, expected.dim()):
+    for dim in range(1, expected.dim()):  # dim 0 is the data ranks'
         if expected.size(dim) < num_slices or found.shape != expected.shape:
             continue
         pairs = zip(found.tensor_split(num_slices, dim), expected.tensor_split(num_slices, dim), strict=True)
@@ -260,6 +266,7 @@ def as_shares(factors: Sequence[float]) -> str:
     for candidates, scale in itertools.product((factors, inverses), (len(factors), 1)):
         shares = [each / scale for each in candidates]
         if is_close(sum(shares), 1) and min(shares) > 0:
+            # 4/11, 4/11 and 3/11 become 4:4:3.
             parts = [Fraction(share).limit_denominator(4096) for share in shares]
             total = math.lcm(*(part.denominator for part in parts))
             return ":".join(str(part.numerator * (total // part.denominator)) for part in parts)

@@ -129,6 +129,7 @@ class Observer:
         self._model = model
         self._generators = generator_states()
         self._original = {id(parameter): (name, parameter) for name, parameter in named_parameters(model)}
+        # Hooks on the model itself: what the step wraps it in calls it in the end.
         self._hooks.callback(model.register_forward_pre_hook(self._see_inputs, with_kwargs=True).remove)
         if self._output_weight is not None:
             self._hooks.callback(model.register_forward_hook(self._weigh_output).remove)
@@ -210,6 +211,7 @@ class Observer:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._model is None:
             return
+        # By identity: fully_shard leaves the optimizer tensors of the same names that are the model's no longer.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = {id(parameter) for parameter in self._model.parameters()}
         for key, (name, _parameter) in self._original.items():
@@ -264,6 +266,7 @@ class Observer:
         for name, parameter in parameters:
             if isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements):
                 found.shards[name] = digest(parameter.to_local())
+            # A sharded one is read whole only now: all ranks must take part, which they do at the step's end.
             if isinstance(parameter, DTensor) or name not in found.weights:
                 found.weights[name] = digest(parameter)
             if self._run.is_reference or parameter.shape != shapes.get(name, parameter.shape):
@@ -280,6 +283,7 @@ class Observer:
     def _read_gradients(self, model: nn.Module) -> None:
         found = self.observation
 
+        # Of a gradient that was clipped, what it was before.
         def before(parameter: nn.Parameter) -> Tensor | None:
             return self._before_clip.get(id(parameter), parameter.grad)
 

@@ -52,8 +52,8 @@ class LiftCasts(TorchFunctionMode):
             return function(*args, **kwargs)
         if function in _CASTS and not (function is Tensor.type_as and not args[1].is_floating_point()):
             return args[0]
+        # `x.to(other)` takes other's dtype.
         if function is Tensor.to:
-            # `x.to(other)` takes other's dtype.
             args = tuple(
                 torch.float64 if _narrow(arg) else widest(arg) if isinstance(arg, Tensor) else arg
                 for arg in args
@@ -96,6 +96,7 @@ def lift_casts(model: nn.Module) -> Callable[[], None]:
 
         return forward
 
+    # Blocks are wrapped by themselves too: checkpointing calls them again without the model.
     lists = (child for child in model.modules() if isinstance(child, nn.ModuleList))
     modules = [model, *(block for blocks in lists for block in blocks)]
     undo_each = [wrap_forward(module, lifted) for module in modules]
@@ -141,6 +142,7 @@ def _vary(name: str, parameter: Tensor) -> None:
     """Random values that depend on the name alone, near what is there. A scale under a root keeps its sign."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 25
+    # Small enough beside the fan-in that activations keep their size.
     noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5 / math.sqrt(fan_in)
     if parameter.any():
         parameter.mul_(noise.exp())

@@ -185,6 +185,7 @@ def match_rows(part: Tensor, whole: Tensor, dim: int) -> Tensor:
     mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (part, whole))
     if not mine.numel():
         return torch.zeros(mine.size(0), all_.size(0), dtype=torch.bool)
+    # [columns, 3]: that two different rows agree on all three is as good as impossible.
     vectors = torch.randn(all_.size(1), 3, dtype=all_.dtype, generator=torch.Generator().manual_seed(0))
     limit = TOLERANCE * magnitude(whole) * math.sqrt(all_.size(1))
     return ((mine @ vectors)[:, None] - all_ @ vectors).abs().amax(-1) <= limit
@@ -223,6 +224,7 @@ def join_shares(
     # Another replica's gradient does not stand for one that is missing: that is a mistake to be told.
     if any(gradient is None for gradient in gradients):
         axes = tuple(axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES)
+    # The fewest axes that make it whole: ranks along the others have replicas, which are compared, not joined.
     for some in subsets(axes):
         joined: dict[int, Tensor] = {}
         for ranks in shape.groups(some):
@@ -238,6 +240,7 @@ def join_shares(
 def _join_group(
     shares: Sequence[tuple[Tensor | None, tuple[int, Tensor] | None]], whole: Tensor
 ) -> list[Tensor] | None:
+    # Either some ranks have all of it, and those that lack it are given theirs, or all have slices.
     complete = [gradient for gradient, place in shares if gradient is not None and place is None]
     slices = [(gradient, *place) for gradient, place in shares if gradient is not None and place is not None]
     if complete:
@@ -245,6 +248,7 @@ def _join_group(
     if len({dim for _, dim, _ in slices}) != 1:
         return None
     rows = torch.cat([rows for _, _, rows in slices])
+    # Every row once.
     if rows.sort().values.tolist() != list(range(whole.size(slices[0][1]))):
         return None
     joined = torch.empty_like(whole)

@@ -93,6 +93,7 @@ class Report:
                 f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
                 "of a single device"
             )
+        # Any other kind is one of gradients, or makes their comparison pointless.
         if not kinds <= set(_BESIDE_GRADIENTS):
             return "the gradients are NOT those of a single device"
         but = join_words([words for kind, words in _BESIDE_GRADIENTS.items() if kind in kinds])

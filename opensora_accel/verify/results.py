@@ -118,6 +118,7 @@ class MeshResult:
         if clips is None:
             return {}
         limits = {(clip.how, name): clip.limit for clip in self.expected.first.clips for name in clip.names}
+        # Which norm was meant cannot be seen: the answer that most gradients agree with counts.
         candidates: list[dict[str, Samples]] = []
         for right in expected_after_clipping(clips, self.expected.gradients, limits):
             found = {}
@@ -165,6 +166,7 @@ class MeshResult:
         values = [each.scalars[name] for each in self.observations if name in each.scalars]
         if not values:
             return True
+        # Any way of putting the ranks' numbers together, beside any number of the single device.
         right = [self.expected.scalars[name], *(self.expected.norms if len(self.expected.turns) > 1 else ())]
         found = [statistics.fmean(values)]
         if len(values) == self.shape.world_size:
@@ -190,6 +192,7 @@ class MeshResult:
         turns, found = self.expected.turns, dict[str, Samples]()
         if len(turns) != self.shape.data_size or not self.observations:
             return found
+        # Inputs have a floor of their own: their gradients may be much smaller than the parameters'.
         floor = NEGLIGIBLE * largest(g for turn in turns for g in turn.input_gradients.values())
         num_sharing = self.shape.world_size // self.shape.data_size
         for name in self.observations[0].input_gradients:
@@ -211,6 +214,7 @@ class MeshResult:
         )
         if given is None or gradients is None or name not in turn.input_gradients:
             return None
+        # Ranks that were given other tokens than the single device have gradients of something else.
         if any(name not in each.inputs or not torch.equal(each.inputs[name], given) for each in ranks):
             return None
         return torch.stack(gradients).mean(0)
@@ -300,11 +304,12 @@ def find_origin(shape: MeshShape, turns: Sequence[Observation], ranks: Sequence[
     # One turn for every data rank, or one whose batch all of them share.
     one_each = len(turns) == len(groups)
     pairs = [(turn, [groups[number]] if one_each else groups) for number, turn in enumerate(turns)]
+    # Calls are in the order in which they ended: a module after those that it consists of, the model ("") last.
     first_wrong, is_model_right = None, False
     for call in turns[0].calls:
         name, _number = call
         if not all(call in each.calls for each in (*turns, *ranks)):
-            continue
+            continue  # another stage's, or another expert's
         gave = [_is_call_right(call, 1, turn, groups) for turn, groups in pairs]
         if False in gave:
             given = [_is_call_right(call, 0, turn, groups) for turn, groups in pairs]
@@ -340,6 +345,7 @@ def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | N
     have_shape = all(each.shape == expected.shape for each in ranks)
     if have_shape and relative_error(torch.stack(ranks).sum(0), expected) <= TOLERANCE:
         return True
+    # A rank's tokens, heads or channels are rows of the whole along one dim, in any order.
     fits = False
     for dim in range(expected.dim()):
         others = [d for d in range(expected.dim()) if d != dim]

@@ -135,6 +135,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     for shape, right in zip(shapes, expected, strict=True):
         say(str(shape), len(meshes), total)
         meshes.append(runner.on_mesh(shape, right))
+    # From here on everything is arithmetic on what was observed.
     results = Results(meshes)
     fits = fit_gradients(results)
     # Two more runs and one for each rank: only where they can tell something that the meshes cannot.
@@ -171,6 +172,7 @@ def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh:
     wrong = [n for n in fits.unexplained if n in found and found[n].is_provable and not found[n].is_right]
     contributions: list[dict[str, Tensor]] = []
     for rank in range(mesh.shape.world_size):
+        # The outputs of all other ranks get a gradient of 0.
         alone = runner.on_mesh(mesh.shape, mesh.expected, only_rank=rank).parameters()
         if any(name not in alone for name in wrong):
             return None

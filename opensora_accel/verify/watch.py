@@ -94,6 +94,7 @@ def expected_after_clipping(
     answers = []
     # Which norm a hand-made call of clip_grads_with_norm_ was given cannot be seen, so every usual one is tried.
     for order, is_together in itertools.product(_NORMS, (False, True)):
+        # The clips one after another, each on what the ones before it left.
         found = dict(present)
         norm_of_all = _norm([found[name] for name in by_norm if name in found], order)
         for clip in clips:
@@ -131,6 +132,7 @@ def fsdp1_modules() -> Iterator[list[FullyShardedDataParallel]]:
 
 def held_back_by_fsdp2(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Parameters without a gradient that FSDP2 was told not to add up over replicas, with the replicas' axes."""
+    # `set_requires_gradient_sync(False)` clears both flags: then nothing is added up at all, which is another matter.
     held: set[Any] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):

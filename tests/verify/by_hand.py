@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from opensora_accel import init_parallel
+from opensora_accel.attention import local_attention
 from opensora_accel.communications import share_sizes
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.meshes import Run
-from tests.verify.steps import BATCH, CHANNELS, TOKENS, OneLayer, averaged, draw
+from tests.verify.steps import BATCH, CHANNELS, TOKENS, OneLayer, RegionStep
 
 Mistake = Literal[
     "",
@@ -140,32 +140,22 @@ class _Attend(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class RingByHand:
+class RingByHand(RegionStep):
     """One layer of attention on a ring, with or without a mistake."""
 
     mistake: Mistake = ""
     tokens: int = TOKENS
     causal: bool = False
 
-    def model(self) -> nn.Module:
-        return OneLayer()
+    def model(self) -> OneLayer:
+        layer = OneLayer()
+        layer.attend = partial(local_attention, causal=self.causal)
+        return layer
 
-    def __call__(self, model: OneLayer, run: Run) -> Tensor:
-        forward: nn.Module = model
-        model.attend = self._attend_alone
-        if not run.is_reference:
-            init_parallel(run.plan)
-            forward = averaged(model)
-            model.spread()
-            if run.plan.ring > 1:
-                ring = _Ring(get_parallel_group("ring"), self.tokens, self.causal, self.mistake)
-                model.attend = lambda q, k, v: _Attend.apply(q, k, v, ring)
-        tokens = draw(run, BATCH, self.tokens, CHANNELS)
-        loss = (forward(tokens) - draw(run, *tokens.shape, purpose=1)).square().mean()
-        loss.backward()
-        return loss.detach()
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [(BATCH, self.tokens, CHANNELS)]
 
-    def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return out.transpose(1, 2)
+    def spread(self, model: OneLayer) -> None:
+        ring = _Ring(get_parallel_group("ring"), self.tokens, self.causal, self.mistake)
+        if ring.size > 1:
+            model.attend = lambda q, k, v: _Attend.apply(q, k, v, ring)

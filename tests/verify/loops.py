@@ -32,10 +32,6 @@ class Small(nn.Module):
         return leave(self.out(x + torch.tanh(self.mlp(self.norm(x)))))
 
 
-def small():
-    return Small()
-
-
 def split_small(model, group, scale_up="up", scale_down="down"):
     model.region = (
         lambda x: split_forward_gather_backward(x, group, 1, scale_down),
@@ -44,21 +40,50 @@ def split_small(model, group, scale_up="up", scale_down="down"):
     return model
 
 
-def train(forward, run):
-    """One batch of this data rank: 11 tokens, which divide by nothing here."""
-    loss = forward(torch.randn(2, 11, 4)).square().mean()
+def batch():
+    """Of this data rank: 11 tokens, which divide by nothing here."""
+    return torch.randn(2, 11, 4)
+
+
+def finish(outputs):
+    loss = outputs.square().mean()
     loss.backward()
     return loss
 
 
+def averaged(model, run, **options):
+    """Under DDP."""
+    return model if run.is_reference else DistributedDataParallel(model, **options)
+
+
+def sharded(model, run):
+    """Under FSDP2."""
+    if not run.is_reference:
+        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
+    return model
+
+
+def spread(model, run, scale_up="up", scale_down="down", **options):
+    """A sequence over ranks, averaged over all of them."""
+    if not run.is_reference:
+        split_small(model, run.mesh.get_group("sequence"), scale_up, scale_down)
+    return averaged(model, run, **options)
+
+
+def average(parameters, group=None):
+    """By hand."""
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)
+
+
 def plain_ddp(model, run):
-    return train(model if run.is_reference else DistributedDataParallel(model), run)
+    forward = averaged(model, run)  # held until backward: DDP that is forgotten before averages nothing
+    return finish(forward(batch()))
 
 
 def plain_fsdp2(model, run):
-    if not run.is_reference:
-        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
-    return train(model, run)
+    return finish(sharded(model, run)(batch()))
 
 
 def with_optimizer(model, run):
@@ -73,13 +98,13 @@ def with_optimizer(model, run):
 def accelerated(model, run):
     """A loop of accelerate's; each mesh is a world of its own to it."""
     if run.is_reference:
-        return train(model, run)
+        return finish(model(batch()))
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == run.world_size
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    loss = model(torch.randn(2, 11, 4)).square().mean()
+    loss = model(batch()).square().mean()
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -87,25 +112,22 @@ def accelerated(model, run):
 
 
 def compiled(model, run):
-    forward = (
-        model if run.is_reference else torch.compile(DistributedDataParallel(model), backend="aot_eager")
-    )
-    return train(forward, run)
+    forward = averaged(model, run)
+    return finish((forward if run.is_reference else torch.compile(forward, backend="aot_eager"))(batch()))
 
 
 def in_bf16(model, run):
     """Autocast leaves fp64 as it is: the proof is of the same sums."""
-    forward = model if run.is_reference else DistributedDataParallel(model)
+    forward = averaged(model, run)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = forward(torch.randn(2, 11, 4)).square().mean()
+        loss = forward(batch()).square().mean()
     loss.backward()
     return loss
 
 
 def sequence_parallel(model, run):
-    if run.is_reference:
-        return train(model, run)
-    return train(DistributedDataParallel(split_small(model, run.mesh.get_group("sequence"))), run)
+    forward = spread(model, run)
+    return finish(forward(batch()))
 
 
 def own_gradients(model, run):
@@ -119,29 +141,31 @@ def own_gradients(model, run):
 
 def shares_for_scale(model, run):
     """An uneven split scaled by each rank's share, instead of by the number of ranks."""
-    if run.is_reference:
-        return train(model, run)
-    group = run.mesh.get_group("sequence")
-    share = share_sizes(11, group.size())[group.rank()] / 11
-    return train(DistributedDataParallel(split_small(model, group, 1 / share, share)), run)
+    share = 1.0
+    if not run.is_reference:
+        group = run.mesh.get_group("sequence")
+        share = share_sizes(11, group.size())[group.rank()] / 11
+    forward = spread(model, run, 1 / share, share)
+    return finish(forward(batch()))
 
 
 def averaged_over_data_only(model, run):
     if run.is_reference:
-        return train(model, run)
+        return finish(model(batch()))
     split_small(model, run.mesh.get_group("sequence"))
-    return train(DistributedDataParallel(model, process_group=run.mesh.get_group("data")), run)
+    forward = averaged(model, run, process_group=run.mesh.get_group("data"))
+    return finish(forward(batch()))
 
 
 def norm_left_out(model, run):
     """Every gradient is summed by hand, but for the norm's."""
-    loss = train(
-        model if run.is_reference else split_small(model, run.mesh.get_group("sequence"), 1.0, 1.0), run
-    )
-    if not run.is_reference:
-        for name, parameter in model.named_parameters():
-            if not name.startswith(("norm", "embed")):
-                dist.all_reduce(parameter.grad, group=run.mesh.get_group("sequence"))
+    if run.is_reference:
+        return finish(model(batch()))
+    group = run.mesh.get_group("sequence")
+    loss = finish(split_small(model, group, 1.0, 1.0)(batch()))
+    for name, parameter in model.named_parameters():
+        if not name.startswith(("norm", "embed")):
+            dist.all_reduce(parameter.grad, group=group)
     return loss
 
 
@@ -152,14 +176,13 @@ def noise_by_rank(model, run):
 
 def same_shard(model, run):
     """Deferred initialisation, in which every rank draws the numbers of its own shard from one seed."""
-    if not run.is_reference:
-        fully_shard(model, mesh=init_device_mesh("cpu", (run.world_size,)))
+    sharded(model, run)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    return train(model, run)
+    return finish(model(batch()))
 
 
 def small_on_meta():
@@ -246,14 +269,14 @@ def diffusers_ring(model, run):
 def colossalai_ddp(model, run):
     """A ColossalAI loop: its booster wraps model and optimizer, and runs backward."""
     if run.is_reference:
-        return train(model, run)
+        return finish(model(batch()))
     from colossalai.booster import Booster
     from colossalai.booster.plugin import TorchDDPPlugin
 
     booster = Booster(plugin=TorchDDPPlugin())
     optimizer = torch.optim.AdamW(model.parameters())
     wrapped, optimizer, *_ = booster.boost(split_small(model, run.mesh.get_group("sequence")), optimizer)
-    loss = wrapped(torch.randn(2, 11, 4)).square().mean()
+    loss = wrapped(batch()).square().mean()
     booster.backward(loss, optimizer)
     optimizer.step()
     return loss

@@ -18,13 +18,17 @@ Equivalent to a right step, therefore not counted:
 
 from __future__ import annotations
 
+from tests.verify.mutants_hidden import HIDDEN_MUTANTS
 from tests.verify.mutants_of_attention import ATTENTION_MUTANTS
 from tests.verify.mutants_of_communications import COMMUNICATION_MUTANTS
 from tests.verify.mutants_of_forwards import FORWARD_MUTANTS
 from tests.verify.mutants_of_loops import LOOP_MUTANTS
 from tests.verify.mutants_of_training import TRAINING_MUTANTS
 
-MUTANTS = [*COMMUNICATION_MUTANTS, *ATTENTION_MUTANTS, *TRAINING_MUTANTS, *LOOP_MUTANTS, *FORWARD_MUTANTS]
+MUTANTS = [
+    *(*COMMUNICATION_MUTANTS, *ATTENTION_MUTANTS, *TRAINING_MUTANTS),
+    *(*LOOP_MUTANTS, *HIDDEN_MUTANTS, *FORWARD_MUTANTS),
+]
 
 _REPRESENTATIVES = (
     "up dropped",

@@ -27,7 +27,8 @@ from tests.verify.defects import (
     with_arguments,
 )
 from tests.verify.meshes import TENSOR, ULYSSES, ULYSSES_BESIDE_DATA, ULYSSES_TO_4, Meshes
-from tests.verify.steps import TOKENS, AttentionStep, DiTStep, MegatronStep, ShiftStep
+from tests.verify.model_steps import DiTStep
+from tests.verify.steps import TOKENS, AttentionStep, MegatronStep, ShiftStep
 
 COMMUNICATIONS = "opensora_accel.communications:"
 SPLIT, GATHER = (

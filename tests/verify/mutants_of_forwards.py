@@ -137,21 +137,6 @@ class Reversed(Part):
         return x + self.project(self.tokens.own(self.tokens.whole(x).flip(1)))
 
 
-PARTS: dict[str, type[Part]] = {
-    "places": Places,
-    "attention": Attention,
-    "pool": Pool,
-    "maximum": Maximum,
-    "normalise": Normalise,
-    "before": Before,
-    "scan": Scan,
-    "by_length": ByLength,
-    "best": Best,
-    "nearest": Nearest,
-    "reversed": Reversed,
-}
-
-
 class Video(nn.Module):
     """Two parts that need all tokens, between layers that do not."""
 
@@ -198,7 +183,12 @@ class Forward:
 
 FORWARD_MUTANTS = [
     Mutant(
-        f"forward: {name} of its own tokens", (), Forward(part), MESHES, "values", ("sequence",), timeout_s=10
+        f"forward: {part.__name__.lower()} of its own tokens",
+        (),
+        Forward(part),
+        MESHES,
+        "values",
+        ("sequence",),
     )
-    for name, part in PARTS.items()
+    for part in Part.__subclasses__()
 ]

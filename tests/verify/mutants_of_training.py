@@ -34,9 +34,9 @@ from tests.verify.meshes import (
     ULYSSES_BESIDE_DATA,
     Meshes,
 )
+from tests.verify.model_steps import TINY_POLICY, DiTStep, TrainerStep, WanStep
 from tests.verify.mutants_of_attention import ATTENTION, alone, over_mixed
 from tests.verify.mutants_of_communications import GATHER, SPLIT, rescaled
-from tests.verify.steps import TINY_POLICY, DiTStep, TrainerStep, WanStep
 
 FIND_POLICY = "shardformer.policy:find_policy"
 FULLY_SHARD = "torch.distributed.fsdp:fully_shard"

@@ -1,22 +1,19 @@
-"""Training steps small enough to be verified a hundred times: nothing in them divides evenly.
+"""Layers in training steps, small enough to be verified a hundred times: nothing in them divides evenly.
 
 Letters: B batch, S tokens, T frames, C channels.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan, init_parallel
@@ -41,8 +38,6 @@ from opensora_accel.communications import (
 )
 from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.verify.meshes import Run
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
-from tests.verify.defects import Patch
 
 CHANNELS, HEADS, TOKENS, BATCH = 12, 3, 11, 2
 ATTENTION = {"ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}
@@ -120,6 +115,36 @@ class OneLayer(Region):
 
 
 @dataclass(frozen=True)
+class RegionStep:
+    """A region's step by hand: split down, gather up, gradients averaged, the mean of squares as its loss."""
+
+    def model(self) -> Any:
+        raise NotImplementedError
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of what goes in."""
+        return [(BATCH, TOKENS, CHANNELS)]
+
+    def spread(self, model: Any) -> None:
+        """What stands between the split and the gather, on ranks."""
+
+    def __call__(self, model: Any, run: Run) -> Tensor:
+        forward: nn.Module = model
+        if not run.is_reference:
+            init_parallel(run.plan)
+            forward = averaged(model)
+            model.spread()
+            self.spread(model)
+        given = [draw(run, *shape, purpose=purpose) for purpose, shape in enumerate(self.shapes())]
+        found = forward(*given)
+        found, *others = found if isinstance(found, tuple) else (found,)
+        loss = (found - draw(run, *found.shape, purpose=len(given))).square().mean()
+        loss = loss + sum(other.square().mean() for other in others)
+        loss.backward()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
 class AttentionStep:
     """One layer of ulysses, ring or both, by hand: split down, attend, gather up, mean over the group."""
 
@@ -194,27 +219,19 @@ def _attend_jointly(q: Tensor, k: Tensor, v: Tensor, *text: Tensor) -> tuple[Ten
 
 
 @dataclass(frozen=True)
-class JointStep:
+class JointStep(RegionStep):
     text_tokens: int = 5
     heads: int = HEADS
     tokens: int = TOKENS
 
-    def model(self) -> nn.Module:
+    def model(self) -> JointModel:
         return JointModel(self.heads)
 
-    def __call__(self, model: JointModel, run: Run) -> Tensor:
-        forward: nn.Module = model
-        if not run.is_reference:
-            init_parallel(run.plan)
-            forward = averaged(model)
-            model.spread()
-            model.attend = joint_attention
-        video, text = forward(
-            draw(run, BATCH, self.tokens, CHANNELS), draw(run, BATCH, self.text_tokens, CHANNELS, purpose=1)
-        )
-        loss = (video - draw(run, *video.shape, purpose=2)).square().mean() + text.square().mean()
-        loss.backward()
-        return loss.detach()
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [(BATCH, self.tokens, CHANNELS), (BATCH, self.text_tokens, CHANNELS)]
+
+    def spread(self, model: JointModel) -> None:
+        model.attend = joint_attention
 
 
 class Factorised(Region):
@@ -239,25 +256,19 @@ def _along(attention: Attention, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FactorisedStep:
+class FactorisedStep(RegionStep):
     frames: int = 5
     places: int = 7
 
-    def model(self) -> nn.Module:
+    def model(self) -> Factorised:
         return Factorised()
 
-    def __call__(self, model: Factorised, run: Run) -> Tensor:
-        forward: nn.Module = model
-        if not run.is_reference:
-            init_parallel(run.plan)
-            forward = averaged(model)
-            model.spread()
-            model.to_places = partial(switch_sharded_dim, from_dim=1, to_dim=2)
-            model.to_frames = partial(switch_sharded_dim, from_dim=2, to_dim=1)
-        clip = forward(draw(run, BATCH, self.frames, self.places, CHANNELS))
-        loss = (clip - draw(run, *clip.shape, purpose=1)).square().mean()
-        loss.backward()
-        return loss.detach()
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [(BATCH, self.frames, self.places, CHANNELS)]
+
+    def spread(self, model: Factorised) -> None:
+        model.to_places = partial(switch_sharded_dim, from_dim=1, to_dim=2)
+        model.to_frames = partial(switch_sharded_dim, from_dim=2, to_dim=1)
 
 
 class Shifted(Region):
@@ -275,21 +286,12 @@ class Shifted(Region):
 
 
 @dataclass(frozen=True)
-class ShiftStep:
-    def model(self) -> nn.Module:
+class ShiftStep(RegionStep):
+    def model(self) -> Shifted:
         return Shifted()
 
-    def __call__(self, model: Shifted, run: Run) -> Tensor:
-        forward: nn.Module = model
-        if not run.is_reference:
-            init_parallel(run.plan)
-            forward = averaged(model)
-            model.spread()
-            model.last_of_previous = lambda x: ring_exchange(x, get_parallel_group("sequence"))
-        tokens = forward(draw(run, BATCH, TOKENS, CHANNELS))
-        loss = (tokens - draw(run, *tokens.shape, purpose=1)).square().mean()
-        loss.backward()
-        return loss.detach()
+    def spread(self, model: Shifted) -> None:
+        model.last_of_previous = lambda x: ring_exchange(x, get_parallel_group("sequence"))
 
 
 class Megatron(Region):
@@ -356,179 +358,3 @@ class MegatronStep:
             dist.all_reduce(found[name], group=run.mesh.get_group("data"))
             found[name] /= run.shape.data_size
         return found
-
-
-class Kernel(Attention):
-    """Attention that ends in torch's own, to be led elsewhere from outside."""
-
-    def forward(self, tokens: Tensor, text: Tensor | None) -> Tensor:  # type: ignore[override]
-        q, k, v = self.project(tokens)
-        if text is not None:
-            _, k, v = self.project(text)
-        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-        return self.join(tokens, out.transpose(1, 2))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attention, self.cross_attention = Kernel(), Kernel()
-        self.mlp = nn.Sequential(nn.Linear(CHANNELS, 16), nn.GELU(), nn.Linear(16, CHANNELS))
-
-    def forward(self, hidden_states: Tensor, positions: Tensor, text: Tensor, time: Tensor) -> Tensor:
-        hidden_states = self.self_attention(hidden_states + positions, None)
-        hidden_states = self.cross_attention(hidden_states, text)
-        return hidden_states + self.mlp(hidden_states) * time[:, None]
-
-
-class Positions(nn.Module):
-    """Learned places, from a few frequencies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(4, CHANNELS)
-
-    def forward(self, num_tokens: int) -> Tensor:
-        at = torch.arange(num_tokens, dtype=self.project.weight.dtype)
-        waves = torch.stack([(at * 0.3).sin(), (at * 0.3).cos(), (at * 0.1).sin(), (at * 0.1).cos()], -1)
-        return self.project(waves)[None]
-
-
-class TinyDiT(nn.Module):
-    """A video transformer in miniature, single-device: time, places, text, two blocks, a head."""
-
-    dtype = torch.float64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.time = nn.Linear(5, CHANNELS), nn.Linear(1, CHANNELS)
-        self.positions = Positions()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm_out, self.head = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, 5)
-
-    def forward(self, hidden_states: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        time = self.time(timestep[:, None])
-        positions = self.positions(hidden_states.size(1))
-        hidden_states = self.patches(hidden_states)
-        for block in self.blocks:
-            hidden_states = block(hidden_states, positions, text, time)
-        return self.head(self.norm_out(hidden_states)).clone()  # FSDP2 warns of views
-
-
-TINY_POLICY = Policy(
-    models=("TinyDiT",),
-    split_outputs=(SplitOutput("positions"),),
-    split_inputs=(SplitInput("blocks.0", "hidden_states"),),
-    gather_outputs=(GatherOutput("norm_out"),),
-    self_attention=("blocks.*.self_attention",),
-    blocks=(Blocks("blocks"),),
-    mlps=("blocks.*.mlp",),
-)
-
-
-@dataclass(frozen=True)
-class DiTStep:
-    """As the trainer does it: a policy applied from outside, DDP or FSDP2, some accumulated batches."""
-
-    accumulation: int = 1
-    policy: Policy = TINY_POLICY
-    tokens: int = TOKENS
-    divisor: str = ""
-    """By which product of the plan's degrees FSDP2 divides gradients; by default its own choice stays."""
-
-    def model(self) -> nn.Module:
-        return TinyDiT()
-
-    def __call__(self, model: nn.Module, run: Run) -> Tensor:
-        from opensora_accel.training.build import parallelize
-
-        forward: Any = model
-        if not run.is_reference:
-            init_parallel(run.plan)
-            # The trainer's own function takes no policy: it looks one up by the model's class.
-            with Patch("shardformer.policy:find_policy", lambda _original, _model: self.policy).applied():
-                model, forward = parallelize(model, run.plan, torch.device("cpu"))
-            if self.divisor:
-                factor = math.prod(getattr(run.plan, name, 1) for name in self.divisor.split(" * "))
-                for module in model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_gradient_divide_factor(float(factor))
-        total = torch.zeros(())
-        for micro in range(self.accumulation):
-            loss = _dit_loss(forward, run, self.tokens, micro) / self.accumulation
-            loss.backward()
-            total += loss.detach()
-        return total
-
-
-def _dit_loss(forward: Callable[..., Tensor], run: Run, num_tokens: int, micro: int) -> Tensor:
-    clean = draw(run, BATCH, num_tokens, 5, purpose=3 * micro)
-    time = draw(run, BATCH, purpose=3 * micro + 1)
-    text = draw(run, BATCH, 7, CHANNELS, purpose=3 * micro + 2)
-    return (forward(clean, time, text) - clean).square().mean()
-
-
-def plain_step(model: nn.Module, run: Run) -> Tensor:
-    """Data parallel only, by torch's own means: DDP, or FSDP2 where the plan shards."""
-    from torch.distributed.fsdp import fully_shard
-
-    forward: nn.Module = model
-    if not run.is_reference and run.plan.sharding == "none":
-        forward = DistributedDataParallel(model)
-    elif not run.is_reference:
-        fully_shard(model, mesh=init_parallel(run.plan)["dp_shard"])
-    loss = _dit_loss(forward, run, TOKENS, 0)
-    loss.backward()
-    return loss.detach()
-
-
-@dataclass(frozen=True)
-class WanStep:
-    """The smallest Wan of the tests, by its own policy."""
-
-    options: tuple[str, ...] = ()
-    """Of `tests.models`: image, per_token_time."""
-    size: tuple[int, int, int] = (3, 2, 10)
-    """15 tokens."""
-
-    def model(self) -> nn.Module:
-        from tests.models import wan
-
-        return wan(image="image" in self.options)
-
-    def __call__(self, model: nn.Module, run: Run) -> Tensor:
-        from opensora_accel.training.build import parallelize
-        from tests.models import wan_inputs
-
-        forward: Any = model
-        if not run.is_reference:
-            init_parallel(run.plan)
-            model, forward = parallelize(model, run.plan, torch.device("cpu"))
-        frames, height, width = self.size
-        options: dict[str, Any] = dict.fromkeys(self.options, True)
-        inputs = wan_inputs(frames=frames, height=height, width=width, **options)
-        inputs["hidden_states"] = draw(run, *inputs["hidden_states"].shape)
-        prediction = forward(**inputs, return_dict=False)[0]
-        loss = (prediction - draw(run, *prediction.shape, purpose=1)).square().mean()
-        loss.backward()
-        return loss.detach()
-
-
-@dataclass(frozen=True)
-class TrainerStep:
-    """The real thing: a Trainer on real files, one optimizer step. To be verified with reference="whole"."""
-
-    folder: Path
-    accumulation: int = 1
-    changes: tuple[tuple[str, Any], ...] = ()
-    """Of the configuration, by full name."""
-
-    def __call__(self, run: Run) -> dict[str, float]:
-        from opensora_accel.training.loop import Trainer
-        from opensora_accel.training.tiny_run import told_by_all
-        from tests.training.runs import tiny_config
-
-        changes = {"data.num_workers": 0, "optim.accumulation": self.accumulation, **dict(self.changes)}
-        trainer = Trainer(tiny_config(self.folder, self.folder / "out", run.plan, **changes))
-        run.watch(trainer.state.model)
-        return told_by_all(trainer.step())

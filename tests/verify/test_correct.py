@@ -12,24 +12,14 @@ import pytest
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.verify import verify
 from tests.tiers import PROVE
-from tests.verify import corners, loops
+from tests.verify import corners, loops, parted_loops, sharded_loops
 from tests.verify.by_hand import RingByHand
 from tests.verify.defects import Defective
 from tests.verify.loops import Small
 from tests.verify.meshes import BOTH, HYBRID, RING, SHARDED, TENSOR, ULYSSES, plan
+from tests.verify.model_steps import DiTStep, TinyDiT, TrainerStep, WanStep, plain_step
 from tests.verify.mutants_of_communications import TRACED
-from tests.verify.steps import (
-    AttentionStep,
-    DiTStep,
-    FactorisedStep,
-    JointStep,
-    MegatronStep,
-    ShiftStep,
-    TinyDiT,
-    TrainerStep,
-    WanStep,
-    plain_step,
-)
+from tests.verify.steps import AttentionStep, FactorisedStep, JointStep, MegatronStep, ShiftStep
 
 TO_ULYSSES_3, TO_RING_3 = ULYSSES[:2], RING[:2]
 U2D2, R2D2, R2U2 = plan(dp_replicate=2, ulysses=2), plan(dp_replicate=2, ring=2), plan(ring=2, ulysses=2)
@@ -105,40 +95,44 @@ SEQUENCE = ({"data": 2, "sequence": 2}, {"data": 1, "sequence": 3}, {"data": 3, 
 
 LOOPS: dict[str, tuple[Any, Any, Any]] = {
     "complex weights": (corners.complex_weights, corners.Spectral, DATA),
-    "accelerate's documented loop": (corners.accelerates_documented_loop, Small, DATA),
-    "clipped on ranks only": (corners.clipped_on_ranks_only, Small, DATA),
-    "FSDP2, clipped": (corners.sharded_and_clipped, Small, DATA),
-    "FSDP2, clipped in two groups": (corners.clipped_in_two_groups, Small, DATA),
-    "averaged, then clipped by value": (corners.averaged_then_clipped_by_value, Small, DATA),
-    "FSDP2, then the optimizer": (corners.optimizer_after_sharding, Small, DATA),
+    "accelerate's documented loop": (sharded_loops.accelerates_documented_loop, Small, DATA),
+    "clipped on ranks only": (sharded_loops.clipped_on_ranks_only, Small, DATA),
+    "FSDP2, clipped": (sharded_loops.sharded_and_clipped, Small, DATA),
+    "FSDP2, clipped in two groups": (sharded_loops.clipped_in_two_groups, Small, DATA),
+    "averaged, then clipped by value": (sharded_loops.averaged_then_clipped_by_value, Small, DATA),
+    "FSDP2, then the optimizer": (sharded_loops.optimizer_after_sharding, Small, DATA),
     "a patched class": (corners.patches_the_class, corners.Patched, SEQUENCE),
-    "FSDP1, flat": (corners.fsdp1_flat, Small, DATA),
-    "FSDP1, flat, clipped": (corners.fsdp1_flat_clipped, Small, DATA),
-    "FSDP1, original parameters": (corners.fsdp1_original, Small, DATA),
-    "FSDP1, original parameters, clipped": (corners.fsdp1_original_clipped, Small, DATA),
+    "FSDP1, flat": (sharded_loops.fsdp1_flat, Small, DATA),
+    "FSDP1, flat, clipped": (sharded_loops.fsdp1_flat_clipped, Small, DATA),
+    "FSDP1, original parameters": (sharded_loops.fsdp1_original, Small, DATA),
+    "FSDP1, original parameters, clipped": (sharded_loops.fsdp1_original_clipped, Small, DATA),
     "Megatron's slices": (
-        corners.megatron_slices,
-        corners.Megatron,
+        parted_loops.megatron_slices,
+        parted_loops.Megatron,
         ({"data": 2, "tensor": 2}, {"data": 1, "tensor": 4}),
     ),
     "whole numbers among parameters": (loops.plain_ddp, corners.WithTable, DATA),
     "a small scale under a root": (loops.plain_ddp, corners.WithVariance, DATA),
-    "GradScaler": (corners.loss_scaled, Small, DATA),
+    "GradScaler": (sharded_loops.loss_scaled, Small, DATA),
     "numpy's noise": (corners.numpys_noise, Small, SEQUENCE),
     "local sums and norms": (corners.local_numbers, Small, SEQUENCE),
-    "the norm of a shard": (corners.norm_of_a_shard, Small, DATA),
+    "the norm of a shard": (sharded_loops.norm_of_a_shard, Small, DATA),
     "two iterations": (corners.two_iterations, Small, DATA),
     "a pipeline of cut models": (
-        corners.pipeline_of_cut_models,
-        corners.Stages,
+        parted_loops.pipeline_of_cut_models,
+        parted_loops.Stages,
         ({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
     ),
     "a pipeline of whole models": (
-        corners.pipeline_of_whole_models,
-        corners.Stages,
+        parted_loops.pipeline_of_whole_models,
+        parted_loops.Stages,
         ({"data": 2, "pp": 2}, {"data": 1, "pp": 2}),
     ),
-    "experts": (corners.expert_parallel, corners.Experts, ({"data": 2, "ep": 2}, {"data": 1, "ep": 3})),
+    "experts": (
+        parted_loops.expert_parallel,
+        parted_loops.Experts,
+        ({"data": 2, "ep": 2}, {"data": 1, "ep": 3}),
+    ),
     "flash_attn on a CPU": (corners.flash_attention_over_heads, corners.WithFlashAttention, SEQUENCE[1:]),
 }
 """Loops of users, unusual and right."""

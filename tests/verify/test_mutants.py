@@ -13,9 +13,9 @@ import pytest
 
 from opensora_accel.training.tiny_run import write_clips
 from tests.tiers import PROVE
+from tests.verify.model_steps import TrainerStep
 from tests.verify.mutants import MUTANTS, REPRESENTATIVES
 from tests.verify.mutants_of_forwards import FORWARD_MUTANTS
-from tests.verify.steps import TrainerStep
 
 _NOT_A_DEFECT = r"^(Syntax|Name|Attribute|Import|Assertion|ModuleNotFound)Error"
 """How a step ends whose defect could not be put in; it would be found by accident."""
