@@ -1,6 +1,6 @@
 """flash-attn's functions, described once: their arguments, and the same functions on a CPU.
 
-Models call `flash_attn_func` on [B, S, H, D], or `flash_attn_varlen_func` on packed tokens [total, H, D], in which
+Models call `flash_attn_func` on [B, S, H, D], or `flash_attn_varlen_func` on packed tokens [T, H, D], in which
 sample i has the tokens from `cu_seqlens[i]` to `cu_seqlens[i + 1]`. With `causal`, the last query and the last key are
 of one place: 3 queries see of 5 keys the first 3, 4 and 5. torch's flash kernel for CPUs computes the same.
 """
@@ -84,7 +84,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     **options: Any,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` on a CPU; q, k, v and the result are [total, H, D]."""
+    """`flash_attn.flash_attn_varlen_func` on a CPU; q, k, v and the result are [T, H, D] of all samples' T tokens."""
     outs = []
     for of_q, of_k in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         one = [each[start:end][None] for each, (start, end) in ((q, of_q), (k, of_k), (v, of_k))]

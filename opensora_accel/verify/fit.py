@@ -48,7 +48,7 @@ def magnitude(tensor: Tensor) -> float:
 
 
 def largest(tensors: Iterable[Tensor | None]) -> float:
-    """The magnitude of the largest of them."""
+    """The magnitude of the largest of them, of any shapes [...]."""
     return max((magnitude(tensor) for tensor in tensors if tensor is not None), default=0.0)
 
 

@@ -70,7 +70,7 @@ class Observation:
     input_gradients: dict[str, Tensor] = field(default_factory=dict)
     # On the single device only: parameters as their gradients became ready, the nearest to the loss first, and shapes
     # of parameters that the loss reaches and the model does not have.
-    backward_order: list[str] = field(default_factory=list)
+    backward_order: dict[str, None] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)
     # Parameters that an optimizer steps and the model no longer has.
     stale: list[str] = field(default_factory=list)
@@ -138,14 +138,11 @@ class Observer:
                 hook = module.register_forward_hook(partial(self._note_call, name), with_kwargs=True)
                 self._hooks.callback(hook.remove)
         if self._run.is_reference:
+            order = self.observation.backward_order
             for name, parameter in named_parameters(model):
                 if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(partial(self._note_ready, name))
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, n=name: order.setdefault(n))
                     self._hooks.callback(hook.remove)
-
-    def _note_ready(self, name: str, _parameter: Tensor) -> None:
-        if name not in self.observation.backward_order:
-            self.observation.backward_order.append(name)
 
     def _note_call(self, name: str, _module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -155,7 +155,7 @@ class FlatParameters:
         return id(parameter) in self._ids
 
     def whole(self, read: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """What `read` finds at each flat parameter, by the names and in the shapes of before.
+        """What `read` finds at each flat parameter [N/P], by the names and in the shapes [...] of before.
 
         The state dict of an optimizer is what FSDP1 knows to take apart: here of one whose state is `read`.
 

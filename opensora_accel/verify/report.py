@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import torch
 
 from opensora_accel.verify.causes import Cause, join_words, list_names
-from opensora_accel.verify.fit import Samples
+from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.results import MeshResult, Results
 
 # What may be wrong beside gradients, by the kind of cause, in words for the verdict.
@@ -74,7 +74,9 @@ class Report:
 
     def unproven(self) -> list[str]:
         """Parameters whose gradient is too small to be compared."""
-        return self.all_results.expected.unprovable
+        expected = self.all_results.expected
+        gradients = expected.gradients.items()
+        return [name for name, g in gradients if g is not None and magnitude(g) <= expected.floor]
 
     def verdict(self) -> str:
         """In one sentence."""

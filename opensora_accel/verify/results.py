@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.verify.causes import Cause, Origin, Side, Where
-from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, magnitude, relative_error
+from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, relative_error
 from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.parameters import join_shares, match_rows
@@ -59,20 +59,9 @@ class Expected:
         return {name: statistics.fmean(turn.scalars[name] for turn in self.turns) for name in names}
 
     @cached_property
-    def norms(self) -> list[float]:
-        """The 2-norm and the largest element of all gradients together."""
-        all_ = torch.cat([gradient.flatten() for gradient in self.gradients.values() if gradient is not None])
-        return [torch.linalg.vector_norm(all_, order).item() for order in (2, float("inf"))]
-
-    @cached_property
     def floor(self) -> float:
         """Magnitude under which a gradient is rounding errors."""
         return NEGLIGIBLE * largest(self.gradients.values())
-
-    @property
-    def unprovable(self) -> list[str]:
-        """Parameters whose gradient is too small on the single device to be compared."""
-        return [n for n, g in self.gradients.items() if g is not None and magnitude(g) <= self.floor]
 
 
 @dataclass(frozen=True)
@@ -167,8 +156,10 @@ class MeshResult:
         if not values:
             return True
         # Any way of putting the ranks' numbers together, beside any number of the single device.
-        right = [self.expected.scalars[name], *(self.expected.norms if len(self.expected.turns) > 1 else ())]
-        found = [statistics.fmean(values)]
+        right, found = [self.expected.scalars[name]], [statistics.fmean(values)]
+        if len(self.expected.turns) > 1:
+            gradients = [g.flatten() for g in self.expected.gradients.values() if g is not None]
+            right += [torch.linalg.vector_norm(torch.cat(gradients), order).item() for order in (2, math.inf)]
         if len(values) == self.shape.world_size:
             found += self._combinations(values)
         return any(_is_same(one, other) for one, other in itertools.product(found, right))

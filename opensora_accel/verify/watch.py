@@ -43,7 +43,7 @@ class Clip:
 
 @contextlib.contextmanager
 def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Within it, `see(how, limit, parameters)` is called before torch's clip functions change a gradient.
+    """Within it, `see(how, limit, parameters [...])` is called before torch's clip functions change a gradient.
 
     accelerate, lightning and others call these; FSDP1 has a method of its own. A clip written by hand is not seen.
     """
