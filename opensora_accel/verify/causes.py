@@ -60,6 +60,7 @@ class Where:
     def of(cls, bad: Sequence[MeshShape], good: Sequence[MeshShape], axes: Sequence[str]) -> Where:
         """The simplest rule that holds for all meshes in `bad` and for none in `good`."""
         meshes = tuple(bad)
+        # From the simplest rule on; the first that tells bad from good counts.
         rules = [
             # A ring that is right on two ranks may be wrong from three on.
             *(cls(meshes, "over", (axis,), least) for axis in axes for least in (2, 3, 4)),
@@ -307,6 +308,7 @@ class MissingSum(Cause):
     @property
     def remedy(self) -> str:
         along = join_words(self.axes)
+        # Where most parameters are concerned the average itself is wrong; a few lie in a region of their own.
         if 2 * len(self.names) > self.num_names:
             return (
                 f"the ranks along {along} hold parts of one gradient: average gradients over the mixed group "
@@ -334,34 +336,33 @@ class Scale(Cause):
 
     @property
     def remedy(self) -> str:
-        remedies = {
-            (
-                (),
-                (),
-            ): "a constant, the same on every mesh: a collective or a loss that counts twice, or a divisor that "
-            "is not a number of ranks",
-            (
-                (),
-                (-1,),
-            ): "averaged over a group whose gradients are partial: set the divisor to the data degree "
-            "(FSDP2: set_gradient_divide_factor), or scale the gradient by the degree where the ranks' shares join "
-            '("up")',
-            (
-                (),
-                (1,),
-            ): "counted once per rank that shares the sample: summed where whole gradients are averaged, or a "
-            'gather scales "up" and its split not "down"',
-            ((-1,), ()): "averaged over the data ranks twice: is the loss divided by their number as well?",
-            (
-                (1,),
-                (),
-            ): "summed over the data ranks, not averaged: divide by their number (DDP and FSDP2 do by default)",
-        }
-        powers = tuple(set(self.data_powers)), tuple(set(self.sharing_powers))
-        other = "a divisor or a sum counts other ranks than those that hold parts of this gradient"
-        found = remedies.get(powers, other)
+        # By the exponents over data axes, and over axes whose ranks share a sample.
+        match tuple(set(self.data_powers)), tuple(set(self.sharing_powers)):
+            case (), ():
+                found = (
+                    "a constant, the same on every mesh: a collective or a loss that counts twice, or a divisor that "
+                    "is not a number of ranks"
+                )
+            case (), (-1,):
+                found = (
+                    "averaged over a group whose gradients are partial: set the divisor to the data degree (FSDP2: "
+                    "set_gradient_divide_factor), or scale the gradient by the degree where the ranks' shares join "
+                    '("up")'
+                )
+            case (), (1,):
+                found = (
+                    "counted once per rank that shares the sample: summed where whole gradients are averaged, or a "
+                    'gather scales "up" and its split not "down"'
+                )
+            case (-1,), ():
+                found = "averaged over the data ranks twice: is the loss divided by their number as well?"
+            case (1,), ():
+                found = "summed over the data ranks, not averaged: divide by their number (DDP and FSDP2 do by default)"
+            case _:
+                found = "a divisor or a sum counts other ranks than those that hold parts of this gradient"
         if self.by is not None and self.by.of_others:
             found = "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
+        # A factor that one mesh has and another has not goes with no exponent.
         if not self.is_everywhere:
             found = "a number where the number of ranks should stand, or a collective that counts twice"
         return f"{found}{self.place or ''}"
@@ -454,6 +455,7 @@ class WrongValues(Cause):
             )
         if not self.first_wrong:
             return "look at what the forward communicates"
+        # blocks.1.attn1.to_k.weight is of the module to_k.
         modules = [name.split(".")[-2] for name in self.first_wrong if "." in name]
         comment = ": look at what is communicated there in backward"
         if modules and all(_OF_KEYS.search(module) for module in modules):

@@ -85,6 +85,7 @@ def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path)
         ValueError, FileNotFoundError: options or a step that nothing can be verified with; the reason is also in the
             files that were asked for.
     """
+    # What is left over are options of `train`, which only a config has.
     options, rest = _parser().parse_known_args(arguments)
     try:
         _check_options(options, rest)
@@ -168,6 +169,7 @@ def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
         )
     if options.only == "communication" and options.step is not None and options.world is None:
         raise ValueError("--only communication needs the true mesh: --world data=128,sequence=8")
+    # Better now than after a minute of proving.
     for path in (options.json, options.junit):
         if path is not None and not path.resolve().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
@@ -193,9 +195,10 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
                 on_progress=_show_progress,
             )
         finally:
-            _show("")
+            _show("")  # the line of progress goes, whatever comes next
         print(report, flush=True)
         _write(options, report)  # whatever becomes of the record
+    # The record is of the true mesh, which has its own size; the gradients were proven on small ones.
     if options.only != "gradients" and proof.world is not None:
         shape = MeshShape.of(proof.world, None if isinstance(proof.world, Plan) else options.data_axes)
         # Ranks whose calls are compared: those that share rank 0's sample (up to 8), and the world's last.
@@ -266,6 +269,7 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
             raise ValueError(
                 f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file"
             )
+    # Meshes of the command line come before those of the file, and both before ours.
     defaults = [mesh for mesh in _DEFAULT_MESHES if math.prod(mesh.values()) <= options.max_ranks]
     if not defaults:
         defaults = [{"data": 2, "sequence": 1}, {"data": 1, "sequence": 2}]
@@ -306,6 +310,7 @@ def _load(given: Path) -> ModuleType:
     name = f"_step_file_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
+    # As a script's folder: what the file imports may lie beside it.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)

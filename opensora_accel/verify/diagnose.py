@@ -166,6 +166,7 @@ def _message(text: str) -> str:
     if _UNLIKE.search(text):
         return ""
     lines = text.strip().splitlines()
+    # Behind the last frame: an exception's own lines are not indented, source lines are.
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     return next((line for line in after if line and not line.startswith(" ")), lines[-1])
@@ -291,6 +292,7 @@ def find_slices(results: Results, fits: GradientFits) -> Shares | None:
 
 
 def _one_sided_gradients(results: Results) -> list[Cause]:
+    # By which side lacks the gradient, and apart from them what FSDP2 was told to keep.
     by_side: defaultdict[causes.Side, Shapes] = defaultdict(lambda: Shapes(list))
     held_back, replicas = Shapes(list), dict[str, None]()
     for mesh in results.ran:
@@ -333,6 +335,7 @@ def _wrong_gradients(
         first.append(results.cause(causes.StrangeScale, wrong_shapes(strange), factors=factors))
     if shares is not None:
         first.append(_cause_of_shares(results, shares))
+    # What neither a remedy nor shares explain.
     rest = {name: each for name, each in fits.unexplained.items() if name not in by_shares}
     if rest:
         bad = wrong_shapes(rest)
@@ -412,6 +415,7 @@ def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
 
 
 def _cause_of_shares(results: Results, shares: Shares) -> Cause:
+    # The axes along which the factors differ are those of the split.
     varied = []
     for axis in results.axes:
         groups = shares.shape.groups([axis])  # of ranks that differ along this axis only

@@ -25,17 +25,8 @@ DATA_AXIS_NAMES = ("data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard", *D
 # Axes whose ranks may have no gradient of a parameter that is another rank's: a stage's, an expert's.
 PART_AXIS_NAMES = ("pp", "ep")
 # Axes whose ranks share a sample.
-_SHARING_AXIS_NAMES = {
-    "sequence",
-    "sp",
-    "cp",
-    "context",
-    *SEQUENCE_AXES,
-    "tp",
-    "tensor",
-    "model",
-    *PART_AXIS_NAMES,
-}
+_SEQUENCE_AXIS_NAMES = ("sequence", "sp", "cp", "context", *SEQUENCE_AXES)
+_SHARING_AXIS_NAMES = (*_SEQUENCE_AXIS_NAMES, "tp", "tensor", "model", *PART_AXIS_NAMES)
 # Over these FSDP2 shards parameters; they are replicated over dp_replicate.
 SHARD_AXES = MIXED_AXES[1:]
 _NAMED = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES, "shard": SHARD_AXES}
@@ -66,12 +57,14 @@ class MeshShape:
                     f"a Plan has data axes of its own ({', '.join(DATA_AXES)}); leave data_axes out"
                 )
             return cls(tuple(zip(MESH_AXES, mesh.degrees, strict=True)), DATA_AXES, mesh)
+        # True is an int to Python, and no degree.
         for axis, degree in mesh.items():
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise ValueError(
                     f"mesh axis {axis} must be a whole number of ranks, at least 1; got {degree!r}"
                 )
-        unknown = [axis for axis in mesh if axis not in _SHARING_AXIS_NAMES.union(DATA_AXIS_NAMES)]
+        # To guess would be worse than to ask: a missing average over an axis that shares samples is none.
+        unknown = [axis for axis in mesh if axis not in (*DATA_AXIS_NAMES, *_SHARING_AXIS_NAMES)]
         if unknown and data_axes is None:
             raise ValueError(
                 f"do the ranks along {' and '.join(unknown)} see different samples, or share one? Say so: data_axes "
@@ -111,6 +104,7 @@ class MeshShape:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's place along every axis."""
+        # The innermost axis counts fastest: on ring=2 × ulysses=3 rank 4 is ring 1, ulysses 1.
         found: dict[str, int] = {}
         for axis, degree in reversed(self.degrees):
             rank, found[axis] = divmod(rank, degree)
@@ -132,6 +126,7 @@ class MeshShape:
         """All ranks, in groups that differ along `axes` only."""
         found: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.world_size):
+            # Ranks of a group have the same place along every other axis.
             key = tuple((axis, at) for axis, at in self.coordinates(rank).items() if axis not in axes)
             found.setdefault(key, []).append(rank)
         return list(found.values())
@@ -184,6 +179,7 @@ def name_of(axes: tuple[str, ...], shape: MeshShape) -> str:
     if len(axes) == 1:
         return axes[0]
     listed = " × ".join(axes)
+    # What the Plan calls sequence is ring alone where ulysses has one rank: only used axes count.
     for name, members in _NAMED.items():
         if axes == shape.used(members):
             return f"{name} ({listed})"
@@ -227,11 +223,13 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
     if plan.tp > 1:
         raise ValueError(f"tp={plan.tp}: tensor parallelism cannot be verified yet; use tp=1")
     used = [axis for axis in MESH_AXES if getattr(plan, axis) > 1]
+    # The data axis is the one over which this plan would really average.
     if not any(axis in DATA_AXES for axis in used):
         used.insert(0, "dp_shard" if plan.sharding != "none" else "dp_replicate")
     one = plan.replace(**dict.fromkeys(MESH_AXES, 1))
     pairs = itertools.combinations(used, 2) if max_ranks >= 4 else ()
     found = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
+    # Each axis alone, in sizes that make 1/P another number than 1/2 or a constant.
     for axis in used:
         sizes = (2, 4) if axis in DATA_AXES else (2, 3, 4)
         smallest = 3 if len(used) > 1 and max_ranks >= 4 else 2  # two ranks of it are in the pairs
@@ -273,5 +271,6 @@ class Run:
         """The mesh on CPU, with the axes' names: what FSDP2, diffusers and DTensor take."""
         from torch.distributed.device_mesh import init_device_mesh
 
+        # Lazily: a step that verifies a Plan may never ask for it, and to make a mesh is collective.
         sizes: Any = tuple(degree for _, degree in self.shape.degrees)
         return init_device_mesh("cpu", sizes, mesh_dim_names=self.shape.axes)

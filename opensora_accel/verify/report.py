@@ -106,10 +106,12 @@ class Report:
         lines = [
             f"verified in fp64: {num_parameters} parameters on {num_meshes} meshes, {self.seconds:.1f} s"
         ]
+        # One line for every mesh, its figures in a column.
         width = max(len(str(mesh.shape)) for mesh in self.results)
         for mesh in self.results:
             mark = "✓" if self.all_results.is_right(mesh) else "✗"
             lines.append(f"  {mark} {mesh.shape!s:{width}}  {_describe(mesh)}")
+        # Causes and notes are paragraphs of their own, where there are any.
         lines += [""] if self.causes else []
         for number, cause in enumerate(self.causes, 1):
             lines += [f"{number}. {cause.what}", f"   {cause.remedy}"]
@@ -166,6 +168,7 @@ def to_junit(report: Report | None, violations: Sequence[str] | None, error: str
     `error`: why nothing, or not all, was compared.
     """
     cases: list[tuple[str, float, Sequence[str], str]] = []
+    # A mesh fails with every cause that shows on it; a cause of no mesh fails none.
     if report is not None:
         for mesh in report.results:
             shown = [str(cause) for cause in report.causes if str(mesh.shape) in cause.meshes]

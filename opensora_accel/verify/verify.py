@@ -203,6 +203,7 @@ class _Runner:
         Raises:
             ValueError: the step fails, or leaves no gradient.
         """
+        # What one device does depends on the mesh by nothing else.
         key = self._num_turns(shape), "" if shape.plan is None else shape.plan.precision
         if key not in self._expected:
             try:
@@ -302,6 +303,7 @@ def _advice(text: str) -> str:
 
 def _check_reference(expected: Expected) -> None:
     """ValueError where a single device gives nothing to compare a gradient with."""
+    # NaN on one device says nothing of any mesh.
     gradients = {name: g for name, g in expected.gradients.items() if g is not None}
     infinite = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     if infinite:
