@@ -534,4 +534,4 @@ def test_loops_as_users_have_them_keep_the_promises_of_their_axes(step, mesh):
     if step is loops.accelerated:
         pytest.importorskip("accelerate")
     fake = step is not loops.accelerated  # there DDP's own comparison of shapes reads memory
-    assert broken_promises(record_step(step, loops.small, mesh, ranks=[0, 1], fake_tensors=fake)) == []
+    assert broken_promises(record_step(step, loops.Small, mesh, ranks=[0, 1], fake_tensors=fake)) == []
