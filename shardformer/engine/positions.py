@@ -1,7 +1,7 @@
 """Positions that are made, or enter, where the tokens are split already: inside attention.
 
-Wan's own code calls `rope_apply(x, grid_sizes, freqs)` in every attention, and takes the first rows of `freqs` for the
-tokens of x. On rank 1 of 2, which holds the last tokens, these are the wrong rows. There are two ways to be right:
+A model's code may call `rope_apply(x, grid_sizes, freqs)` in every attention, and take the first rows of `freqs` for
+the tokens of x. On rank 1 of 2, which holds the last tokens, these are the wrong rows. There are two ways to be right:
 
     tables   the function gets this rank's rows of a table that has a row for every token of the clip
     tokens   the function gets as many tokens as the clip has, this rank's in their places and zeros elsewhere, and
