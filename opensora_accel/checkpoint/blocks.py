@@ -22,8 +22,8 @@ from opensora_accel.wrapping import wrap_forward
 
 Mode = Literal["full", "selective"]
 
+# Blocks at the end that never leave: backward needs them at once.
 KEEP_LAST = 1
-"""Blocks at the end that never leave: backward needs them at once."""
 
 
 def checkpoint_blocks(

@@ -21,6 +21,8 @@ from opensora_accel.offload.calls import Kept, Saved
 
 logger = logging.getLogger(__name__)
 
+# Operations that are kept, with the token dim of their queries and keys. None: always, whatever this rank's share of
+# either: all ranks must do the same, and running it again would communicate again.
 ATTENTION_KERNELS = {
     "aten::_scaled_dot_product_flash_attention": -2,
     "aten::_scaled_dot_product_flash_attention_for_cpu": -2,
@@ -30,8 +32,6 @@ ATTENTION_KERNELS = {
     "flash_attn::_flash_attn_forward": -3,
     "opensora_accel::ring_attention": None,
 }
-"""Operations that are kept, with the token dim of their queries and keys. None: always, whatever this rank's share of
-either: all ranks must do the same, and running it again would communicate again."""
 
 
 def attention_contexts(engine: OffloadEngine, call: Call | None) -> Callable[[], tuple[Any, Any]]:

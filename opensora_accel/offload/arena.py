@@ -17,11 +17,11 @@ from torch import Tensor
 
 from opensora_accel.offload.host_memory import allocate_on_host
 
+# Entries start at multiples of this, so that every dtype can view them and copies are aligned.
 ALIGNMENT_BYTES = 64
-"""Entries start at multiples of this, so that every dtype can view them and copies are aligned."""
 
+# uint8 [size_bytes], and the function that gives it back.
 Allocation = tuple[Tensor, Callable[[], None]]
-"""uint8 [size_bytes], and the function that gives it back."""
 
 
 def aligned(size_bytes: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_accel.offload.choose import BlockTimes
+from opensora_accel.offload.choose import Measurement, Moment
 from opensora_accel.offload.packing import TensorMeta
 
 
@@ -80,14 +80,20 @@ class Call:
 
     previous: weakref.ref[Call] | None = None  # the call before, which backward reaches next
     is_open: bool = False  # whether its forward is running
-    times: BlockTimes | None = None
+    measurement: Measurement | None = None
+    block: int = 0  # which one, where it is measured
     device: torch.device | None = None  # of all that it moves
     saved: list[weakref.ref[Saved]] = field(default_factory=list)
+    # Copies out that compute has not waited for, with their tensor and its bytes, which must live until then.
     leaving: list[tuple[Ticket, Tensor, Tensor]] = field(default_factory=list)
-    """Copies out that compute has not waited for, with their tensor and its bytes, which must live until then."""
+    # uint8 [size_bytes] on the device by `Saved.index`, until autograd takes it.
     fetched: dict[int, Tensor] = field(default_factory=dict)
-    """uint8 [size_bytes] on the device by `Saved.index`, until autograd takes it."""
     arrived: Any = None  # the event of the copies in, until the compute queue has waited for it
+
+    def note(self, moment: Moment) -> None:
+        """Marks a moment of the pass that is measured, where this call is a part of it."""
+        if self.measurement is not None:
+            self.measurement.note(moment, self.block)
 
     def alive(self) -> list[Saved]:
         """What autograd still holds of this call."""

@@ -10,50 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from opensora_accel.offload.device import Queue, Queues
 
+# What waiting for copies may cost, as a share of a pass, before blocks stay on the device for it.
 ALLOWED_STALL = 0.02
-"""What waiting for copies may cost, as a share of a pass, before blocks stay on the device for it."""
 
 # ---- measuring a pass
 
-
-@dataclass(eq=False)
-class BlockTimes:
-    """Marks of one block on the compute queue, set so that its waits for copies lie outside."""
-
-    measurement: Measurement
-    index: int
-    entered: Any
-    left: Any = None
-    recomputed: Any = None  # its inputs are back: recomputation and backward begin
-    ended: Any = None
-    """Backward is through; None for the block that it reaches last, behind which nobody looks."""
-    moved_bytes: int = 0
-
-    def end_forward(self) -> None:
-        self.left = self.measurement.queues.mark(Queue.COMPUTE)
-
-    def begin_load(self) -> None:
-        """Before compute waits for this block's inputs: the block whose backward ran has ended."""
-        measurement = self.measurement
-        if measurement.computing not in (None, self):
-            measurement.computing.ended = measurement.queues.mark(Queue.COMPUTE)
-            measurement.computing = None
-
-    def begin_backward(self) -> None:
-        self.begin_load()
-        measurement = self.measurement
-        # Within the pass: a training loop may reset the statistics at the end of a step.
-        peak_bytes = measurement.queues.peak_bytes()
-        if peak_bytes is not None:
-            measurement.peak_bytes = max(peak_bytes, measurement.peak_bytes or 0)
-        self.recomputed = measurement.queues.mark(Queue.COMPUTE)
-        measurement.computing = self
+# Of a block. It loads before compute waits for its inputs; when they are back, recomputation and backward begin.
+Moment = Literal["forward", "forward end", "load", "backward"]
 
 
 @dataclass(frozen=True)
@@ -67,19 +37,22 @@ class BlockCost:
 
 @dataclass(eq=False)
 class Measurement:
-    """One forward and backward pass. The engine fills it; it is read when backward has ended."""
+    """One forward and backward pass. The engine notes what happens; it is read when backward has ended."""
 
     queues: Queues
-    blocks: list[BlockTimes] = field(default_factory=list)
-    copies: list[tuple[Queue, int, Any, Any]] = field(default_factory=list)
-    """Bytes, and the marks before and after."""
-    computing: BlockTimes | None = None  # the block whose backward runs now
+    next_block: int = 0  # the one that is about to be called
+    marks: list[tuple[Moment, int, Any]] = field(default_factory=list)  # with the block, on the compute queue
+    copies: list[tuple[Queue, int, Any, Any]] = field(default_factory=list)  # bytes, marks before and after
+    moved_bytes: Counter[int] = field(default_factory=Counter)  # by block
     peak_bytes: int | None = None  # of the device
-    next_index: int = 0  # the block that is about to be called
 
-    def begin_block(self) -> BlockTimes:
-        self.blocks.append(BlockTimes(self, self.next_index, self.queues.mark(Queue.COMPUTE)))
-        return self.blocks[-1]
+    def note(self, moment: Moment, block: int) -> None:
+        """Marks a moment of a block on the compute queue, before it waits for copies or after."""
+        if moment == "backward":
+            # Within the pass: a training loop may reset the statistics at the end of a step.
+            peak_bytes = self.queues.peak_bytes()
+            self.peak_bytes = self.peak_bytes if peak_bytes is None else max(peak_bytes, self.peak_bytes or 0)
+        self.marks.append((moment, block, self.queues.mark(Queue.COMPUTE)))
 
     @contextlib.contextmanager
     def copying(self, queue: Queue, size_bytes: int) -> Iterator[None]:
@@ -89,17 +62,28 @@ class Measurement:
 
     def is_complete(self) -> bool:
         """Whether backward has reached every block of the forward."""
-        return bool(self.blocks) and all(times.recomputed is not None for times in self.blocks)
+        called = {block for moment, block, _ in self.marks if moment == "forward"}
+        return bool(called) and called == {block for moment, block, _ in self.marks if moment == "backward"}
 
     def costs(self, num_blocks: int) -> list[BlockCost]:
         """One for each block in forward order; one that was skipped costs nothing. The host waits for the queues."""
-        seconds = self.queues.seconds
-        backward = {t.index: seconds(t.recomputed, t.ended) for t in self.blocks if t.ended is not None}
+        seconds, begun = self.queues.seconds, dict[int, Any]()
+        forward, backward, computing = dict[int, float](), dict[int, float](), -1
+        for moment, block, mark in self.marks:
+            if moment == "forward end":
+                forward[block] = seconds(begun[block], mark)
+                continue
+            if computing not in (-1, block):  # the next block loads, so that this one's backward has ended
+                backward[computing], computing = seconds(begun[computing], mark), -1
+            if moment != "load":
+                begun[block] = mark
+            if moment == "backward":
+                computing = block
+        # Behind the block that backward reaches last nobody looks.
         mean = sum(backward.values()) / max(1, len(backward))
         costs = [BlockCost(0, 0.0, 0.0)] * num_blocks
-        for times in self.blocks:
-            forward_s = seconds(times.entered, times.left)
-            costs[times.index] = BlockCost(times.moved_bytes, forward_s, backward.get(times.index, mean))
+        for block, forward_s in forward.items():
+            costs[block] = BlockCost(self.moved_bytes[block], forward_s, backward.get(block, mean))
         return costs
 
     def bandwidth_bytes_per_s(self, queue: Queue) -> float | None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# One block computes from its slot while the next is fetched into the other.
 NUM_SLOTS = 2
-"""One block computes from its slot while the next is fetched into the other."""
 
 
 class Queue(enum.Enum):
@@ -28,8 +28,8 @@ class Queue(enum.Enum):
 class Queues:
     """The queues of a device whose memory is the host's: every copy is done when `copy` returns, nothing waits."""
 
+    # Whether copies run beside compute.
     overlaps = False
-    """Whether copies run beside compute."""
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
         """Starts copying uint8 [size_bytes]. The caller keeps both alive until it has waited for it."""

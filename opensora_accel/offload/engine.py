@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from opensora_accel.offload.arena import Arena, aligned
 from opensora_accel.offload.calls import Call, Kept, OffloadCounters, Saved, Ticket
-from opensora_accel.offload.choose import BlockTimes, Decision, Measurement
+from opensora_accel.offload.choose import Decision, Measurement
 from opensora_accel.offload.device import Queue, Queues, Slots, queues_for
 from opensora_accel.offload.host_memory import default_limit_bytes
 from opensora_accel.offload.packing import TensorMeta, can_move, from_bytes, identity, to_bytes
@@ -60,8 +60,8 @@ class OffloadEngine:
         self.enable = False
         self.arena: Arena | None = None
         self.memory_target_bytes = memory_target_bytes
+        # What `offload="auto"` has chosen, newest last.
         self.decisions: list[Decision] = []
-        """What `offload="auto"` has chosen, newest last."""
         self._make_queues = make_queues
         self._queues: dict[torch.device, Queues] = {}
         self._slots: dict[torch.device, Slots] = {}
@@ -196,8 +196,9 @@ class OffloadEngine:
             yield Call()
             return
         with self._lock:
-            times = None if measurement is None else measurement.begin_block()
-            call = Call(self._last_call, is_open=True, times=times)
+            block = 0 if measurement is None else measurement.next_block
+            call = Call(self._last_call, is_open=True, measurement=measurement, block=block)
+            call.note("forward")
             self._last_call = weakref.ref(call)
         by_identity = {identity(tensor): tensor for tensor in marked}
 
@@ -244,8 +245,8 @@ class OffloadEngine:
     def begin_backward(self, call: Call) -> None:
         """The call's recomputation starts: what backward needs after it is fetched meanwhile."""
         with self._lock:
-            if call.times is not None:
-                call.times.begin_backward()
+            call.note("load")
+            call.note("backward")
             self._take_back()
             previous = call.previous() if call.previous is not None else None
             if previous is not None and not previous.fetched:
@@ -254,8 +255,7 @@ class OffloadEngine:
     def load(self, saved: Saved) -> Tensor:
         """The tensor [...], in a slot. Compute waits for its copy in, which mostly is under way or done."""
         with self._lock:
-            if saved.call.times is not None:
-                saved.call.times.begin_load()
+            saved.call.note("load")
             return self._take(saved)
 
     # ---- how it is done
@@ -264,6 +264,7 @@ class OffloadEngine:
         if not self.enable or self.arena is None or tensor in self._ignored:
             return None
         self._take_back()
+        # One fetch brings all of a call back, so it has one device.
         if not can_move(tensor) or call.device not in (None, tensor.device):
             self._keep(tensor.numel() * tensor.element_size())
             return None
@@ -295,12 +296,14 @@ class OffloadEngine:
         counters.moved_bytes += size_bytes
         counters.in_use_bytes += size_bytes
         counters.peak_bytes = max(counters.peak_bytes, counters.in_use_bytes)
-        if call.times is not None:
-            call.times.moved_bytes += size_bytes
+        if call.measurement is not None:
+            call.measurement.moved_bytes[call.block] += size_bytes
         queues, data = self.queues(tensor.device), to_bytes(tensor, meta)
+        # The block before has given the tensor's computation to the compute queue: the copy runs after that.
         queues.wait(Queue.OUT, queues.record(Queue.COMPUTE))
-        _copy(queues, Queue.OUT, host, data, call.times)
+        _copy(queues, Queue.OUT, host, data, call.measurement)
         ticket.copied = queues.record(Queue.OUT)
+        # Held until compute has waited for the copy: freed before, the memory would be used again under it.
         call.leaving.append((ticket, tensor, data))
         return ticket
 
@@ -308,8 +311,7 @@ class OffloadEngine:
         # The forward is through: its inputs may go, and backward finds slots that are large enough.
         with self._lock:
             call.is_open = False
-            if call.times is not None:
-                call.times.end_forward()
+            call.note("forward end")
             self._wait_for_copies_out(call)
             alive = call.alive()
             if alive:
@@ -344,10 +346,10 @@ class OffloadEngine:
         call.fetched = {}
         for saved, piece in zip(wanted, memory.split(sizes), strict=True):
             ticket = saved.ticket
-            if ticket.copied is not None:
+            if ticket.copied is not None:  # asked back before its call has ended
                 queues.wait(Queue.IN, ticket.copied)
             call.fetched[saved.index] = piece[: ticket.meta.size_bytes]
-            _copy(queues, Queue.IN, call.fetched[saved.index], ticket.host, saved.call.times)
+            _copy(queues, Queue.IN, call.fetched[saved.index], ticket.host, saved.call.measurement)
             self._counters.fetched += 1
             self._counters.fetched_bytes += ticket.meta.size_bytes
         call.arrived = queues.record(Queue.IN)
@@ -414,10 +416,7 @@ class OffloadEngine:
 
 
 def _copy(
-    queues: Queues, queue: Queue, destination: Tensor, source: Tensor, times: BlockTimes | None
+    queues: Queues, queue: Queue, destination: Tensor, source: Tensor, measured: Measurement | None
 ) -> None:
-    if times is None:
+    with contextlib.nullcontext() if measured is None else measured.copying(queue, source.numel()):
         queues.copy(queue, destination, source)
-    else:
-        with times.measurement.copying(queue, source.numel()):
-            queues.copy(queue, destination, source)

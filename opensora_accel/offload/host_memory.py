@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
 
+# Ranks of this machine, by launcher: torchrun, accelerate and colossalai; Open MPI; MPICH; srun.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
-"""Ranks of this machine, by launcher: torchrun, accelerate and colossalai; Open MPI; MPICH; srun."""
 
 
 def allocate_on_host(size_bytes: int) -> Tensor:

@@ -27,8 +27,8 @@ class TensorMeta:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    # Then its distinct elements travel; otherwise all that lies between its first and its last.
     has_gaps: bool
-    """Then its distinct elements travel; otherwise all that lies between its first and its last."""
     num_elements: int
 
     @classmethod

@@ -33,10 +33,10 @@ from opensora_accel.offload.engine import OffloadEngine
 
 logger = logging.getLogger(__name__)
 
+# What of the device may be filled where no target is set: the rest is for fragments and other libraries.
 MEMORY_SHARE = 0.9
-"""What of the device may be filled where no target is set: the rest is for fragments and other libraries."""
+# How long to wait for an optimizer step, which a loop may do by hand, and for a measured pass to reach its end.
 _PATIENCE_PASSES = 8
-"""So long is waited for an optimizer step, which a loop may do by hand, and for a measured pass to reach its end."""
 _SIZES_PER_DOUBLING = 8
 
 
@@ -61,8 +61,8 @@ class OffloadShare:
     def __init__(
         self, engine: OffloadEngine, offload: float | Literal["auto"], num_blocks: int, keep_last: int
     ):
+        # The one of the pass whose forward is running, when that is measured.
         self.measurement: Measurement | None = None
-        """The one of the pass whose forward is running, when that is measured."""
         self.engine, self._num_blocks, self._keep_last = engine, num_blocks, keep_last
         self._is_auto = offload == "auto"
         self._most = self._num_moved = num_blocks_to_move(offload, num_blocks, keep_last)
@@ -82,7 +82,7 @@ class OffloadShare:
                 self._begin_pass(marked)
             self._last_index = index
             if self.measurement is not None:
-                self.measurement.next_index = index
+                self.measurement.next_block = index
         return index < self._num_moved
 
     def _begin_pass(self, marked: Sequence[Tensor]) -> None:

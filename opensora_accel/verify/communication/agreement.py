@@ -30,8 +30,8 @@ class Violation:
     rule: str
     actual: str
     remedy: str
+    # The lines that the calls in question came from.
     sources: tuple[str, ...] = ()
-    """The lines that the calls in question came from."""
 
     def __str__(self) -> str:
         text = f"{self.rule}; but {self.actual}; {self.remedy}"

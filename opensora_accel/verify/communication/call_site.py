@@ -15,8 +15,9 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # opensora_accel
 _TOOLKIT = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "shardformer") + os.sep)
+# Files outside of torch that pass a call on.
 _PLUMBING = (_HERE, os.path.join(_PACKAGE, "communications", "transport.py"), "<")
-"""Files outside of torch that pass a call on."""
+# Files of torch that pass a call on: they stand between whoever communicates and its operator.
 _PLUMBING_OF_TORCH = (
     *("_compile.py", "_dynamo/", "_library/", "_ops.py", "_subclasses/", "autograd/function.py"),
     *(
@@ -27,11 +28,10 @@ _PLUMBING_OF_TORCH = (
     *("distributed/utils.py", "nn/modules/module.py", "utils/_contextlib.py"),
     *("utils/_python_dispatch.py", "utils/_stats.py"),
 )
-"""Files of torch that pass a call on: they stand between whoever communicates and its operator."""
 _PASSES_ON = ("__torch_dispatch__", "__torch_function__", "__call__")
 _ENGINE = "autograd/graph.py"
+# Files of torch that stand between autograd's engine and a call only where a forward runs again.
 _RECOMPUTES = ("utils/checkpoint.py", "nn/modules/module.py")
-"""Files of torch that stand between autograd's engine and a call only where a forward runs again."""
 _OWNERS = (
     ("distributed/fsdp/_fully_shard/", "FSDP2"),
     ("distributed/fsdp/", "FSDP1"),
@@ -46,22 +46,22 @@ _OWNERS = (
 class CallSite:
     """The lines behind one call."""
 
+    # The innermost line outside of torch: `path/file.py:123 in function`.
     source: str = "no Python frame"
-    """The innermost line outside of torch: `path/file.py:123 in function`."""
+    # The innermost line outside of torch and of this toolkit: mostly the model's, or the step's.
     caller: str = "no Python frame"
-    """The innermost line outside of torch and of this toolkit: mostly the model's, or the step's."""
+    # Which part of torch made the call on behalf of that line; empty where the line itself did.
     via: str = ""
-    """Which part of torch made the call on behalf of that line; empty where the line itself did."""
+    # Whether, within backward, a forward runs again.
     is_recomputed: bool = False
-    """Whether, within backward, a forward runs again."""
 
     def __str__(self) -> str:
         source = self.source if self.caller == self.source else f"{self.source} ← {self.caller}"
         return f"{self.via}, under {source}" if self.via else source
 
 
+# Where C++ made a call outside of any line.
 NOWHERE = CallSite()
-"""Where C++ made a call outside of any line."""
 
 
 def find_call_site() -> CallSite:

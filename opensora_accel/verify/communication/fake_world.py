@@ -165,8 +165,8 @@ class _Finished(dist.Work):
         return True
 
 
+# For each group: what every rank has given to its first, second, … all-gather of whole numbers.
 Exchanges = dict[tuple[int, ...], list[dict[int, Tensor]]]
-"""For each group: what every rank has given to its first, second, … all-gather of whole numbers."""
 
 
 class OtherRanks(TorchDispatchMode):

@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from opensora_accel.verify.communication.call_site import NOWHERE, CallSite
 
+# Where torch keeps operators that communicate.
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
-"""Where torch keeps operators that communicate."""
 
+# Operators of these namespaces that send and take nothing.
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
-"""Operators of these namespaces that send and take nothing."""
 
 _OPERATORS = {
     "all-reduce": (
@@ -48,40 +48,40 @@ _OPERATORS = {
     "barrier": ("barrier", "monitored_barrier_"),
 }
 _KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names}
+# Names of what a rank gives, in the schemas.
 _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
-"""Names of what a rank gives, in the schemas."""
 
 
+# Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
+# averaged by hand stand there, and the forward of a second microbatch.
 FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
-"""Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
-averaged by hand stand there, and the forward of a second microbatch."""
 
 
 @dataclass(frozen=True)
 class Call:
     """One collective, or one end of a message, on one rank. Ranks are global."""
 
+    # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter, send, recv, barrier,
+    # or unknown for an operator that is not in the table: then its bytes are not known.
     kind: str
-    """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter, send, recv, barrier,
-    or unknown for an operator that is not in the table: then its bytes are not known."""
     operator: str
+    # In the group's order.
     group: tuple[int, ...]
-    """In the group's order."""
+    # The other end of a send or recv, the root of a broadcast, reduce, gather or scatter.
     peer: int | None
-    """The other end of a send or recv, the root of a broadcast, reduce, gather or scatter."""
+    # What other ranks get from this one.
     sent_bytes: int
-    """What other ranks get from this one."""
     input_bytes: int
+    # In the input, or in what a recv fills.
     num_elements: int
-    """In the input, or in what a recv fills."""
     dtype: str
+    # In an all-to-all, the bytes for every rank of the group.
     sent_to: tuple[int, ...] | None = None
-    """In an all-to-all, the bytes for every rank of the group."""
     received_from: tuple[int, ...] | None = None
     phase: str = FORWARD
     where: CallSite = NOWHERE
+    # Parameters whose gradients are known to be in the input.
     gradients: tuple[str, ...] = ()
-    """Parameters whose gradients are known to be in the input."""
 
     @property
     def source(self) -> str:

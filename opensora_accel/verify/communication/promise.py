@@ -32,15 +32,15 @@ from opensora_accel.verify.meshes import (
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# Kinds by which no rank gets the gradients of all others. Any other may be a part of an average by hand.
 _LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")
-"""Kinds by which no rank gets the gradients of all others. Any other may be a part of an average by hand."""
 _NUM_SHOWN = 3
 _AVERAGE_OVER_MIXED = (
     'average over parallel_states.get_parallel_group("mixed") (DDP\'s process_group, or the mesh of fully_shard), '
     "and over nothing else"
 )
+# What attention sends over each of its axes.
 _TRAVELS = {"ring": "send", "ulysses": "all-to-all"}
-"""What attention sends over each of its axes."""
 
 
 def broken_promises(record: Record) -> list[Violation]:

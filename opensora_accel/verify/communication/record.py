@@ -30,14 +30,14 @@ from opensora_accel.verify.communication.operators import (
 )
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+# Namespaces whose operators are looked at as they are; others are run in parts, where they have any.
 _OPAQUE = (*NAMESPACES, "aten", "prim", "prims")
-"""Namespaces whose operators are looked at as they are; others are run in parts, where they have any."""
 
+# What the averaging of gradients is made of: buckets, casts and divisors. Views share their storage anyway.
 _HOLDS_GRADIENTS_OF_ITS_INPUTS = {
     *("aten::_foreach_copy_", "aten::_foreach_div", "aten::_foreach_mul", "aten::_to_copy", "aten::cat"),
     *("aten::clone", "aten::copy_", "aten::div", "aten::mul", "aten::stack"),
 }
-"""What the averaging of gradients is made of: buckets, casts and divisors. Views share their storage anyway."""
 
 
 class Recorder(TorchDispatchMode):
@@ -107,8 +107,8 @@ class _GradientStorages:
         self._parameters = parameters
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._storages: dict[int, tuple[StorageWeakRef, frozenset[str]]] = {}
+        # Parameters that had a gradient after some backward, also if it was cleared since.
         self.seen: set[str] = set()
-        """Parameters that had a gradient after some backward, also if it was cleared since."""
 
     def note(self) -> None:
         self.seen |= {name for name, parameter in self._parameters.items() if parameter.grad is not None}

@@ -29,8 +29,8 @@ from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, group_of
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 
+# Sizes that ranks send each other are known once all have been recorded; then all are recorded again with them.
 _MOST_RECORDINGS = 4
-"""Sizes that ranks send each other are known once all have been recorded; then all are recorded again with them."""
 
 _NOT_FAKE = (
     fake_tensor.DataDependentOutputException,
@@ -47,18 +47,18 @@ class Parameter:
     """What is known of a parameter once the step is done."""
 
     name: str
+    # The whole parameter's.
     num_elements: int
-    """The whole parameter's."""
+    # It asks for a gradient, and has one, or had one (of sharded ones, where any has: a step may clear them).
     is_trained: bool
-    """It asks for a gradient, and has one, or had one (of sharded ones, where any has: a step may clear them)."""
+    # Ranks that hold a part of it each, where FSDP2 made it a DTensor.
     shard_ranks: int | None = None
-    """Ranks that hold a part of it each, where FSDP2 made it a DTensor."""
+    # What FSDP2 sends of it: the dim that is cut, filled up to a multiple of `shard_ranks`.
     padded_elements: int | None = None
-    """What FSDP2 sends of it: the dim that is cut, filled up to a multiple of `shard_ranks`."""
+    # FSDP2 keeps it gathered after forward, as it does by default with the root module's own parameters.
     may_stay_gathered: bool = False
-    """FSDP2 keeps it gathered after forward, as it does by default with the root module's own parameters."""
+    # One was seen after a backward, or is there.
     has_gradient: bool = False
-    """One was seen after a backward, or is there."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Record:
 
     shape: MeshShape
     ranks: tuple[RankRecord, ...]
+    # What this record cannot tell.
     notes: tuple[str, ...] = ()
-    """What this record cannot tell."""
 
     def table(self) -> str:
         """Rows in the order of their first call: phase, collective, group, calls and bytes sent, source line."""
