@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+# Submodules of Open-Sora's module that are no submodules of this package.
 _ELSEWHERE = {"shardformer": "shardformer", "plugin": "shardformer.colossalai.plugin"}
-"""Submodules of Open-Sora's module that are no submodules of this package."""
 
 
 def install_as(name: str) -> None:

@@ -51,11 +51,11 @@ if __name__ != "opensora_accel.parallel_states":
 _COMPOSED_AXES = {"data": DATA_AXES, "sequence": SEQUENCE_AXES, "mixed": MIXED_AXES}
 _GROUP_NAMES = (*_COMPOSED_AXES, "tensor", *MESH_AXES)
 
+# Three years. Backends count in milliseconds, which overflow.
 _LONGEST_TIMEOUT_S = 1e8
-"""Three years. Backends count in milliseconds, which overflow."""
 
+# How long ranks wait for each other when they start: those of a large job may import from slow storage.
 _START_TIMEOUT_S = 600.0
-"""How long ranks wait for each other when they start: those of a large job may import from slow storage."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}

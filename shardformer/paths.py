@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+# Wrappers that call the module they hold, and nothing besides.
 _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
-"""Wrappers that call the module they hold, and nothing besides."""
 
 
 def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

@@ -32,16 +32,16 @@ from opensora_accel.communications.sizes import Sizes, exchange_integers
 class AttentionCall:
     """The facts of a call on which all ranks agree; the tensors go beside it."""
 
+    # Every rank's number of queries.
     splits: Sizes
-    """Every rank's number of queries."""
+    # Every rank's number of keys.
     kv_splits: Sizes
-    """Every rank's number of keys."""
+    # Query i sees keys 0…i of the whole sequence.
     causal: bool = False
-    """Query i sees keys 0…i of the whole sequence."""
+    # What scores are multiplied by; None is 1/√D.
     scale: float | None = None
-    """What scores are multiplied by; None is 1/√D."""
+    # Which tokens the ranks of a ring hold.
     layout: TokenLayout = "contiguous"
-    """Which tokens the ranks of a ring hold."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Text:
     k: Tensor
     v: Tensor
     mask: Tensor | None
+    # Whether text stands before the video.
     first: bool
-    """Whether text stands before the video."""
 
 
 def enter_call(

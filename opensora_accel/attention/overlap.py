@@ -26,8 +26,8 @@ from opensora_accel.communications import ring_exchange
 class RingHardware:
     """What one rank computes and what it sends to the next rank of the ring."""
 
+    # The attention kernel's speed: about half of the peak that a data sheet gives.
     flops_per_s: float
-    """The attention kernel's speed: about half of the peak that a data sheet gives."""
     bandwidth_bytes_per_s: float
 
     def __post_init__(self) -> None:
@@ -46,8 +46,8 @@ class RingShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    # With a balanced layout: half of the scores of every step.
     causal: bool = False
-    """With a balanced layout: half of the scores of every step."""
 
     @property
     def step_flops(self) -> float:
@@ -59,8 +59,8 @@ class RingShape:
         return 2 * self.batch * self.block_tokens * self.kv_heads * self.head_dim
 
 
+# Five products of matrices instead of two.
 _BACKWARD_FLOPS = 2.5
-"""Five products of matrices instead of two."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Overlap:
     forward_transfer_s: float
     backward_compute_s: float
     backward_transfer_s: float
+    # What one layer waits for, forward and backward. The last hop of the gradients has nothing to hide behind.
     exposed_s: float
-    """What one layer waits for, forward and backward. The last hop of the gradients has nothing to hide behind."""
+    # Tokens a rank from which every step but that hop hides.
     smallest_block_tokens: int
-    """Tokens a rank from which every step but that hop hides."""
 
     @property
     def hides(self) -> bool:

@@ -83,14 +83,14 @@ def ulysses_attention(
 class Heads:
     """Which heads a rank attends with: a share of the query heads, and the key heads that these need."""
 
+    # Every rank's number of query heads.
     queries: Sizes
-    """Every rank's number of query heads."""
+    # Every rank's key heads; neighbours may share one.
     keys: tuple[range, ...]
-    """Every rank's key heads; neighbours may share one."""
+    # Query heads of one key head.
     group_size: int
-    """Query heads of one key head."""
+    # Every rank has as many key heads, each with all of its query heads: nothing is sent twice or repeated.
     are_even: bool = False
-    """Every rank has as many key heads, each with all of its query heads: nothing is sent twice or repeated."""
 
     @classmethod
     def shared(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> Heads:

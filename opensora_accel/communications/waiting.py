@@ -19,8 +19,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+# How long a rank that failed waits for others to say that they failed too.
 PATIENCE_S = 10.0
-"""How long a rank that failed waits for others to say that they failed too."""
 
 _PREFIX = "opensora_accel/failed"
 

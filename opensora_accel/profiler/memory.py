@@ -22,8 +22,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now_bytes = self.peak_bytes = 0
+        # Live bytes after every operation.
         self.timeline: list[int] = []
-        """Live bytes after every operation."""
         self._sizes: dict[int, int] = {}
         self._ignored: set[int] = set()
 

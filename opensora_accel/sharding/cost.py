@@ -16,11 +16,11 @@ from opensora_accel.sharding.equation import Equation
 from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "split", "copy", "pad"]
+# Kinds that send nothing. copy: I → R; pad: S → P, zeros around the share.
 FREE = ("split", "copy", "pad")
-"""Kinds that send nothing. copy: I → R; pad: S → P, zeros around the share."""
 
+# Compute over communication below which a step is likely to wait: nothing overlaps all of the time.
 LEAST_RATIO = 3.0
-"""Compute over communication below which a step is likely to wait: nothing overlaps all of the time."""
 
 
 @dataclass(frozen=True)

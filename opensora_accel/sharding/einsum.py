@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from opensora_accel.sharding.equation import Equation
 from opensora_accel.sharding.placement import LINEAR, Invariant, Partial, Placement, Replicate, Shard, dual
 
+# By mesh axis, in the mesh's order. An axis that is left out replicates.
 Placements = Mapping[str, Placement]
-"""By mesh axis, in the mesh's order. An axis that is left out replicates."""
 
 
 class ShardingError(ValueError):

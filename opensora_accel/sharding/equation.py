@@ -20,8 +20,8 @@ class Equation:
 
     operands: tuple[Labels, ...]
     output: Labels
+    # For each operand, its labels of size 1 that are larger elsewhere: it is repeated along them.
     broadcast: tuple[frozenset[str], ...] = field(default=())
-    """For each operand, its labels of size 1 that are larger elsewhere: it is repeated along them."""
 
     def __post_init__(self) -> None:
         if not self.broadcast:

@@ -30,15 +30,15 @@ from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
 from shardformer.policy import model_names
 
+# The type of the weights; bf16 computes in bf16 on fp32 weights.
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-"""The type of the weights; bf16 computes in bf16 on fp32 weights."""
 
+# Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs.
 TRAINABLE = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel")
-"""Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs."""
 
 
+# More take minutes to make, even without their weights.
 _MOST_LAYERS = 1000
-"""More take minutes to make, even without their weights."""
 
 
 def local_device() -> torch.device:

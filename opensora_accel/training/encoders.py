@@ -84,12 +84,12 @@ def in_one_line(error: Exception) -> str:
 
 
 class Codec(Protocol):
+    # Channels of a latent.
     channels: int
-    """Channels of a latent."""
+    # Pixels along each side of a latent position.
     spatial: int
-    """Pixels along each side of a latent position."""
+    # Frames per latent frame, after the first.
     temporal: int
-    """Frames per latent frame, after the first."""
 
     def encode(self, frames: Tensor) -> Tensor:
         """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance."""
@@ -227,8 +227,8 @@ def _to_bytes(pixels: Tensor) -> Tensor:
 
 _VOCABULARY = 2048
 _VOCABULARIES = ("tokenizer.json", "spiece.model")
+# Captions, and words, that are looked at.
 _TOLD_APART = 1000
-"""Captions, and words, that are looked at."""
 
 
 class TextEncoder:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from opensora_accel.training.config import FlowConfig
 
+# Models take t in 0…1 as a timestep in 0…1000.
 _TIMESTEPS = 1000
-"""Models take t in 0…1 as a timestep in 0…1000."""
 
 
 def generator(seed: int, purpose: str, counter: int) -> torch.Generator:

@@ -13,8 +13,8 @@ from typing import Any
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
 from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
 
+# Smoothing of the loss that a person sees; the files hold the loss of every step.
 _SMOOTHING = 0.95
-"""Smoothing of the loss that a person sees; the files hold the loss of every step."""
 
 
 class Tracker:

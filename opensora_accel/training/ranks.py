@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+# One Ctrl-C reaches a rank twice, from the terminal and from the launcher; what comes within this time is one.
 ONE_PRESS_S = 3.0
-"""One Ctrl-C reaches a rank twice, from the terminal and from the launcher; what comes within this time is one."""
 
 
 def is_first_rank() -> bool:

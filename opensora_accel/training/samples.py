@@ -23,8 +23,8 @@ _LEAST_HEIGHT = 240
 _STRIP_MARGIN = 6
 _STRIP_FONT_SIZE = 15
 
+# (x_t, timestep, captions) -> velocity.
 Predict = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
-"""(x_t, timestep, captions) -> velocity."""
 
 
 def sample_clips(

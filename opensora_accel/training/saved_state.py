@@ -35,12 +35,12 @@ from opensora_accel.training.ranks import from_all_ranks, from_first_rank, is_fi
 
 logger = logging.getLogger(__name__)
 
+# Name of the folder with the saved states of a run.
 FOLDER = "checkpoints"
-"""Name of the folder with the saved states of a run."""
+# The newest saved state of the output; an error where there is none, or it is damaged.
 NEWEST = "newest"
-"""The newest saved state of the output; an error where there is none, or it is damaged."""
+# The newest whole saved state of the output; damaged ones are told and skipped, and without one a run starts.
 AUTO = "auto"
-"""The newest whole saved state of the output; damaged ones are told and skipped, and without one a run starts."""
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -27,6 +27,7 @@ from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import Run, meshes_of
 
+# Sizes of the transformer: heads that divide by neither 2 nor 4.
 TINY = {
     "num_layers": 2,
     "num_attention_heads": 3,
@@ -35,9 +36,8 @@ TINY = {
     "freq_dim": 32,
     "rope_max_seq_len": 32,
 }
-"""Sizes of the transformer: heads that divide by neither 2 nor 4."""
+# Branches for images beside the text, which the trainer gives none.
 _NO_IMAGES = {"image_dim": None, "added_kv_proj_dim": None}
-"""Branches for images beside the text, which the trainer gives none."""
 
 
 def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -127,10 +127,10 @@ class TrueSize:
     """The configured transformer and its step at their true sizes, for `record_step`: nothing is computed."""
 
     config: TrainConfig
+    # Arguments of the transformer.
     arguments: dict[str, Any]
-    """Arguments of the transformer."""
+    # [C, t, h, w] of a clip.
     latents: tuple[int, int, int, int]
-    """[C, t, h, w] of a clip."""
     text_width: int
 
     @classmethod

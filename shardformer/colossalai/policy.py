@@ -15,11 +15,11 @@ from shardformer.engine import shard
 from shardformer.policy import find_policy
 from shardformer.policy.base import Policy
 
+# What ColossalAI 0.5.0 calls on the policy it is given; it asks for no class.
 _METHODS = (
     "set_model", "set_shard_config", "config_sanity_check", "preprocess", "module_policy", "postprocess",
     "get_held_layers", "get_shared_params",
 )  # fmt: skip
-"""What ColossalAI 0.5.0 calls on the policy it is given; it asks for no class."""
 
 
 def colossalai_policy(policy: Policy | None = None, *, plan: Plan | None = None) -> Any:

@@ -36,8 +36,8 @@ from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.paths import find
 from shardformer.policy.base import JointAttention, Policy
 
+# q, k and v.
 Projected = tuple[Tensor, Tensor, Tensor]
-"""q, k and v."""
 
 
 def redirect_attentions(

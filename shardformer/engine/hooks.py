@@ -21,8 +21,8 @@ from shardformer.paths import check_still_there
 
 Arguments = dict[str, Any]
 
+# Attributes by which modules checkpoint a part of theirs: in diffusers and transformers, in torch's own wrapper.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes by which modules checkpoint a part of theirs: in diffusers and transformers, in torch's own wrapper."""
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,20 +58,20 @@ def local_tokens(total: int) -> slice:
 class State:
     """What a forward finds out about its tokens."""
 
+    # Whether a forward found it out. It is False outside of a forward, and in a recomputation that brought none.
     is_known: bool = False
-    """Whether a forward found it out. It is False outside of a forward, and in a recomputation that brought none."""
+    # Every rank's number of tokens.
     splits: tuple[int, ...] | None = None
-    """Every rank's number of tokens."""
+    # Shares are multiples of so many tokens: of a frame, for one.
     unit: int = 1
-    """Shares are multiples of so many tokens: of a frame, for one."""
+    # Where shares are whole frames, and a frame's size is known from the tokens alone.
     num_frames: int | None = None
-    """Where shares are whole frames, and a frame's size is known from the tokens alone."""
+    # Whether a rank may have no frames.
     may_be_empty: bool = True
-    """Whether a rank may have no frames."""
+    # Which dimension of a grid is spread over the ranks.
     spread: str | None = None
-    """Which dimension of a grid is spread over the ranks."""
+    # Whole sizes of a grid's dimensions.
     sizes: dict[str, int] = field(default_factory=dict)
-    """Whole sizes of a grid's dimensions."""
 
 
 class Tokens:
@@ -86,8 +86,8 @@ class Tokens:
         self.group = group
         self.state = State()
         self.in_forward = False
+        # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
-        """Whether the model's own code knows that it has a share: `local_tokens`."""
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def own_range(self, splits: tuple[int, ...]) -> slice:

@@ -6,5 +6,5 @@ from shardformer.modeling.t5 import T5LayerNorm
 
 __all__ = ["NORMS", "SwapReport", "T5LayerNorm", "redirect_attention", "swap_norms"]
 
+# By the names that a policy's `NormSwap.target` may have.
 NORMS = {"T5LayerNorm": T5LayerNorm}
-"""By the names that a policy's `NormSwap.target` may have."""

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling.origins import Origins
 
+# (q, k, v, *, mask, causal, scale) -> out, in the layout [B, S, H, D]; the mask as the model gave it.
 Attention = Callable[..., Tensor]
-"""(q, k, v, *, mask, causal, scale) -> out, in the layout [B, S, H, D]; the mask as the model gave it."""
 
 
 _running = threading.local()  # autograd recomputes on threads of its own

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from opensora_accel.flash_attn import changes_attention
 
+# What sequence-parallel attention knows of, by the names that functions have for it.
 _OPTIONS = {
     "dropout": ("dropout_p", "dropout"),
     "scale": ("softmax_scale", "scale"),
@@ -34,7 +35,6 @@ _OPTIONS = {
     "cu_k": ("cu_seqlens_k", "cu_seqlens_kv"),
     "dtype": ("dtype",),
 }
-"""What sequence-parallel attention knows of, by the names that functions have for it."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Lengths:
     """How many keys of each sample may be seen: a mask in the making."""
 
     visible: tuple[int, ...] | None
+    # Keys of a sample with its padding, where the function was told that too.
     total: int | None = None
-    """Keys of a sample with its padding, where the function was told that too."""
+    # How many queries each sample has, where the function was told: they must all be there.
     queries: tuple[int, ...] | None = None
-    """How many queries each sample has, where the function was told: they must all be there."""
 
 
 def lead_to_attention(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardformer.modeling.flash_attn import Lengths
 
+# A bias from here on hides a key: exp(−10000) is 0 in every dtype.
 HIDDEN = -10000.0
-"""A bias from here on hides a key: exp(−10000) is 0 in every dtype."""
 
 Kind = Literal["keys", "padding", "any"]
 
@@ -30,8 +30,8 @@ class Extent:
     """Tokens along one dim of a mask: video that is spread over ranks, and text that every rank has."""
 
     rank: int
+    # Every rank's number of video tokens.
     splits: tuple[int, ...]
-    """Every rank's number of video tokens."""
     num_text: int = 0
     text_first: bool = False
 

@@ -25,9 +25,9 @@ FLOATS = (torch.float32, *HALVES)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _USUAL_EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 
+# How many half values may round the other way because the fp32 value before them lies a last bit off. Sums in another
+# order flip 5e-6 of bf16 and 1e-4 of fp16 values, and an order that rounds elsewhere a quarter (CPU, 2026-11).
 _SHARE_OF_FLIPS = 0.01
-"""How many half values may round the other way because the fp32 value before them lies a last bit off. Sums in another
-order flip 5e-6 of bf16 and 1e-4 of fp16 values, and an order that rounds elsewhere a quarter (CPU, 2026-11)."""
 
 
 class NotANorm(Exception):
@@ -78,6 +78,7 @@ class Order:
         return out if bias is None else out + bias
 
 
+# Named after who published it. Orders that give the same numbers in a case are told by the first.
 ORDERS = (
     Order("t5", "weight"),
     Order("llama", "input"),
@@ -86,7 +87,6 @@ ORDERS = (
     Order("layer", "native"),
     Order("layer, fp32", "float"),
 )
-"""Named after who published it. Orders that give the same numbers in a case are told by the first."""
 
 
 def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:

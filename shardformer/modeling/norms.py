@@ -38,13 +38,13 @@ from shardformer.modeling.norm_orders import (
 )
 
 Mode = Literal["strict", "fast"]
+# The dtype of the input, and of the weight if there is one.
 Dtypes = tuple[torch.dtype, "torch.dtype | None"]
-"""The dtype of the input, and of the weight if there is one."""
+# (x [..., C], weight [C], bias [C], order, eps) -> [..., C]; raises Unfit.
 Run = Callable[[Tensor, "Tensor | None", "Tensor | None", Order, "float | None"], Tensor]
-"""(x [..., C], weight [C], bias [C], order, eps) -> [..., C]; raises Unfit."""
 
+# Rows of the inputs for comparisons: a prime that divides no number of features.
 _ROWS = 23
-"""Rows of the inputs for comparisons: a prime that divides no number of features."""
 
 
 class Unfit(Exception):
@@ -272,6 +272,7 @@ class Kernel:
     foreign: bool = False
 
 
+# In the order in which they are tried.
 KERNELS = {
     "quack": Kernel(_quack, foreign=True),
     "liger": Kernel(_liger, foreign=True),
@@ -280,7 +281,6 @@ KERNELS = {
     "F.rms_norm × weight": Kernel(_torch_rms_norm_times_weight),
     "F.layer_norm": Kernel(_torch_layer_norm, centres=True),
 }
-"""In the order in which they are tried."""
 
 
 def _check_rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order) -> None:

@@ -23,15 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @dataclass(frozen=True)
 class _Origin:
+    # The sizes of all dims of everything that a tensor was made of.
     sizes: frozenset[int]
-    """The sizes of all dims of everything that a tensor was made of."""
     is_of_tokens: bool = False
+    # Whether it differs from position to position: stems from a range, or was written to in part.
     counts: bool = False
-    """Whether it differs from position to position: stems from a range, or was written to in part."""
 
 
+# What is the same at every position: no rank counts wrongly by it.
 _CONSTANT = {torch.ones, torch.zeros, torch.full, torch.empty}
-"""What is the same at every position: no rank counts wrongly by it."""
 
 
 class Origins:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from shardformer.policy.tensors import TensorRegion
 
+# Where the text tokens stand that share a dimension with the video tokens.
 Text = Literal["first", "last"]
-"""Where the text tokens stand that share a dimension with the video tokens."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class SplitInput:
     module: str
     argument: str
     dim: int = 1
+    # A tensor of so many dims is split and one of fewer stays whole, where tokens have a dimension only sometimes.
     ndim: int | None = None
-    """A tensor of so many dims is split and one of fewer stays whole, where tokens have a dimension only sometimes."""
+    # Text tokens stand before or after the video tokens along `dim`: they stay, on every rank.
     text: Text | None = None
-    """Text tokens stand before or after the video tokens along `dim`: they stay, on every rank."""
     index: int | None = None
+    # `dim` holds frames in place of tokens; the policy has `frames`.
     frames: bool = False
-    """`dim` holds frames in place of tokens; the policy has `frames`."""
+    # Whether the module's own code runs on a rank whose share is empty; the policy has `frames`.
     may_be_empty: bool = True
-    """Whether the module's own code runs on a rank whose share is empty; the policy has `frames`."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Frames:
     count: str
     sizes: tuple[str, ...] = ()
     dim: int | None = None
+    # Whether the model's own code runs on a rank without frames; otherwise fewer frames than ranks are refused.
     may_be_empty: bool = True
-    """Whether the model's own code runs on a rank without frames; otherwise fewer frames than ranks are refused."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Positions:
     computes every rank's rows: a model whose code can be changed had better call `shardformer.local_tokens`.
     """
 
+    # A name in the model's package: "rope_apply", or of a method, "RoPE3D.forward".
     function: str
-    """A name in the model's package: "rope_apply", or of a method, "RoPE3D.forward"."""
     tables: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     dim: int = 1
@@ -135,11 +135,11 @@ class JointAttention:
 
     module: str
     text: Text
+    # A causal call of the kernel is the text's own, whose queries and keys every rank has.
     text_alone: bool = False
-    """A causal call of the kernel is the text's own, whose queries and keys every rank has."""
+    # Attribute of the model, a number: so many of these modules, the last ones, are a decoder's, which attend to
+    # [video, video] in place of [video, text].
     decoders: str | None = None
-    """Attribute of the model, a number: so many of these modules, the last ones, are a decoder's, which attend to
-    [video, video] in place of [video, text]."""
 
 
 @dataclass(frozen=True)
@@ -152,19 +152,19 @@ class Grid:
 
     module: str
     spread: str
+    # The argument that holds the tokens, and its layout; what the block returns has the same one.
     tokens: tuple[str, str]
-    """The argument that holds the tokens, and its layout; what the block returns has the same one."""
+    # The layouts of further arguments that may have a dimension of the grid.
     layouts: tuple[tuple[str, str], ...] = ()
-    """The layouts of further arguments that may have a dimension of the grid."""
+    # Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's.
     counts: tuple[tuple[str, str], ...] = ()
-    """Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's."""
+    # Whether the block's own code runs on a rank that has nothing of `spread`.
     may_be_empty: bool = True
-    """Whether the block's own code runs on a rank that has nothing of `spread`."""
+    # The module treats every row of `spread` alone, but cannot run on none. A rank without rows runs it on one row of
+    # zeros, which is dropped; so it takes its part in every collective and every gradient.
     lends_row: bool = False
-    """The module treats every row of `spread` alone, but cannot run on none. A rank without rows runs it on one row of
-    zeros, which is dropped; so it takes its part in every collective and every gradient."""
+    # The dimension that is spread in what the block returns, where the model between the blocks needs that.
     leave: str | None = None
-    """The dimension that is spread in what the block returns, where the model between the blocks needs that."""
 
 
 @dataclass(frozen=True)
@@ -203,47 +203,47 @@ class Policy:
     What is split first fixes the number of tokens; every other tensor that is split must have as many.
     """
 
+    # Class names of the models that the policy fits, if they are built as it says: see `find_policy`.
     models: tuple[str, ...]
-    """Class names of the models that the policy fits, if they are built as it says: see `find_policy`."""
+    # Names of the arguments of the model's forward that the table was made for, with blanks between. Any other must
+    # stay None or False: it may index frames or tokens by their place in the clip. Empty: every argument is taken.
     arguments: str = ""
-    """Names of the arguments of the model's forward that the table was made for, with blanks between. Any other must
-    stay None or False: it may index frames or tokens by their place in the clip. Empty: every argument is taken."""
+    # Settings of the model, in its config or its attributes, with which it does not fit, each with the reason.
     unfit: tuple[tuple[str, str], ...] = ()
-    """Settings of the model, in its config or its attributes, with which it does not fit, each with the reason."""
     split_inputs: tuple[SplitInput, ...] = ()
     split_outputs: tuple[SplitOutput, ...] = ()
     gather_outputs: tuple[GatherOutput, ...] = ()
     count_inputs: tuple[CountInput, ...] = ()
     frames: Frames | None = None
     halos: tuple[Halo, ...] = ()
+    # Attention modules whose queries, keys and values all come from the split tokens. Cross-attention to replicated
+    # text needs nothing: its queries are local and its keys are whole.
     self_attention: tuple[str, ...] = ()
-    """Attention modules whose queries, keys and values all come from the split tokens. Cross-attention to
-    replicated text needs nothing: its queries are local and its keys are whole."""
     joint_attention: tuple[JointAttention, ...] = ()
+    # Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens.
     whole_queries: tuple[str, ...] = ()
-    """Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens."""
+    # Functions that the model's own package calls in place of torch's attention, with flash-attn's arguments:
+    # `flash_attn_func`, `flash_attn_varlen_func`, or one of its own that takes samples' lengths, `k_lens`. One that
+    # is imported where it is called is named with its package: "flash_attn.flash_attn_func".
     kernel_functions: tuple[str, ...] = ()
-    """Functions that the model's own package calls in place of torch's attention, with flash-attn's arguments:
-    `flash_attn_func`, `flash_attn_varlen_func`, or one of its own that takes samples' lengths, `k_lens`. One that is
-    imported where it is called is named with its package: "flash_attn.flash_attn_func"."""
     positions: tuple[Positions, ...] = ()
+    # As `self_attention`, of modules that sum over the tokens instead of taking a softmax.
     linear_attention: tuple[str, ...] = ()
-    """As `self_attention`, of modules that sum over the tokens instead of taking a softmax."""
     grids: tuple[Grid, ...] = ()
     gather_grids: tuple[GatherGrid, ...] = ()
+    # Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells.
     grid_sizes: tuple[tuple[str, str, int], ...] = ()
-    """Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells."""
+    # Where layers are cut for tensor parallelism.
     tensors: tuple[TensorRegion, ...] = ()
-    """Where layers are cut for tensor parallelism."""
     blocks: tuple[Blocks, ...] = ()
+    # Modules that treat every token alone: [B, S, C] → [B, S, C], or without the batch.
     mlps: tuple[str, ...] = ()
-    """Modules that treat every token alone: [B, S, C] → [B, S, C], or without the batch."""
+    # Below these modules `shard(…, norms=…)` may swap norms for kernels that compute the same, found by probing.
     norms: tuple[str, ...] = ("",)
-    """Below these modules `shard(…, norms=…)` may swap norms for kernels that compute the same, found by probing."""
+    # Norms that are always replaced, by class name.
     norm_swaps: tuple[NormSwap, ...] = ()
-    """Norms that are always replaced, by class name."""
+    # Arguments of the model's forward that cannot be split, each with the reason: they must be None or False.
     refuses: tuple[tuple[str, str], ...] = ()
-    """Arguments of the model's forward that cannot be split, each with the reason: they must be None or False."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ class ColumnParallel:
 
     module: str
     segments: tuple[str, ...] = ()
+    # Some of the blocks, or of the configurations, do without it.
     optional: bool = False
-    """Some of the blocks, or of the configurations, do without it."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class TensorRegion:
     """
 
     module: str
+    # One after another; the layers of a step stand side by side, as those of queries, keys and values.
     steps: tuple[tuple[TensorLayer, ...], ...]
-    """One after another; the layers of a step stand side by side, as those of queries, keys and values."""
+    # Attributes that count the heads: they become this rank's number. Without them single channels are shared.
     heads: tuple[str, ...] = ()
-    """Attributes that count the heads: they become this rank's number. Without them single channels are shared."""
+    # Attributes that count the channels of all heads, and become this rank's.
     head_widths: tuple[str, ...] = ()
-    """Attributes that count the channels of all heads, and become this rank's."""
+    # Attributes that count other channels (an MLP's), and become this rank's.
     widths: tuple[str, ...] = ()
-    """Attributes that count other channels (an MLP's), and become this rank's."""
+    # Modules, whole on every rank, that are applied to shares: norms of single heads. Each rank's share gives a term
+    # of their gradient, and the terms are summed.
     shared: tuple[str, ...] = ()
-    """Modules, whole on every rank, that are applied to shares: norms of single heads. Each rank's share gives a term
-    of their gradient, and the terms are summed."""

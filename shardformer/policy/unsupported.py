@@ -1,5 +1,6 @@
 """Video transformers of diffusers that no table fits, and why."""
 
+# By class name; diffusers 0.42.
 UNSUPPORTED = {
     "AnyFlowFARTransformer3DModel": "it generates block after block from a cache of keys, which is not training",
     "JoyImageEditTransformer3DModel": "it edits single images",
@@ -11,4 +12,3 @@ UNSUPPORTED = {
     "TransformerSpatioTemporalModel": "a part of a UNet, whose convolutions need the whole frame",
     "WanAnimate2Transformer3DModel": "its attention scatters tokens into a cache of the whole clip, under a block mask",
 }
-"""By class name; diffusers 0.42."""

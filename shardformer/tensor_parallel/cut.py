@@ -34,8 +34,8 @@ class Cut:
     """The shares of dimension `dim`."""
 
     dim: int
+    # `shares[segment][rank]`, in channels.
     shares: tuple[tuple[int, ...], ...]
-    """`shares[segment][rank]`, in channels."""
 
     @property
     def size(self) -> int:

@@ -20,11 +20,11 @@ from opensora_accel.sharding import Chain, Invariant, Partial, Placement, Replic
 AXIS = "tp"
 Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
+# By what the calculator asks for in forward and in backward.
 _EXCHANGES: dict[tuple[str, str], Exchange] = {
     ("copy", "all-reduce"): copy_forward_reduce_backward,
     ("all-reduce", "copy"): reduce_forward_copy_backward,
 }
-"""By what the calculator asks for in forward and in backward."""
 
 
 @dataclass(frozen=True)

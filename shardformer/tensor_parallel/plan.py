@@ -29,10 +29,10 @@ class PlannedLayer:
     name: str
     module: nn.Linear | nn.Embedding
     flow: Flow
+    # By the parameter's name in the module.
     cuts: dict[str, Cut]
-    """By the parameter's name in the module."""
+    # The module's own attribute that states its width, and this rank's value.
     width: tuple[str, int]
-    """The module's own attribute that states its width, and this rank's value."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class PlannedRegion:
     name: str
     module: nn.Module
     layers: list[PlannedLayer]
+    # This rank's value, by path below the module.
     attributes: dict[str, int]
-    """This rank's value, by path below the module."""
     shared: list[nn.Module]
 
 
@@ -137,8 +137,8 @@ class _Shares:
         if len(set(counts.values())) > 1:
             raise ValueError(f"the heads are counted differently: {counts}; make a region of each")
         self._num_heads = next(iter(counts.values()), None)
+        # By path below the module.
         self.of_attribute: dict[str, tuple[int, ...]] = {}
-        """By path below the module."""
         for path in (*region.heads, *region.head_widths):
             self.of_attribute[path] = self._share(path, self._value(path), self._num_heads)
         for path in region.widths:

@@ -31,8 +31,8 @@ class TensorShards:
     cuts: Mapping[str, Cut]
 
 
+# Parts of names that torch's compiled and checkpointed modules add.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
-"""Parts of names that torch's compiled and checkpointed modules add."""
 
 
 def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:

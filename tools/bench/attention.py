@@ -46,8 +46,8 @@ PARTS = ("errors", "bytes", "times", "best")
 TIMED = PARTS[2:]
 NOT_OFFERED, SKIPPED = "not offered", "skipped"
 GRADIENTS = ("out", "dq", "dk", "dv")
+# Largest error over largest value. Sums of 100 terms round to 1e-15, 1e-6 and 1e-2; what is wrong, is so by 0.1.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 3e-2}
-"""Largest error over largest value. Sums of 100 terms round to 1e-15, 1e-6 and 1e-2; what is wrong, is so by 0.1."""
 
 # 96 tokens and 12 heads divide by 2, 3 and 4 ranks, and the tokens by twice as many, which a zigzag needs. The
 # tokens outnumber the head dim on every rank: torch's `context_parallel` returns other shapes otherwise.
@@ -63,8 +63,8 @@ CASES = (
 )
 COUNTED = Problem("counted", queries=384, keys=384, heads=12, kv_heads=12, head_dim=32, batch=1)
 BEST_SIZES = ((2048, 8, 64), (256, 8, 32), (64, 4, 16))
+# Least length of a turn beside the best case: a shorter call is repeated.
 LEAST_MS = 20.0
-"""Least length of a turn beside the best case: a shorter call is repeated."""
 
 EXAMPLES = f"""\
 {textwrap.fill("sides: " + ", ".join(SIDES), 118)}
@@ -98,8 +98,8 @@ class Whole:
     k: Tensor
     v: Tensor
     grad: Tensor
+    # [B, S_kv], true where a key may be seen; every query sees one at least.
     mask: Tensor | None
-    """[B, S_kv], true where a key may be seen; every query sees one at least."""
 
 
 def make_whole(problem: Problem, device: torch.device) -> Whole:
@@ -361,11 +361,11 @@ def make_row(task: Mapping[str, Any], num_ranks: int, outcome: Outcome) -> Row:
 
 # ---- claims
 
+# Time of the side over ours. Every other side: not below 1 by more than the spread.
 LEAST_RATIOS = {("diffusers ulysses", "full"): 1.2, ("torch context_parallel", "full"): 2.0}
-"""Time of the side over ours. Every other side: not below 1 by more than the spread."""
 LEAST_ZIGZAG_GAIN, MOST_OVER_BEST = 1.15, 1.05
+# That a ring sends, in units of the local q, for each rank but one: k and v twice, their fp32 gradients once.
 RING_TENSORS = {"float32": 6, "bfloat16": 8}
-"""That a ring sends, in units of the local q, for each rank but one: k and v twice, their fp32 gradients once."""
 
 
 def is_ours(name: str) -> bool:

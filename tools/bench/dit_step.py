@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# All blocks: hidden [B, S, C], timestep embedding [B, C] → hidden [B, S, C].
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""All blocks: hidden [B, S, C], timestep embedding [B, C] → hidden [B, S, C]."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 WARM_UP_ROUNDS = 2
+# note(what, detail): told of each piece of work before it starts.
 Note = Callable[..., None]
-"""note(what, detail): told of each piece of work before it starts."""
 
 # ---- options
 

@@ -45,8 +45,8 @@ CPU_ONLY = "accounting only: on a CPU host and device memory are one, so step ti
 REFERENCE, OFFLOADED, AUTOMATIC = "full", "full+offload", "full+auto"
 PEERS = ("save_on_cpu", "synchronous stack", "torchtune")
 NAMES = ("none", REFERENCE, OFFLOADED, AUTOMATIC, "selective", "selective+offload", *PEERS)
+# Share of the extrapolated length at which it is run.
 VERIFIED_SHARE = 0.98
-"""Share of the extrapolated length at which it is run."""
 EXAMPLES = f"""\
 schemes: {", ".join(NAMES)}
 
@@ -77,12 +77,12 @@ class Scheme:
     name: str
     forward: Forward
     blocks: Sequence[nn.Module]
+    # What a block that moves has to copy out in one step, or keeps where it stays.
     each_bytes: int = 0
-    """What a block that moves has to copy out in one step, or keeps where it stays."""
+    # Blocks that move; None where the engine decides.
     moved: int | None = 0
-    """Blocks that move; None where the engine decides."""
+    # The first of the engine's decisions that can be about this scheme.
     first_decision: int = 0
-    """The first of the engine's decisions that can be about this scheme."""
     uses_arena: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     host_memory: Sequence[Tensor] = ()

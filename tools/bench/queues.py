@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
 from opensora_accel.offload import Queue
 
+# Start and end, in milliseconds.
 Interval = tuple[float, float]
-"""Start and end, in milliseconds."""
 
 
 def merge(intervals: Iterable[Interval], gap_ms: float = 0.0) -> list[Interval]:

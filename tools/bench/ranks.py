@@ -36,10 +36,10 @@ import torch.distributed as dist
 
 # ---- the launcher's side
 
+# How long ranks may take to import what they need and find each other, before the first task.
 START_S = 120.0
-"""How long ranks may take to import what they need and find each other, before the first task."""
+# How long the other ranks may take to say what they found, once one has failed.
 GRACE_S = 3.0
-"""How long the other ranks may take to say what they found, once one has failed."""
 REASON_LENGTH = 180
 
 
@@ -50,8 +50,8 @@ class Job:
     script: str
     num_ranks: int
     device: str = "cpu"
+    # Ranks that say nothing for so long hang.
     silence_s: float = 60.0
-    """Ranks that say nothing for so long hang."""
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
 

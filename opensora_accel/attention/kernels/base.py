@@ -20,8 +20,8 @@ class Problem(NamedTuple):
     grouped: bool
     masked: bool
     deterministic: bool
+    # One query or one key.
     single: bool = False
-    """One query or one key."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Problem:
@@ -42,10 +42,10 @@ class Scores(NamedTuple):
     """How products of queries and keys become scores: times `scale`, and −inf where a key is not seen."""
 
     scale: float
+    # [B, S_kv], true where a key may be seen.
     mask: Tensor | None = None
-    """[B, S_kv], true where a key may be seen."""
+    # Query i sees keys 0…i, of as many.
     causal: bool = False
-    """Query i sees keys 0…i, of as many."""
 
 
 class Kernel(Protocol):

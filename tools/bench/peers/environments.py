@@ -12,6 +12,7 @@ import torch
 
 from peers.side import Side
 
+# What each `pip install` is given, in order, after torch. `--no-deps`: pip would choose another torch.
 INSTALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "yunchang": (("numpy",), ("--no-deps", "yunchang==0.6.4")),
     "deepspeed": (
@@ -24,11 +25,10 @@ INSTALLS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("--no-deps", "ring-attention-pytorch==0.5.20"),
     ),
 }
-"""What each `pip install` is given, in order, after torch. `--no-deps`: pip would choose another torch."""
+# Environment variables of a peer, while it is installed and while it runs.
 SETTINGS: dict[str, dict[str, str]] = {"deepspeed": {"DS_BUILD_OPS": "0"}}
-"""Environment variables of a peer, while it is installed and while it runs."""
+# A file that is written last, so that half an environment is made anew.
 INSTALLED = "installed"
-"""A file that is written last, so that half an environment is made anew."""
 
 
 def python_of(side: Side, folder: Path) -> str | None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from opensora_accel.attention.balance import TokenLayout, positions
 
 CAUSAL, MASK, GROUPED, CROSS = "causal", "key mask", "grouped heads", "S_kv ≠ S_q"
+# That a problem may ask of an interface. Sizes that do not divide are none: every interface takes them, or raises.
 EVERYTHING = frozenset({CAUSAL, MASK, GROUPED, CROSS})
-"""That a problem may ask of an interface. Sizes that do not divide are none: every interface takes them, or raises."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Problem:
 class Attention:
     """A side, ready for one problem on one rank."""
 
+    # This rank's q [B, S_q/P, H, D], k and v [B, S_kv/P, H_kv, D] → out [B, S_q/P, H, D].
     forward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """This rank's q [B, S_q/P, H, D], k and v [B, S_kv/P, H_kv, D] → out [B, S_q/P, H, D]."""
+    # What a user enters once for a whole training step; it is never timed.
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    """What a user enters once for a whole training step; it is never timed."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +59,26 @@ class Side:
     """One implementation, called as its own documentation says, and what its interface has."""
 
     name: str
+    # The tensor is the whole key mask [B, S_kv]. What the side needs is imported here, and not before.
     make: Callable[[World, Problem, Tensor | None], Attention]
-    """The tensor is the whole key mask [B, S_kv]. What the side needs is imported here, and not before."""
+    # Or "ours", or "best case".
     kind: str = "peer"
-    """Or "ours", or "best case"."""
+    # The distribution whose version is reported. Those of `environments.INSTALLS` have an environment of their own.
     package: str = "torch"
-    """The distribution whose version is reported. Those of `environments.INSTALLS` have an environment of their own."""
+    # What has to import for the side to run; with a colon, an object of that module.
     imports: str = "torch"
-    """What has to import for the side to run; with a colon, an object of that module."""
     offers: frozenset[str] = EVERYTHING
+    # How the sequence is spread in a causal problem; it is contiguous in every other.
     causal_layout: TokenLayout = "contiguous"
-    """How the sequence is spread in a causal problem; it is contiguous in every other."""
     causal_only: bool = False
+    # The finest that it computes in, on a CPU, ...
     dtype: str = "float64"
-    """The finest that it computes in, on a CPU, ..."""
+    # ... and on a GPU, where flash kernels know bf16 and fp16 only.
     cuda_dtype: str = "float64"
-    """... and on a GPU, where flash kernels know bf16 and fp16 only."""
+    # The side of ours that this one is timed beside; a causal problem that is balanced, beside our zigzag.
     beside: str | None = None
-    """The side of ours that this one is timed beside; a causal problem that is balanced, beside our zigzag."""
+    # Why it does not run on so many ranks.
     num_ranks_rule: Callable[[int], str | None] = lambda num_ranks: None
-    """Why it does not run on so many ranks."""
 
     def layout(self, problem: Problem) -> TokenLayout:
         return self.causal_layout if problem.causal else "contiguous"
