@@ -3,6 +3,9 @@
 Example for P = 3 ranks (dp_shard=3, sharding="zero3"): each rank keeps a third of every weight. Before a block
 computes, its weights are gathered on all three, and dropped after it; after its backward the three gradients
 are averaged, and each rank keeps the third that belongs to its weights.
+
+A rank's own third has another norm than the whole gradient. Clip by the whole one: `training.optim.clip_gradients`, or
+`shardformer.tensor_parallel.total_grad_norm` in a loop of your own.
 """
 
 from __future__ import annotations

@@ -88,16 +88,12 @@ def table(first: str, rows: dict[str, Row]) -> str:
     lines += [
         "",
         *(
-            f"{name} fails with: {'; '.join(f'`{_quoted(why)}`' for why in whys)}."
+            f"{name} fails with: {'; '.join('`' + why.replace('`', chr(39)) + '`' for why in whys)}."
             for name, whys in failed.items()
             if whys
         ),
     ]
     return "\n".join(lines).strip()
-
-
-def _quoted(text: str) -> str:
-    return text.replace("`", "'")
 
 
 def replace(page: Path, name: str, text: str) -> None:

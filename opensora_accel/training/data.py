@@ -105,15 +105,15 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         while True:
             first = self.position
             self.position += self._batch_size
-            yield [(first + n, self._substitute(self._draw(first + n))) for n in self._share]
-
-    def _draw(self, position: int) -> int:
-        epoch, place = divmod(position, self._num_videos)
-        # A batch may run across the end of an epoch, but never back.
-        if epoch != self._epoch:
-            self._order = torch.randperm(self._num_videos, generator=generator(self._seed, "order", epoch))
-            self._epoch = epoch
-        return int(self._order[place])
+            keys = []
+            for position in (first + n for n in self._share):
+                epoch, place = divmod(position, self._num_videos)
+                # A batch may run across the end of an epoch, but never back.
+                if epoch != self._epoch:
+                    rng = generator(self._seed, "order", epoch)
+                    self._order, self._epoch = torch.randperm(self._num_videos, generator=rng), epoch
+                keys.append((position, self._substitute(int(self._order[place]))))
+            yield keys
 
 
 class VideoFolder(Dataset[Sample]):

@@ -101,20 +101,29 @@ class Trainer:
         losses: list[float] = []
         tracker: Tracker | None = None
         if self.is_first:
-            self._prepare_output()
+            self.output.mkdir(parents=True, exist_ok=True)
+            # Steps after this one are trained again, and saved again under the same names.
+            for path in set_newer_aside(self.output / FOLDER, self.state.step):
+                print(f"a later saved state of the run before is kept as {path}", flush=True)
+            write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
             tracker = Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
         with StopRequest() as stop, tracker or nullcontext():
             while self.state.step < self.config.steps:
                 started = time.perf_counter()
                 metrics = self.step(lambda: any_rank(stop.requested))
+                seconds = time.perf_counter() - started
                 if metrics is None:
                     self._save_and_say_how_to_go_on()
                     return losses
                 losses.append(metrics["loss"])
                 if tracker is not None:
-                    tracker.step(
-                        self.state.step, metrics | self._speed_and_memory(time.perf_counter() - started)
-                    )
+                    tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation
+                    if self.device.type == "cuda":
+                        memory_bytes = torch.cuda.max_memory_allocated(self.device)
+                    else:
+                        memory_bytes = psutil.Process().memory_info().rss
+                    speed = {"tokens_per_s": tokens / seconds, "step_s": seconds}
+                    tracker.step(self.state.step, metrics | speed | {"memory_gib": memory_bytes / 2**30})
                     self.offload.show_decisions()
                 if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
                     self.save()
@@ -124,13 +133,6 @@ class Trainer:
             if self.is_first:
                 print(f"sampled clips beside their sources: {strip}", flush=True)
         return losses
-
-    def _prepare_output(self) -> None:
-        """Writes config.json, and sets aside the saved states of steps that will be trained again."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        for path in set_newer_aside(self.output / FOLDER, self.state.step):
-            print(f"a later saved state of the run before is kept as {path}", flush=True)
-        write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks.
@@ -295,11 +297,3 @@ class Trainer:
                 f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
                 "or resume from an earlier saved state"
             )
-
-    def _speed_and_memory(self, seconds: float) -> dict[str, float]:
-        tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation
-        if self.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.device)
-        else:
-            memory = psutil.Process().memory_info().rss
-        return {"tokens_per_s": tokens / seconds, "memory_gib": memory / 2**30, "step_s": seconds}

@@ -96,7 +96,11 @@ def save_state(
         if entry in state.optimizer.state.get(parameter, {})
     }
     tensors = {MODEL_WEIGHTS: weights, OPTIMIZER: _gather(moments)}
-    config = _model_config(state.model)
+    # What `from_pretrained` of diffusers reads, without the class that FSDP makes and paths of this machine.
+    values = json.loads(state.model.to_json_string())  # type: ignore[operator]
+    values.pop("_name_or_path", None)
+    values["_class_name"] = _class_name(state.model)
+    config = json.dumps(values, indent=2, sort_keys=True) + "\n"
     record = {
         "step": state.step,
         "model_class": _class_name(state.model),
@@ -133,13 +137,6 @@ def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _class_name(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP")
-
-
-def _model_config(model: Any) -> str:
-    """What `from_pretrained` of diffusers reads, without the class that FSDP makes and paths of this machine."""
-    values = json.loads(model.to_json_string())
-    values.pop("_name_or_path", None)
-    return json.dumps({**values, "_class_name": _class_name(model)}, indent=2, sort_keys=True) + "\n"
 
 
 def _write_folder(

@@ -114,7 +114,14 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for without end
             raise UnreadableVideo(f"{path}: is no regular file")
-        with _container(path) as container:
+        try:
+            # Absolute: what stands before a colon would be taken for a protocol.
+            opened = av.open(os.path.abspath(path), options=_OPTIONS)
+        except av.error.ArgumentError as error:
+            raise UnreadableVideo(
+                f"{path}: is no video container that is read here ({_CONTAINERS}; mov is mp4 too)"
+            ) from error
+        with opened as container:
             if not container.streams.video:
                 raise UnreadableVideo(f"{path}: holds no video stream")
             stream = container.streams.video[0]
@@ -128,16 +135,6 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
         raise
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise UnreadableVideo(f"{path}: cannot be decoded ({type(error).__name__}: {error})") from error
-
-
-def _container(path: str | os.PathLike[str]) -> Any:
-    try:
-        # Absolute: what stands before a colon would be taken for a protocol.
-        return av.open(os.path.abspath(path), options=_OPTIONS)
-    except av.error.ArgumentError as error:
-        raise UnreadableVideo(
-            f"{path}: is no video container that is read here ({_CONTAINERS}; mov is mp4 too)"
-        ) from error
 
 
 def _count_in_header(path: str | os.PathLike[str], stream: Any) -> int:

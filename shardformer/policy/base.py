@@ -11,6 +11,9 @@ Module paths start at the model (`""`); `*` stands for any one name and `-1` for
         gather_outputs=(GatherOutput("blocks.-1"),),               # and the caller gets all tokens back
         blocks=(Blocks("blocks"),),                                # what is checkpointed, offloaded, sharded
     )
+
+A table of this package stands in the list `_POLICIES` of `policy/__init__.py`. One of your own is passed on:
+`shardformer.shard(model, plan, policy=…)`.
 """
 
 from __future__ import annotations
