@@ -178,7 +178,8 @@ def _store_of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.
     rank writes a name that was never used, and rank 0 writes the names it has read beside its own. A rank that finds
     its name among them knows that rank 0's is of this start, too, and takes it as the prefix.
 
-    Raises ValueError where ranks do not come within `_START_TIMEOUT_S`, naming them.
+    Raises:
+        ValueError: ranks do not come within `_START_TIMEOUT_S`; the message names them.
     """
     mine = uuid.uuid4().hex
     store.set(f"start/{rank}", mine)

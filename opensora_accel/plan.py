@@ -39,7 +39,10 @@ def check_offload(offload: object) -> None:
 class Plan:
     """Degrees of every mesh axis, and what is done to activations, parameters and precision.
 
-    The product of the five degrees is the number of ranks. Raises ValueError for a value that cannot work.
+    The product of the five degrees is the number of ranks.
+
+    Raises:
+        ValueError: a value that cannot work; the message has the remedy.
     """
 
     dp_replicate: int = 1
@@ -135,7 +138,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """The Plan with these fields; the others keep their defaults."""
+        """The Plan with these fields; the others keep their defaults.
+
+        Raises:
+            ValueError: an unknown field (the message has the nearest one), or a value that cannot work.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in names:
@@ -149,6 +156,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """The Plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no JSON object, or `from_dict` refuses it.
+        """
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:

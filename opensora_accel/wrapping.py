@@ -33,7 +33,11 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Calla
 
 
 def refuse_pickle(_protocol: int) -> None:
-    """As `refuse_copy`, for `torch.save(model)`: what would be read back is not this model."""
+    """Stands for `__reduce_ex__` of a sharded model: what would be read back is not this model.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(
         "a sharded model cannot be pickled whole, as by torch.save(model); save its weights, "
         "torch.save(model.state_dict(), path) or model.save_pretrained(folder), and shard the model that loads them"
@@ -41,7 +45,11 @@ def refuse_pickle(_protocol: int) -> None:
 
 
 def refuse_copy(_memo: dict[int, Any]) -> None:
-    """Wrapped forwards are functions, which `deepcopy` does not copy: they would run the original's weights."""
+    """Stands for `__deepcopy__` of a wrapped model, whose copy would run the original's weights.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(
         "a model whose forward was wrapped (sharded or checkpointed) cannot be deep-copied; copy it before "
         "shardformer.shard() or checkpoint_blocks(), or build a second model and load this one's state_dict()"

@@ -88,6 +88,9 @@ def positions(
     """[S/P]: the places in the sequence of the tokens that `rank` holds, ascending.
 
     `splits`: every rank's number of tokens, by default those of `torch.tensor_split`.
+
+    Raises:
+        ValueError: the splits do not add up, or the layout cannot have them.
     """
     sizes = share_sizes(total, num_ranks) if splits is None else tuple(splits)
     if len(sizes) != num_ranks or sum(sizes) != total:

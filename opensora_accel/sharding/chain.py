@@ -77,7 +77,11 @@ class Chain:
         self._figures = Figures(self.degrees, sizes, element_bytes)
 
     def tensor(self, name: str, labels: str, **placements: Placement) -> str:
-        """Adds an input or a parameter. It is Invariant on the axes that are not named."""
+        """Adds an input or a parameter. It is Invariant on the axes that are not named.
+
+        Raises:
+            ValueError: an axis or a label that is not there, or a label that is repeated.
+        """
         refuse_repeats(tuple(labels), f"{name}[{labels}]")
         for axis, placement in placements.items():
             if axis not in self.degrees:
@@ -100,7 +104,11 @@ class Chain:
         return self._add(Node(name, tuple(labels), placed, "einsum", operands))
 
     def map(self, name: str, operand: str, along: str = "") -> str:
-        """Adds a function that is not linear: of each number, or of whole rows `along` labels (softmax, norms)."""
+        """Adds a function that is not linear: of each number, or of whole rows `along` labels (softmax, norms).
+
+        Raises:
+            ValueError: the operand is in terms, or a row that the function needs is cut.
+        """
         node = self._get(operand, name)
         for label in along:
             if label not in node.labels:
@@ -121,7 +129,11 @@ class Chain:
         return self._add(Node(name, node.labels, node.placements, "map", (operand,), tuple(along)))
 
     def add(self, name: str, *operands: str) -> str:
-        """Adds the sum of tensors that have the same labels and placements."""
+        """Adds the sum of tensors that have the same labels and placements.
+
+        Raises:
+            ValueError: they have not.
+        """
         first, *others = (self._get(operand, name) for operand in operands)
         for other in others:
             if other.labels != first.labels or other.placements != first.placements:
@@ -131,7 +143,11 @@ class Chain:
         return self._add(Node(name, first.labels, first.placements, "add", operands))
 
     def rename(self, name: str, operand: str, labels: str) -> str:
-        """Adds the same tensor with other letters: keys are tokens too, but not the queries'."""
+        """Adds the same tensor with other letters: keys are tokens too, but not the queries'.
+
+        Raises:
+            ValueError: another number of labels, or other sizes.
+        """
         node = self._get(operand, name)
         if len(labels) != len(node.labels):
             raise ValueError(f"{name}: {operand} has {len(node.labels)} labels; got {labels!r}")
@@ -149,7 +165,11 @@ class Chain:
         return self._add(Node(name, tuple(labels), placed, "rename", (operand,)))
 
     def move(self, name: str, operand: str, **placements: Placement) -> str:
-        """Adds the same tensor with other placements on the axes that are named, one axis after another."""
+        """Adds the same tensor with other placements on the axes that are named, one axis after another.
+
+        Raises:
+            ValueError: an axis or a label that is not there, or a move that no single collective does.
+        """
         node = self._get(operand, name)
         placed = dict(node.placements)
         for axis, after in placements.items():

@@ -52,6 +52,9 @@ class Equation:
         """The equation of torch.einsum's notation. An ellipsis needs the operands' shapes, and so does a broadcast.
 
         Without `->` the output has the labels that occur once, in alphabetical order, as in NumPy.
+
+        Raises:
+            ValueError: the text is no equation, or the shapes do not fit it.
         """
         left, arrow, right = text.replace(" ", "").partition("->")
         terms = left.split(",")
@@ -101,7 +104,11 @@ class Equation:
 
 
 def refuse_repeats(labels: Labels, name: str) -> None:
-    """ValueError for a tensor that is made with two dims of one label."""
+    """Refuses a tensor that is made with two dims of one label.
+
+    Raises:
+        ValueError: a label is repeated.
+    """
     for label, count in Counter(labels).items():
         if count > 1:
             raise ValueError(f"{name} repeats the label {label!r}; give each of its dims a label of its own")
@@ -142,7 +149,11 @@ def _labels(term: str, num_dots: int, text: str) -> Labels:
 def sizes_of(
     operands: Sequence[Labels], shapes: Sequence[Sequence[int]], text: str = "the equation"
 ) -> Mapping[str, int]:
-    """Every label's size; 1 gives way to what another operand has."""
+    """Every label's size; 1 gives way to what another operand has.
+
+    Raises:
+        ValueError: a label has two sizes, or a shape another number of dims than labels.
+    """
     sizes: dict[str, int] = {}
     for labels, shape in zip(operands, shapes, strict=True):
         if len(labels) != len(shape):

@@ -207,7 +207,11 @@ def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tupl
 
 
 def check_multiple(name: str, size: int, unit: int, reason: str) -> None:
-    """Raises a ValueError, with the sizes that would do, unless `size` is a multiple of `unit`."""
+    """Checks that `size` is a multiple of `unit`.
+
+    Raises:
+        ValueError: it is not; the message has the sizes that would do.
+    """
     if size % unit:
         below = size // unit * unit
         choices = f"{below} or {below + unit}" if below else f"{unit}"

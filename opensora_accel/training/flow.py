@@ -50,11 +50,11 @@ def shifted(t: Tensor, alpha: float) -> Tensor:
 
 def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
     """[B] in 0…1, fp64: each sample's time follows from the seed and its position in the job."""
-    draws = [generator(seed, "time", position) for position in positions]
+    rngs = [generator(seed, "time", position) for position in positions]
     if config.time_distribution == "uniform":
-        times = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in draws])
+        times = torch.stack([torch.rand((), generator=rng, dtype=torch.float64) for rng in rngs])
     else:
-        times = torch.stack([torch.randn((), generator=g, dtype=torch.float64) for g in draws]).sigmoid()
+        times = torch.stack([torch.randn((), generator=rng, dtype=torch.float64) for rng in rngs]).sigmoid()
     return shifted(times, alpha)
 
 

@@ -16,7 +16,11 @@ NO_PIPELINE = "our policies do not cut a model into pipeline stages; use pp_size
 
 
 def plan_of(config: Any, plan: Plan | None) -> Plan:
-    """What is to be done: the plan that was given, if it fits the `ShardConfig`, or what that one asks for."""
+    """The plan that was given, or else the one that the `ShardConfig` asks for.
+
+    Raises:
+        ValueError: the plan that was given does not fit the `ShardConfig`.
+    """
     degree = config.sequence_parallel_size
     if plan is None:
         return sequence_plan(config.sequence_parallelism_mode, degree)
@@ -40,7 +44,11 @@ def sequence_plan(mode: str | None, degree: int) -> Plan:
 
 
 def check_config(config: Any) -> None:
-    """Raises ValueError for what our policies do not do, so that no option is ignored silently."""
+    """Refuses what our policies do not do, so that no option is ignored silently.
+
+    Raises:
+        ValueError: the `ShardConfig` asks for pipeline stages, tensor parallelism, fp8 or its own checkpointing.
+    """
     if config.pipeline_stage_manager is not None:
         raise ValueError(NO_PIPELINE)
     if config.enable_tensor_parallelism and config.tensor_parallel_size > 1:
@@ -65,6 +73,11 @@ def check_config(config: Any) -> None:
 
 
 def check_mode(mode: str) -> None:
+    """Refuses modes that spread tokens over the ranks of tensor parallelism.
+
+    Raises:
+        ValueError: the mode is another one than Ulysses or the ring.
+    """
     if mode not in ("all_to_all", "ring_attn"):
         raise ValueError(
             f'sequence_parallelism_mode="{mode}" spreads tokens over the ranks of tensor parallelism; use '
@@ -73,7 +86,11 @@ def check_mode(mode: str) -> None:
 
 
 def check_group(config: Any, plan: Plan) -> None:
-    """ColossalAI's sequence group must be ours: tokens are spread over the registered one."""
+    """Checks that ColossalAI's sequence group is the registered one, over which tokens are spread.
+
+    Raises:
+        ValueError: it is another one, or none is registered.
+    """
     if plan.sequence == 1:
         return
     theirs = dist.get_process_group_ranks(config.sequence_parallel_process_group)

@@ -12,8 +12,9 @@ from shardformer.policy.base import Policy
 def norm_replacements(model: nn.Module, table: Policy) -> dict[type, dict[str, type]]:
     """The norms that the table swaps, as ColossalAI names them: class of the parent, name in it, new class.
 
-    Raises ValueError where that names a module besides them: another instance of the parent's class that has
-    something else under that name, or that the table leaves alone.
+    Raises:
+        ValueError: that names a module besides them, as another instance of the parent's class has something else
+            under that name, or a norm that the table leaves alone.
     """
     found: dict[type, dict[str, type]] = {}
     swapped: set[int] = set()

@@ -29,7 +29,7 @@ from opensora_accel.plan import Plan
 from shardformer.engine.tokens import Tokens
 from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, running_attention
-from shardformer.modeling.flash_attn import Lengths, lead_to_attention
+from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
 from shardformer.modeling.functions import replace_function
 from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
@@ -43,14 +43,14 @@ Projected = tuple[Tensor, Tensor, Tensor]
 def redirect_attentions(
     model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack
 ) -> None:
-    """Leads the kernel calls of every attention module that the policy names to sequence-parallel ones."""
+    """Redirects the kernel calls of every attention module that the policy names to sequence-parallel attention."""
     for path in policy.linear_attention:
         for name, module in find(model, path):
             undo.callback(redirect_linear_attention(module, name, tokens.group))
     for name, module, attention in _attentions(model, plan, policy, tokens):
         undo.callback(redirect_attention(module, name, attention, tokens.own_counts))
     for function in policy.kernel_functions:
-        undo.callback(replace_function(model, function, lambda f: lead_to_attention(f, running_attention)))
+        undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))
 
 
 def _attentions(

@@ -96,7 +96,11 @@ class Tokens:
         return slice(sum(splits[:rank]), sum(splits[: rank + 1]))
 
     def own_range_of(self, total: int) -> slice:
-        """This rank's part of a dim that holds all tokens, or all frames, or whatever of a grid is spread."""
+        """This rank's part of a dim that holds all tokens, or all frames, or whatever of a grid is spread.
+
+        Raises:
+            ValueError: `total` is the number of none of these.
+        """
         state = self.state
         if state.spread is not None:
             shares = {state.sizes[state.spread]: share_sizes(state.sizes[state.spread], self.group.size())}

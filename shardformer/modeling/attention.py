@@ -111,7 +111,7 @@ def _outside() -> Iterator[None]:
 
 
 def running_attention() -> Callable[..., Tensor] | None:
-    """What kernel calls of the module that runs on this thread are led to, if it is redirected."""
+    """What takes the place of kernel calls in the module that runs on this thread; None where it is not redirected."""
     mode: RedirectAttention | None = getattr(_running, "mode", None)
     return None if mode is None else mode.attend
 
@@ -119,7 +119,7 @@ def running_attention() -> Callable[..., Tensor] | None:
 def redirect_attention(
     module: nn.Module, name: str, attention: Attention, counts: Callable[[], frozenset[int]]
 ) -> Callable[[], None]:
-    """Leads the kernel call inside `module.forward` to `attention`; returns the function that undoes it.
+    """Replaces the kernel call inside `module.forward` by `attention`; returns the function that undoes it.
 
     `counts()`: this rank's number of tokens, and of frames, in the forward that runs. In the module's first call
     nothing may be made from them: `Origins`.

@@ -1,4 +1,4 @@
-"""Attention functions in the manner of flash-attn, led to sequence-parallel attention.
+"""Attention functions in the manner of flash-attn, redirected to sequence-parallel attention.
 
 Models call `flash_attn_func(q, k, v, …)` on [B, S, H, D], `flash_attn_varlen_func` on packed tokens [B·S, H, D] with
 `cu_seqlens_k`, or a function of their own with the lengths of the samples (`k_lens`). All of them say the same: how
@@ -48,13 +48,15 @@ class Lengths:
     queries: tuple[int, ...] | None = None
 
 
-def lead_to_attention(
+def redirect_flash_attn(
     original: Callable[..., Any], running: Callable[[], Callable[..., Tensor] | None]
 ) -> Callable[..., Any]:
-    """`original`, which calls `running()` instead wherever that is not None.
+    """A function that calls `running()` where that is not None, and `original` elsewhere.
 
     Arguments may come by position or by name; q, k and v are the first three, [B, S, H, D] or packed [B·S, H, D].
-    ValueError for an argument that sequence-parallel attention does not have.
+
+    Raises:
+        ValueError: from the returned function, for an argument that sequence-parallel attention does not have.
     """
     signature = inspect.signature(original)
     rest = next((name for name, p in signature.parameters.items() if p.kind == p.VAR_KEYWORD), None)

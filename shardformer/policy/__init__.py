@@ -75,8 +75,9 @@ def find_policy(model: nn.Module) -> Policy:
     A name is not enough: other repositories have classes of the same name that compute something else. So every
     module that the policy names must be there, and no setting may be one that the policy cannot serve.
 
-    Raises ValueError where none fits: with the reason, if it is known, the part of the model that a policy fits, or
-    the closest name and how to write one.
+    Raises:
+        ValueError: none fits. The message has the reason, if it is known, the part of the model that a policy fits, or
+            the closest name and how to write one.
     """
     named = _policies_of(model)
     misfits = {policy: _misfit(model, policy) for policy in named}

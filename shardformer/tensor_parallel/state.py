@@ -38,7 +38,8 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
     """By parameter name, without wrappers: of the model itself, of what DDP holds, of each part that was sharded.
 
-    ValueError where a cut parameter has another name now, and would be taken for whole.
+    Raises:
+        ValueError: a cut parameter has another name now, and would be taken for whole.
     """
     cuts = {}
     for path, module in model.named_modules():

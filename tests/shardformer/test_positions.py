@@ -10,7 +10,7 @@ from torch import nn
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.communications import share_sizes
-from shardformer.modeling.flash_attn import Lengths, lead_to_attention
+from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
 from shardformer.modeling.masks import Extent, MaskReader
 from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, Positions, SplitInput
 from shardformer.policy.wan import WAN_AUTHORS
@@ -351,7 +351,7 @@ def led(*args, **kwargs):
         seen.append((q.dtype, tuple(q.shape), options["mask"]))
         return q
 
-    out = lead_to_attention(kernel, lambda: attend)(*args, **kwargs)
+    out = redirect_flash_attn(kernel, lambda: attend)(*args, **kwargs)
     return seen[0], out
 
 
