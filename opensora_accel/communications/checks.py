@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from opensora_accel.communications.sizes import exchange_integers
+from opensora_accel.communications.transport import all_gather
 
 
 def debug_enabled() -> bool:
@@ -69,10 +73,21 @@ def check_dim(name: str, dim: int, input_: Tensor) -> int:
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of the group passed, in order of ranks. Slow: for debug mode and for explaining errors."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    """What every rank of the group passed, in order of ranks. Slow: for comparing calls and for explaining errors.
+
+    `dist.all_gather_object` needs numpy, which nothing else here does.
+    """
+    on_host = torch.device("cpu") in group._device_types
+    device = torch.device("cpu" if on_host else "cuda")
+    text = pickle.dumps(mine)
+    lengths = [length for (length,) in exchange_integers([len(text)], group, device)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    gathered = torch.empty(group.size() * len(padded), dtype=torch.uint8, device=device)
+    all_gather(gathered, padded.to(device), group)
+    rows = gathered.cpu().view(group.size(), -1)
+    # Pickles end by themselves: the padding behind them is not read.
+    return [pickle.loads(bytes(row.tolist())) for row in rows]
 
 
 def check_agreement(

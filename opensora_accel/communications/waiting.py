@@ -47,8 +47,11 @@ class waiting:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        # What was explained further in stays as it is.
+        if not isinstance(error, RuntimeError) or isinstance(error, MissingRankError):
+            return
         # gloo raises plain RuntimeErrors, which name the line of its source.
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
             raise MissingRankError(_explanation(self.operation, self.group, error)) from error
 
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_accel.communications.checks import debug_enabled, inputs_are_compared
-from opensora_accel.communications.waiting import waiting
+from opensora_accel.communications.checks import debug_enabled, gather_objects, inputs_are_compared
 
 NUM_COMPARED_FORWARDS = 3
 
@@ -76,9 +75,7 @@ class Agreement:
             mine = {f"input {name}": _summary(value) for name, value in values.items()}
             if number == 0:
                 mine |= {f"weight {name}": _sums(p) for name, p in model.named_parameters() if _is_real(p)}
-            everyone: list[Any] = [None] * self._group.size()
-            with waiting("the comparison of inputs", self._group):
-                dist.all_gather_object(everyone, mine, group=self._group)
+            everyone = gather_objects(mine, self._group)
         self._compare(model, everyone)
 
     def _compare(self, model: nn.Module, everyone: list[dict[str, Summary]]) -> None:

@@ -97,7 +97,11 @@ def validates_alone():
         with pytest.raises(RuntimeError):
             dist.barrier()
         return ""
-    with pytest.raises(MissingRankError) as caught, torch.no_grad():
+    with (
+        pytest.raises(MissingRankError) as caught,
+        torch.no_grad(),
+        waiting.waiting("a step", dist.group.WORLD),
+    ):
         model(**wan_inputs(torch.float32))
     return str(caught.value)
 
@@ -105,6 +109,7 @@ def validates_alone():
 def test_validation_on_one_rank_ends_with_the_others_named(impatient):
     told = impatient(2, validates_alone)[0]
     assert "over the ranks 0, 1 failed on rank 0: rank 1 did not come" in told
+    assert told.count("did not come") == 1, "what was explained is not explained again further out"
 
 
 def stopped():

@@ -1,5 +1,8 @@
 """Ranks of a sequence group that do not have the same sample, noise, timestep or weights are told so at once."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,3 +107,29 @@ def test_rounding_is_no_difference_and_other_noise_is():
         assert not _summary(x).agrees(_summary(x.flip(0)))
     assert not _summary(torch.tensor([500.0])).agrees(_summary(torch.tensor([501.0])))
     assert _summary(torch.full((100,), torch.nan)).agrees(_summary(torch.full((100,), torch.nan)))
+
+
+def step_without_numpy(plan):
+    def numpy(_tensor):
+        raise RuntimeError("Numpy is not available")  # what torch says where it is not installed
+
+    with (
+        mock.patch.object(torch.Tensor, "numpy", numpy),
+        mock.patch.dict(os.environ, OPENSORA_ACCEL_DEBUG="1"),
+    ):
+        init_parallel(plan)
+        model = shardformer.shard(wan(torch.float32), plan)
+        for _ in range(2):
+            (model(**wan_inputs(torch.float32))[0].square().mean()).backward()
+        return told(
+            lambda: model(**(wan_inputs(torch.float32) | {"timestep": torch.tensor([dist.get_rank()])}))
+        )
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(ulysses=2, checkpoint="full", offload=1.0), Plan(ring=2)], ids=["ulysses", "ring"]
+)
+def test_a_step_needs_torch_alone(ranks, plan):
+    """Nothing else is installed with the core: what ranks tell each other must not pass through numpy."""
+    for message in ranks(2, step_without_numpy, plan):
+        assert "with different inputs: timestep" in message
