@@ -103,10 +103,10 @@ class Cause:
     where: Where
     names: tuple[str, ...] = ()  # the parameters (or results) concerned
     num_names: int = 0  # how many there are, wrong or right
-    over: tuple[str, ...] | None = (
-        None  # the axes over which it goes wrong, where these are not those of `where`
-    )
+    # The axes over which it goes wrong, where they do not follow from the rest.
+    over: tuple[str, ...] | None = None
     by: Factor | None = None  # by which gradients (or results) are multiplied, where that is what is wrong
+    is_everywhere: bool = True  # whether `by` holds on all meshes; otherwise on those of `where`
 
     @property
     def what(self) -> str:
@@ -125,7 +125,9 @@ class Cause:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return self.where.axes if self.over is None else self.over
+        if self.over is not None or self.by is None:
+            return self.where.axes if self.over is None else self.over
+        return tuple(dict.fromkeys((*(() if self.is_everywhere else self.where.axes), *self.by.axes)))
 
     @property
     def factor(self) -> str:
@@ -325,7 +327,6 @@ class Scale(Cause):
     """Every rank has the right gradient times a factor that goes with the degrees of the mesh."""
 
     kind = "scale"
-    is_everywhere: bool = True  # whether the factor holds on all meshes; otherwise on those of `where`
     data_powers: tuple[int, ...] = ()  # exponents of the degrees of data axes,
     sharing_powers: tuple[int, ...] = ()  # and of those of other axes
     place: Place | None = None  # where not all parameters are concerned
@@ -540,7 +541,6 @@ class WrongResult(Cause):
 
     kind = "result"
     is_input: bool = False
-    is_everywhere: bool = True
 
     @property
     def what(self) -> str:

@@ -66,9 +66,8 @@ class Proof:
     meshes: Meshes
     reference: Reference = "turns"
     preload: tuple[str, ...] = ()
-    world: Plan | Mapping[str, int] | None = (
-        None  # the true mesh, to record what is communicated; None for no record
-    )
+    # The true mesh, to record what is communicated; None for no record.
+    world: Plan | Mapping[str, int] | None = None
     true_step: Step | None = None
     true_model_fn: ModelFn | None = None
 

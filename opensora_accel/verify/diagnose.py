@@ -36,7 +36,7 @@ from opensora_accel.verify.fit import (
     fit_slices,
     has_remedy,
 )
-from opensora_accel.verify.meshes import MeshShape, compose_axes
+from opensora_accel.verify.meshes import MeshShape
 from opensora_accel.verify.results import MeshResult, Results, wrong_shapes
 
 # Errors below it are what fp32 leaves.
@@ -362,27 +362,24 @@ def _cause_of_remedy(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
         is_average = all(powers.get(axis) == 1 for axis in remedy.missing)
         if is_average:  # the sum is too large by what an average divides by
             powers = {axis: e for axis, e in powers.items() if axis not in remedy.missing}
-        by = replace(remedy.factor, exponents=tuple(powers.items())).composed(results.axes)
+        by = replace(remedy.factor, exponents=tuple(powers.items()))
         return results.cause(
             causes.MissingSum,
             bad,
-            over=compose_axes(remedy.missing, results.axes),
+            over=remedy.missing,
             by=None if str(by) == "1" else by,
             is_average=is_average,
             place=place,
         )
-    by = remedy.factor.composed(results.axes)
-    scale = results.cause(
+    return results.cause(
         causes.Scale,
         bad,
-        by=by,
+        by=remedy.factor,
         is_everywhere=remedy.is_everywhere,
         data_powers=tuple(e for axis, e in powers.items() if axis in results.data_axes),
         sharing_powers=tuple(e for axis, e in powers.items() if axis not in results.data_axes),
         place=None if len(wrong) == len(results.names) else place,
     )
-    where = () if remedy.is_everywhere else scale.where.axes
-    return replace(scale, over=tuple(dict.fromkeys((*where, *by.axes))))
 
 
 def _are_alike_once_clipped(results: Results, names: ByName, missing: Sequence[str]) -> bool:
@@ -424,7 +421,7 @@ def _cause_of_shares(results: Results, shares: Shares) -> Cause:
     return results.cause(
         causes.ScaledByShares,
         {name: [shares.shape] for name in shares.names},
-        over=compose_axes(varied, results.axes),
+        over=tuple(varied),
         factors=tuple(shares.factors),
         shares=as_shares(shares.factors),
         data_axes=tuple(axis for axis in varied if axis in results.data_axes),
@@ -444,20 +441,17 @@ def _wrong_clips(results: Results) -> list[Cause]:
     factors = {str(scale.factor): scale.factor for scale in scales if scale is not None}
     if len(factors) > 1 or not all(scales):
         return [results.cause(causes.ClippedByOtherNorms, wrong_shapes(wrong))]
-    by = next(iter(factors.values())).composed(results.axes)
-    return [results.cause(causes.ClippedByFactor, wrong_shapes(wrong), over=by.axes, by=by)]
+    return [results.cause(causes.ClippedByFactor, wrong_shapes(wrong), by=next(iter(factors.values())))]
 
 
 def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:
     """What the step returns, or the gradients of inputs; those that are wrong in the same way together."""
     alike: defaultdict[Cause, list[str]] = defaultdict(list)
     for name, samples in results.wrong_of(MeshResult.inputs if is_input else results.scalars).items():
-        cause = results.cause(causes.WrongResult, wrong_shapes({name: samples}), is_input=is_input)
         scale = find_remedy(samples, results.axes, is_summed=True)
-        if scale is not None:
-            by = scale.factor.composed(results.axes)
-            over = by.axes if scale.is_everywhere else tuple(dict.fromkeys((*cause.axes, *by.axes)))
-            cause = replace(cause, over=over, by=by, is_everywhere=scale.is_everywhere)
+        by = {} if scale is None else {"by": scale.factor, "is_everywhere": scale.is_everywhere}
+        bad = wrong_shapes({name: samples})
+        cause = results.cause(causes.WrongResult, bad, is_input=is_input, **by)
         alike[replace(cause, names=())].append(name)  # all but the name is compared
     return [replace(cause, names=tuple(names)) for cause, names in alike.items()]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opensora_accel.verify.causes import Cause, Origin, Side, Where
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, relative_error
-from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
+from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.parameters import join_shares, match_rows
 from opensora_accel.verify.watch import expected_after_clipping
@@ -278,9 +278,13 @@ class Results:
         return Where.of(listed, [shape for shape in shapes if shape not in listed], self.axes)
 
     def cause(self, kind: type[AnyCause], bad: Mapping[str, Iterable[MeshShape]], **fields: Any) -> AnyCause:
-        """A cause of what is wrong, by name, on these meshes."""
+        """A cause of what is wrong, by name, on these meshes; its axes in the Plan's own words."""
         where = self.where(shape for shapes in bad.values() for shape in shapes)
         fields.setdefault("num_names", len(self.names))
+        if fields.get("over") is not None:
+            fields["over"] = compose_axes(fields["over"], self.axes)
+        if fields.get("by") is not None:
+            fields["by"] = fields["by"].composed(self.axes)
         return kind(where=where, names=tuple(bad), **fields)
 
 
