@@ -31,8 +31,10 @@ from opensora_accel.verify.fit import (
     Remedy,
     Samples,
     are_equal,
+    are_factors,
     as_shares,
     find_remedy,
+    fit_ranks,
     fit_slices,
     has_remedy,
 )
@@ -142,7 +144,10 @@ def _failures(results: Results) -> tuple[list[Cause], list[Cause]]:
     for (kind, _), (fields, meshes) in alike.items():
         others = [each for each in results.meshes if each in meshes or not each.errors]
         where = results.where([each.shape for each in meshes], others)
-        is_refused = kind is causes.StepFails and all(map(_is_refused, meshes))
+        # Every rank refuses in the same words, but for sizes.
+        words = [{_SIZES.sub(" ", _message(text)) for text in mesh.errors.values()} for mesh in meshes]
+        is_of_all = all(len(mesh.errors) == mesh.shape.world_size for mesh in meshes)
+        is_refused = kind is causes.StepFails and is_of_all and all(len(each) == 1 for each in words)
         (refused if is_refused else failed).append(kind(where, **fields))
     return failed, refused
 
@@ -170,11 +175,6 @@ def _message(text: str) -> str:
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     return next((line for line in after if line and not line.startswith(" ")), lines[-1])
-
-
-def _is_refused(mesh: MeshResult) -> bool:
-    messages = {_SIZES.sub(" ", _message(text)) for text in mesh.errors.values()}
-    return len(mesh.errors) == mesh.shape.world_size and len(messages) == 1 and "" not in messages
 
 
 def _line_of_user(text: str) -> str:
@@ -291,6 +291,31 @@ def find_slices(results: Results, fits: GradientFits) -> Shares | None:
     return None
 
 
+def fit_shares(
+    results: Results, fits: GradientFits, mesh: MeshResult, alone: Sequence[MeshResult]
+) -> Shares | None:
+    """By which factor each rank's contribution is off, if these factors explain a gradient.
+
+    Args:
+        alone: the mesh once more for every rank, of which only that rank's outputs count.
+    """
+    found = mesh.parameters()
+    wrong = [n for n in fits.unexplained if n in found and found[n].is_provable and not found[n].is_right]
+    each_alone = [each.parameters() for each in alone]
+    if any(name not in each for name in wrong for each in each_alone):
+        return None
+    # After the step's own average over ranks, so that the contributions add up to the whole gradient.
+    parts = {name: [each[name].found[0] for each in each_alone] for name in wrong}
+    # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.
+    for some in filter(None, (wrong, _first_wrong(results, wrong))):
+        of_ranks = [[parts[name][rank] for name in some] for rank in range(len(alone))]
+        factors = fit_ranks(of_ranks, [found[name].expected for name in some])
+        if factors is not None and not are_equal(factors):
+            names = [name for name in wrong if are_factors(parts[name], factors, found[name].expected)]
+            return Shares(factors, mesh.shape, names)
+    return None
+
+
 def _one_sided_gradients(results: Results) -> list[Cause]:
     # By which side lacks the gradient, and apart from them what FSDP2 was told to keep.
     by_side: defaultdict[causes.Side, Shapes] = defaultdict(lambda: Shapes(list))
@@ -340,7 +365,7 @@ def _wrong_gradients(
     if rest:
         bad = wrong_shapes(rest)
         error = max(each.error() for samples in rest.values() for each in samples)
-        nearest, place = tuple(first_wrong(results, tuple(rest))), _place_of(results, rest)
+        nearest, place = tuple(_first_wrong(results, tuple(rest))), _place_of(results, rest)
         first.append(
             results.cause(causes.RightToFp32, bad, error=error)
             if error < _FP32
@@ -402,7 +427,7 @@ def _place_of(results: Results, names: ByName) -> Place | None:
     return Place(order[min(positions)], min(positions)) if positions else None
 
 
-def first_wrong(results: Results, names: Sequence[str]) -> list[str]:
+def _first_wrong(results: Results, names: Sequence[str]) -> list[str]:
     """Those of `names` that belong to the module whose gradient is the first to be wrong."""
     order = [name for name in results.expected.first.backward_order if name in names]
     if not order:

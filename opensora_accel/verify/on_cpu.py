@@ -121,7 +121,9 @@ def prepare_model(model: nn.Module) -> list[str]:
         dropout.p = 0.0
     if dropouts:
         notes.append(f"{len(dropouts)} dropouts were set to 0: a split sequence cannot draw the same masks")
-    constant = [(n, p) for n, p in model.named_parameters() if not p.is_meta and _is_constant(p)]
+    numbers = [p for p in model.named_parameters() if p[1].is_floating_point() or p[1].is_complex()]
+    filled = [(n, p) for n, p in numbers if p.numel() and not p.is_meta]
+    constant = [(n, p) for n, p in filled if bool((p == p.flatten()[0]).all())]
     for name, parameter in constant:
         _vary(name, parameter)
     if constant:
@@ -130,11 +132,6 @@ def prepare_model(model: nn.Module) -> list[str]:
             "random ones: behind a gate of 0 every gradient is 0, right or wrong"
         )
     return notes
-
-
-def _is_constant(parameter: Tensor) -> bool:
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    return is_number and parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,7 +150,10 @@ class RankPool:
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    succeeded, value = False, f"{_ENDED}\n{self._backend_text(rank)}"
+                    # What C++ code wrote to stderr in the rank's process.
+                    log = Path(self._log(rank))
+                    words = log.read_text(errors="replace").strip() if log.exists() else ""
+                    succeeded, value = False, f"{_ENDED}\n{words}"
                 (results if succeeded else errors)[rank] = value
             # The others mostly wait for the one that failed, and notice by its closed sockets.
             if errors:
@@ -165,12 +169,6 @@ class RankPool:
 
     def _log(self, rank: int) -> str:
         return os.path.join(self._logs.name, f"{rank}.txt")
-
-    def _backend_text(self, rank: int) -> str:
-        """What C++ code wrote to stderr in the rank's process."""
-        with contextlib.suppress(FileNotFoundError), open(self._log(rank), errors="replace") as file:
-            return file.read().strip()
-        return ""
 
     def _stop(self, rank: int) -> None:
         worker = self._workers[rank]

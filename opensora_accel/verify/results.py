@@ -257,13 +257,9 @@ class Results:
         return {name: each for name, each in by_name.items() if any(not s.is_right for s in each)}
 
     def scalars(self, mesh: MeshResult) -> dict[str, Samples]:
-        """What the step returned on a mesh."""
-        return mesh.scalars(self._of_parts)
-
-    @cached_property
-    def _of_parts(self) -> set[str]:
-        """Numbers that ranks return of their parts, on all meshes."""
-        return {name for name in self.expected.scalars if all(each.are_parts(name) for each in self.ran)}
+        """What the step returned on a mesh. Numbers are of parts where they are so on all meshes."""
+        names = self.expected.scalars
+        return mesh.scalars({name for name in names if all(each.are_parts(name) for each in self.ran)})
 
     def is_right(self, mesh: MeshResult) -> bool:
         if mesh.errors or mesh.one_sided():
@@ -351,17 +347,11 @@ def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | N
             for each in ranks
         ):
             fits = True
-            of_groups = [_rows_of_group(group, expected, dim) for group in groups]
-            known = [rows for rows in of_groups if rows is not None]
+            # [rows of the rank, rows expected]
+            matches = [[match_rows(each, expected, dim) for each in group] for group in groups]
+            are_known = all(bool(each.any(1).all()) for group in matches for each in group)
+            of_groups = [torch.stack([each.any(0) for each in group]).any(0) for group in matches]
             # Every data rank has rows that no other data rank has, and all of them together all.
-            if len(known) == len(groups) and bool((torch.stack(known).sum(0) == 1).all()):
+            if are_known and bool((torch.stack(of_groups).sum(0) == 1).all()):
                 return True
     return False if fits else None
-
-
-def _rows_of_group(group: Sequence[Tensor], expected: Tensor, dim: int) -> Tensor | None:
-    """Which rows of `expected` the ranks have: bool, one each. None where a rank has others."""
-    matches = [match_rows(each, expected, dim) for each in group]  # [rows of the rank, rows expected]
-    if not all(bool(each.any(1).all()) for each in matches):
-        return None
-    return torch.stack([each.any(0) for each in matches]).any(0)

@@ -21,21 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from opensora_accel import parallel_states
 from opensora_accel.plan import Plan
 from opensora_accel.verify.causes import Origin, list_names
 from opensora_accel.verify.diagnose import (
-    GradientFits,
-    Shares,
     diagnose,
     find_slices,
     find_unlike_starts,
-    first_wrong,
     fit_gradients,
+    fit_shares,
 )
-from opensora_accel.verify.fit import are_equal, are_factors, fit_ranks
 from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
@@ -53,6 +49,11 @@ from opensora_accel.verify.results import (
 _GRACE_S = 5.0
 # What a model's error speaks of that runs in one type or on one device only.
 _INSISTS = re.compile(r"cuda|\bgpu\b|float32|fp32|float16|bfloat16|\bhalf\b|\bdtype\b|triton", re.IGNORECASE)
+_ADVICE = (
+    "\n\nThe step runs in fp64 on a CPU, and this asks for another type or device. In the step file, exchange what "
+    "asks (a kernel, a check: `my_model.attention = plain_attention`) for plain torch; the parallelism is what is "
+    "proven. flash_attn has a stand-in, where the package is not installed."
+)
 
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
@@ -148,7 +149,12 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
         origin = runner.trace(smallest.shape)
         if not find_unlike_starts(results, fits, origin):
             say("looking for factors of single ranks", total, total)
-            shares = find_slices(results, fits) or _measure_shares(runner, results, fits, smallest)
+            shares = find_slices(results, fits)
+            if shares is None:
+                # The outputs of all other ranks get a gradient of 0.
+                right, ranks = smallest.expected, range(smallest.shape.world_size)
+                alone = [runner.on_mesh(smallest.shape, right, only_rank=rank) for rank in ranks]
+                shares = fit_shares(results, fits, smallest, alone)
     causes = diagnose(results, fits, origin=origin, shares=shares)
     # A right step may be right only because it was seeded here as it should be: does another seed change the gradients
     # of ranks that share a sample?
@@ -164,29 +170,6 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
             drawn = {}
     say("done", total, total)
     return Report(results, causes, time.perf_counter() - started, () if causes else tuple(drawn))
-
-
-def _measure_shares(runner: _Runner, results: Results, fits: GradientFits, mesh: MeshResult) -> Shares | None:
-    """By which factor each rank's contribution alone is off, if these factors explain a gradient."""
-    found = mesh.parameters()
-    wrong = [n for n in fits.unexplained if n in found and found[n].is_provable and not found[n].is_right]
-    contributions: list[dict[str, Tensor]] = []
-    for rank in range(mesh.shape.world_size):
-        # The outputs of all other ranks get a gradient of 0.
-        alone = runner.on_mesh(mesh.shape, mesh.expected, only_rank=rank).parameters()
-        if any(name not in alone for name in wrong):
-            return None
-        # After the step's own average over ranks, so that the contributions add up to the whole gradient.
-        contributions.append({name: alone[name].found[0] for name in wrong})
-    expected = {name: found[name].expected for name in wrong}
-    # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.
-    for some in filter(None, (wrong, first_wrong(results, wrong))):
-        factors = fit_ranks([[each[n] for n in some] for each in contributions], [expected[n] for n in some])
-        if factors is not None and not are_equal(factors):
-            parts = {name: [each[name] for each in contributions] for name in wrong}
-            names = [name for name in wrong if are_factors(parts[name], factors, expected[name])]
-            return Shares(factors, mesh.shape, names)
-    return None
 
 
 class _Runner:
@@ -210,8 +193,10 @@ class _Runner:
                 turns = self._turns(shape)
             except RankError as error:
                 text = error.errors[0].strip()
+                # What asks for a type or a device says so at the end of its traceback.
+                advice = _ADVICE if _INSISTS.search("\n".join(text.splitlines()[-6:])) else ""
                 raise ValueError(
-                    f"the step fails on a single device, before anything is parallel:\n{text}{_advice(text)}"
+                    f"the step fails on a single device, before anything is parallel:\n{text}{advice}"
                 ) from error
             self._expected[key] = Expected(tuple(turns))
             _check_reference(self._expected[key])
@@ -287,18 +272,6 @@ def _observe(
         found.append(observe(step, model_fn, run, seed, **options))
         parallel_states.reset()  # what the step registered, so that the next turn may register it again
     return found
-
-
-def _advice(text: str) -> str:
-    """For a model that insists on a type or a device, to be appended to its traceback."""
-    last = "\n".join(text.splitlines()[-6:])
-    if not _INSISTS.search(last):
-        return ""
-    return (
-        "\n\nThe step runs in fp64 on a CPU, and this asks for another type or device. In the step file, exchange what "
-        "asks (a kernel, a check: `my_model.attention = plain_attention`) for plain torch; the parallelism is what is "
-        "proven. flash_attn has a stand-in, where the package is not installed."
-    )
 
 
 def _check_reference(expected: Expected) -> None:
