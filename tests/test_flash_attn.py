@@ -54,6 +54,14 @@ def test_sequences_behind_each_other_attend_apart():
     assert torch.equal(out, torch.cat(parts))
 
 
+def test_the_log_sum_exp_is_given_where_it_is_asked_for():
+    q, k, v = tensors(3, 5)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.size(-1) ** 0.5
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert torch.equal(out, flash_attn_func(q, k, v))
+
+
 def test_an_option_without_a_stand_in_is_refused():
     q, k, v = tensors(3, 3)
     with pytest.raises(ValueError, match=r"softcap=2\.0 of flash_attn has no stand-in on a CPU"):
