@@ -32,6 +32,10 @@ class Small(nn.Module):
         return leave(self.out(x + torch.tanh(self.mlp(self.norm(x)))))
 
 
+def small():
+    return Small()
+
+
 def split_small(model, group, scale_up="up", scale_down="down"):
     model.region = (
         lambda x: split_forward_gather_backward(x, group, 1, scale_down),

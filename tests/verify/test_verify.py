@@ -29,7 +29,7 @@ DATA = [{"data": 2}, {"data": 4}]
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_right_loop_passes(ranks, step, meshes):
-    report = verify(step, loops.Small, meshes, pool=ranks)
+    report = verify(step, loops.small, meshes, pool=ranks)
     assert report.ok, report
     assert not report.unproven()
     for result in report.results:
@@ -83,7 +83,7 @@ def test_a_right_loop_passes(ranks, step, meshes):
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_plain_words(ranks, step, meshes, options, kind, axis, words):
-    report = verify(step, loops.Small, meshes, pool=ranks, **options)
+    report = verify(step, loops.small, meshes, pool=ranks, **options)
     finding, *rest = report.findings
     assert (finding.kind, finding.axes) == (kind, (axis,))
     assert all(each in str(finding) for each in words), finding
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_named_in_plain_words(ranks, step, meshes, options, kin
 
 
 def test_uneven_split_scaled_by_shares_is_named(ranks):
-    report = verify(loops.shares_for_scale, loops.Small, MESHES, pool=ranks)
+    report = verify(loops.shares_for_scale, loops.small, MESHES, pool=ranks)
     (finding,) = report.findings
     assert finding.kind == "shares" and finding.axes == ("sequence",)
     assert "its share of an uneven split, 4:4:3" in finding.what
@@ -103,7 +103,7 @@ def test_uneven_split_scaled_by_shares_is_named(ranks):
 
 def test_noise_that_differs_between_ranks_of_one_sample_is_named(ranks):
     finding, *rest = verify(
-        loops.noise_by_rank, loops.Small, [{"sequence": 2}, {"sequence": 3}], pool=ranks
+        loops.noise_by_rank, loops.small, [{"sequence": 2}, {"sequence": 3}], pool=ranks
     ).findings
     assert finding.kind == "inputs" and finding.axes == ("sequence",)
     assert "drew different noise" in finding.what and "x differ" in finding.what
@@ -119,24 +119,24 @@ def test_the_same_shard_on_every_rank_is_named(ranks):
 @pytest.mark.parametrize(
     ("step", "model_fn", "meshes", "options", "message"),
     [
-        (corners.never_backward, loops.Small, DATA, {}, "leaves no gradient on a single device"),
-        (corners.clears_gradients, loops.Small, DATA, {}, "leaves no gradient on a single device"),
-        (corners.hands_over_nothing, loops.Small, DATA, {}, "leaves no gradient on a single device"),
-        (corners.is_not_finite, loops.Small, DATA, {}, "on a single device already, gradients are not finite"),
-        (corners.steps_within_backward, loops.Small, DATA, {}, "an optimizer steps within backward"),
-        (corners.returns_a_pair, loops.Small, DATA, {}, "returned loss as tuple; return the loss, or a dict"),
-        (loops.plain_ddp, loops.Small, {"blob": 2}, {}, "do the ranks along blob see different samples"),
-        (loops.fails_everywhere, loops.Small, DATA, {}, "fails on a single device.*\n(.*\n)*.*there is no such file"),
+        (corners.never_backward, loops.small, DATA, {}, "leaves no gradient on a single device"),
+        (corners.clears_gradients, loops.small, DATA, {}, "leaves no gradient on a single device"),
+        (corners.hands_over_nothing, loops.small, DATA, {}, "leaves no gradient on a single device"),
+        (corners.is_not_finite, loops.small, DATA, {}, "on a single device already, gradients are not finite"),
+        (corners.steps_within_backward, loops.small, DATA, {}, "an optimizer steps within backward"),
+        (corners.returns_a_pair, loops.small, DATA, {}, "returned loss as tuple; return the loss, or a dict"),
+        (loops.plain_ddp, loops.small, {"blob": 2}, {}, "do the ranks along blob see different samples"),
+        (loops.fails_everywhere, loops.small, DATA, {}, "fails on a single device.*\n(.*\n)*.*there is no such file"),
         (loops.forgets_to_watch, None, DATA, {}, "never called run.watch"),
-        (loops.returns_a_tensor, loops.Small, DATA, {}, "returned loss of shape .3,.; return numbers"),
-        (lambda model, run: None, loops.Small, DATA, {}, "top level of a module or script, no lambda"),
-        (loops.plain_ddp, loops.Small, [], {}, "there is no mesh of several ranks to verify on"),
-        (loops.plain_ddp, loops.Small, {"data": 0}, {}, "mesh axis data must be a whole number of ranks"),
-        (loops.plain_ddp, loops.Small, {"data": 9}, {}, "this pool has up to 6 ranks; 9 were asked for"),
-        (loops.plain_ddp, loops.Small, DATA, {"data_axes": ["dp"]}, "data_axes names dp, but the meshes have data"),
-        (loops.plain_ddp, loops.Small, Plan(), {"data_axes": ["data"]}, "a Plan has data axes of its own"),
-        (loops.plain_ddp, loops.Small, DATA, {"reference": "half"}, 'reference must be "turns" or "whole"'),
-        (loops.plain_ddp, loops.Small, Plan(tp=2), {}, "tensor parallelism cannot be verified yet"),
+        (loops.returns_a_tensor, loops.small, DATA, {}, "returned loss of shape .3,.; return numbers"),
+        (lambda model, run: None, loops.small, DATA, {}, "top level of a module or script, no lambda"),
+        (loops.plain_ddp, loops.small, [], {}, "there is no mesh of several ranks to verify on"),
+        (loops.plain_ddp, loops.small, {"data": 0}, {}, "mesh axis data must be a whole number of ranks"),
+        (loops.plain_ddp, loops.small, {"data": 9}, {}, "this pool has up to 6 ranks; 9 were asked for"),
+        (loops.plain_ddp, loops.small, DATA, {"data_axes": ["dp"]}, "data_axes names dp, but the meshes have data"),
+        (loops.plain_ddp, loops.small, Plan(), {"data_axes": ["data"]}, "a Plan has data axes of its own"),
+        (loops.plain_ddp, loops.small, DATA, {"reference": "half"}, 'reference must be "turns" or "whole"'),
+        (loops.plain_ddp, loops.small, Plan(tp=2), {}, "tensor parallelism cannot be verified yet"),
     ],
 )  # fmt: skip
 def test_bad_calls_say_what_to_do(ranks, step, model_fn, meshes, options, message):
@@ -145,7 +145,7 @@ def test_bad_calls_say_what_to_do(ranks, step, model_fn, meshes, options, messag
 
 
 def test_the_report_as_text_json_and_junit(ranks):
-    report = verify(loops.averaged_over_data_only, loops.Small, MESHES, pool=ranks)
+    report = verify(loops.averaged_over_data_only, loops.small, MESHES, pool=ranks)
     text = str(report)
     assert "✗ sequence=3" in text and "✓ data=4" in text and text.endswith("are NOT those of a single device")
     values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -165,10 +165,10 @@ def test_the_report_as_text_json_and_junit(ranks):
     ("step", "model_fn", "options"),
     [
         (corners.unusual_model, corners.Unusual, {}),
-        (corners.batches_of_unlike_size, loops.Small, {}),
-        (corners.ddp_for_each_layer, loops.Small, {}),
-        (corners.hand_written_optimizer, loops.Small, {}),
-        (corners.one_batch_split_by_the_step, loops.Small, {"reference": "whole"}),
+        (corners.batches_of_unlike_size, loops.small, {}),
+        (corners.ddp_for_each_layer, loops.small, {}),
+        (corners.hand_written_optimizer, loops.small, {}),
+        (corners.one_batch_split_by_the_step, loops.small, {"reference": "whole"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -179,20 +179,20 @@ def test_an_unusual_but_right_step_passes(ranks, step, model_fn, options):
 
 
 def test_axes_that_no_mesh_tells_apart_are_told(ranks):
-    report = verify(loops.sequence_parallel, loops.Small, {"data": 2, "sequence": 2}, pool=ranks)
+    report = verify(loops.sequence_parallel, loops.small, {"data": 2, "sequence": 2}, pool=ranks)
     assert report.ok and any("data and sequence go together on these meshes" in note for note in report.notes)
 
 
 def test_progress_is_told(ranks):
     told = []
-    verify(loops.plain_ddp, loops.Small, DATA, pool=ranks, on_progress=lambda *what: told.append(what))
+    verify(loops.plain_ddp, loops.small, DATA, pool=ranks, on_progress=lambda *what: told.append(what))
     assert told[0][2] == 2 and told[-1] == ("done", 2, 2)
 
 
 def test_a_colossalai_loop(ranks):
     """Beside torch 2.13 it installs with `pip install --no-deps colossalai==0.5.0` and what that asks for."""
     pytest.importorskip("colossalai")
-    report = verify(loops.colossalai_ddp, loops.Small, MESHES, pool=ranks)
+    report = verify(loops.colossalai_ddp, loops.small, MESHES, pool=ranks)
     assert report.ok and not report.unproven(), report
 
 
@@ -219,11 +219,11 @@ class TestDiffusers:
 def test_a_verdict_says_what_it_takes_for_granted(ranks):
     """A loop whose `main()` seeds by rank would draw other noise than a step that was seeded for it."""
     assumed = "if the loop seeds the default generator of torch by the data rank"
-    report = verify(loops.sequence_parallel, loops.Small, MESHES, pool=ranks)
+    report = verify(loops.sequence_parallel, loops.small, MESHES, pool=ranks)
     assert report.ok and assumed in str(report)
     of_its_own, for_nothing = corners.draws_from_a_generator_of_its_own, corners.draws_for_nothing
     for step, meshes in ((loops.plain_ddp, DATA), (of_its_own, MESHES), (for_nothing, MESHES)):
-        report = verify(step, loops.Small, meshes, pool=ranks)
+        report = verify(step, loops.small, meshes, pool=ranks)
         assert report.ok and str(report).endswith("the gradients are those of a single device")
 
 
@@ -234,7 +234,7 @@ def test_a_model_that_insists_on_a_type_or_a_device_is_told_what_to_do(ranks, mo
 
 
 def test_same_samples_are_no_wrong_gradients(ranks):
-    report = verify(corners.gives_all_the_same_samples, loops.Small, DATA, pool=ranks)
+    report = verify(corners.gives_all_the_same_samples, loops.small, DATA, pool=ranks)
     assert not report.ok and "NOT" not in report.verdict()
     assert report.verdict().startswith(
         "every gradient that was compared is that of a single device, but the samples"
