@@ -280,7 +280,7 @@ class Observer:
     def _read_gradients(self, model: nn.Module) -> None:
         found = self.observation
 
-        # Of a gradient that was clipped, what it was before.
+        # What a gradient was before it was clipped.
         def before(parameter: nn.Parameter) -> Tensor | None:
             return self._before_clip.get(id(parameter), parameter.grad)
 
@@ -290,7 +290,7 @@ class Observer:
                 continue
             gradient = before(parameter)
             found.gradients[name] = None if gradient is None else whole(gradient)
-            # Of a DTensor on all ranks, whichever of them clipped: all of them take part in making it whole.
+            # A DTensor is read on all ranks, whichever of them clipped: all take part in making it whole.
             is_clipped = gradient is not parameter.grad
             if parameter.grad is not None and (isinstance(parameter, DTensor) or is_clipped):
                 found.clipped[name] = whole(parameter.grad)

@@ -145,7 +145,7 @@ class FlatParameters:
         name_of = {module: name for name, module in model.named_modules()}
         each = dict.fromkeys([*made, *(m for m in name_of if isinstance(m, FullyShardedDataParallel))])
         for root in each:
-            # Of those that lie in no other one: where they lie in the model, if not around it.
+            # Only those that lie in no other one, with their place in the model, if they do not stand around it.
             is_inner = any(root is not other and root in set(other.modules()) for other in each)
             if not is_inner and (root in name_of or root.module is model):
                 self._prefix_of[root] = f"{name_of[root]}." if name_of.get(root) else ""

@@ -54,7 +54,7 @@ def trains_what_one_device_freezes(model, run):
 
 
 def another_optimizer_first(model, run):
-    """Of another model; and the gradients of this one are never averaged."""
+    """It is another model's, and the gradients of this one are never averaged."""
     other = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
     other(torch.randn(1, 1)).sum().backward()

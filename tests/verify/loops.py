@@ -45,7 +45,7 @@ def split_small(model, group, scale_up="up", scale_down="down"):
 
 
 def batch():
-    """Of this data rank: 11 tokens, which divide by nothing here."""
+    """This data rank's: 11 tokens, which divide by nothing here."""
     return torch.randn(2, 11, 4)
 
 

@@ -151,7 +151,7 @@ class WanStep:
     """The smallest Wan of the tests, by its own policy."""
 
     options: tuple[str, ...] = ()
-    """Of `tests.models`: image, per_token_time."""
+    """Options of `tests.models`: image, per_token_time."""
     size: tuple[int, int, int] = (3, 2, 10)
     """15 tokens."""
 
@@ -185,7 +185,7 @@ class TrainerStep:
     folder: Path
     accumulation: int = 1
     changes: tuple[tuple[str, Any], ...] = ()
-    """Of the configuration, by full name."""
+    """Values of the configuration, by full name."""
 
     def __call__(self, run: Run) -> dict[str, float]:
         from opensora_accel.training.loop import Trainer

@@ -77,7 +77,7 @@ def _ulysses() -> list[Mutant]:
 
 
 def gradient_rescaled(original: Any, *args: Any, which: int, by: str, **options: Any) -> Tensor:
-    """Of the queries, keys or values that go into the attention."""
+    """The gradient of the queries, keys or values that go into the attention."""
     factor = FACTORS[by](get_parallel_group("ring").size())
     if get_parallel_group("ring").size() > 1:
         tensors = list(args)
@@ -87,7 +87,7 @@ def gradient_rescaled(original: Any, *args: Any, which: int, by: str, **options:
 
 
 def _ring() -> list[Mutant]:
-    """Of our own ring by its messages and around it; of a ring by hand what goes on between its hops."""
+    """Our own ring is changed in its messages and around it, a ring by hand also between its hops."""
 
     def mutant(
         name: str, change: Any, kind: str = "values", factor: str = "", *, step: Any = RING_LAYER

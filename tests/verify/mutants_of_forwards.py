@@ -50,7 +50,7 @@ class Spread(Tokens):
 
 
 class Part(nn.Module):
-    """Of a block: [B, S, C] → [B, S, C]."""
+    """A part of a block: [B, S, C] → [B, S, C]."""
 
     def __init__(self) -> None:
         super().__init__()

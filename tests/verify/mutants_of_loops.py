@@ -135,7 +135,7 @@ def clips_what_is_too_small(model: Any, run: Run) -> Tensor:
 
 
 def clips_what_is_too_large(model: Any, run: Run) -> Tensor:
-    """Of another limit than the single device, too."""
+    """Summed, where it should be averaged."""
     forward = averaged(model, run)
     loss = finish(forward(batch()) * 1.0)
     if not run.is_reference:
@@ -184,7 +184,7 @@ def clips_by_hand(model: Any, run: Run) -> Tensor:
 
 
 def means_over_its_own_share(model: Any, run: Run) -> Tensor:
-    """Of 5 samples; ranks have 3 and 2."""
+    """The ranks have 3 and 2 of 5 samples."""
     forward = averaged(model, run)
     return finish(forward(torch.randn(5, 11, 4).tensor_split(run.data_size)[run.data_rank]))
 

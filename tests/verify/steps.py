@@ -122,7 +122,7 @@ class RegionStep:
         raise NotImplementedError
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of what goes in."""
+        """The shapes of what goes in."""
         return [(BATCH, TOKENS, CHANNELS)]
 
     def spread(self, model: Any) -> None:

@@ -81,5 +81,5 @@ def test_every_defect_is_named_right(reports):
 
 
 def _place_of_name(mutant, report):
-    """Of the first finding that names it right."""
+    """The place of the first finding that names it right."""
     return next((i for i, finding in enumerate(report.findings) if mutant.is_named_by(finding)), None)
