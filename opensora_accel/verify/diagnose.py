@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from opensora_accel.verify import causes
-from opensora_accel.verify.causes import Cause, Origin, Place
+from opensora_accel.verify.causes import Cause, Origin, Place, ScaledByShares
 from opensora_accel.verify.fit import (
     Remedy,
     Samples,
@@ -43,6 +43,7 @@ from opensora_accel.verify.results import MeshResult, Results, wrong_shapes
 
 # Errors below it are what fp32 leaves.
 _FP32 = 1e-5
+_NOT_USERS = re.compile("site-packages|opensora_accel/verify")
 _SIZES = re.compile(r"[\d, ()\[\]]+")
 # In which gloo says that one rank sends another number of bytes than the other expects.
 _UNLIKE = re.compile(r"op\.preamble|EnforceNotMet")
@@ -66,21 +67,12 @@ class GradientFits:
     unexplained: ByName  # on the meshes where nothing makes them right
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Each rank's contribution to the gradients `names` is multiplied by a factor of its own."""
-
-    factors: Sequence[float]
-    shape: MeshShape
-    names: Sequence[str]
-
-
 def diagnose(
     results: Results,
     fits: GradientFits | None = None,
     *,
     origin: Origin | None = None,
-    shares: Shares | None = None,
+    shares: ScaledByShares | None = None,
 ) -> list[Cause]:
     """What is wrong, the root causes first; nothing where all is right.
 
@@ -162,7 +154,11 @@ def _first_failure(errors: Mapping[int, str]) -> tuple[type[Cause], dict[str, An
             return causes.StepFails, {"message": line, "rank": rank}
     if first:
         rank = min(first)
-        return causes.UnlikeCollectives, {"line": _line_of_user(errors[rank]), "rank": rank}
+        # The innermost line of the user's; gloo may leave no traceback.
+        places = re.findall(r'^  File "(.+)", line (\d+)', errors[rank], re.M)
+        own = [(file, line) for file, line in places if not _NOT_USERS.search(file)]
+        line = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+        return causes.UnlikeCollectives, {"line": line, "rank": rank}
     return causes.Hang, {}
 
 
@@ -175,14 +171,6 @@ def _message(text: str) -> str:
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     return next((line for line in after if line and not line.startswith(" ")), lines[-1])
-
-
-def _line_of_user(text: str) -> str:
-    """`file.py:12`, the innermost line of a traceback that is none of torch's; empty where gloo left no traceback."""
-    places = re.findall(r'^  File "(.+)", line (\d+)', text, re.M)
-    not_own = re.compile("site-packages|opensora_accel/verify")
-    own = [(file, line) for file, line in places if not not_own.search(file)]
-    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
 
 
 def _wrong_weights(results: Results) -> list[Cause]:
@@ -279,7 +267,7 @@ def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
     return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in found)
 
 
-def find_slices(results: Results, fits: GradientFits) -> Shares | None:
+def find_slices(results: Results, fits: GradientFits) -> ScaledByShares | None:
     """Factors of each rank's tokens, as the gradients of inputs show them."""
     # The fewest ranks first: their factors are the shortest to read.
     for mesh in sorted(results.ran, key=lambda each: each.shape.world_size):
@@ -287,13 +275,13 @@ def find_slices(results: Results, fits: GradientFits) -> Shares | None:
         for samples in mesh.inputs().values() if num_sharing > 1 else ():
             factors = None if samples.is_right else fit_slices(samples, num_sharing)
             if factors is not None and as_shares(factors):
-                return Shares(factors, mesh.shape, list(fits.unexplained))
+                return _cause_of_shares(results, mesh.shape, factors, list(fits.unexplained))
     return None
 
 
 def fit_shares(
     results: Results, fits: GradientFits, mesh: MeshResult, alone: Sequence[MeshResult]
-) -> Shares | None:
+) -> ScaledByShares | None:
     """By which factor each rank's contribution is off, if these factors explain a gradient.
 
     Args:
@@ -312,8 +300,27 @@ def fit_shares(
         factors = fit_ranks(of_ranks, [found[name].expected for name in some])
         if factors is not None and not are_equal(factors):
             names = [name for name in wrong if are_factors(parts[name], factors, found[name].expected)]
-            return Shares(factors, mesh.shape, names)
+            return _cause_of_shares(results, mesh.shape, factors, names)
     return None
+
+
+def _cause_of_shares(
+    results: Results, shape: MeshShape, factors: Sequence[float], names: Sequence[str]
+) -> ScaledByShares:
+    # The axes along which the factors differ are those of the split.
+    varied = []
+    for axis in results.axes:
+        groups = shape.groups([axis])  # of ranks that differ along this axis only
+        if not all(are_equal([factors[rank] for rank in ranks]) for ranks in groups):
+            varied.append(axis)
+    return results.cause(
+        ScaledByShares,
+        {name: [shape] for name in names},
+        over=tuple(varied),
+        factors=tuple(factors),
+        shares=as_shares(factors),
+        data_axes=tuple(axis for axis in varied if axis in results.data_axes),
+    )
 
 
 def _one_sided_gradients(results: Results) -> list[Cause]:
@@ -337,7 +344,7 @@ def _one_sided_gradients(results: Results) -> list[Cause]:
 
 
 def _wrong_gradients(
-    results: Results, fits: GradientFits, origin: Origin | None, shares: Shares | None
+    results: Results, fits: GradientFits, origin: Origin | None, shares: ScaledByShares | None
 ) -> list[Cause]:
     by_shares = set(() if shares is None else shares.names)
     wrong_forward = set()
@@ -359,7 +366,7 @@ def _wrong_gradients(
         factors = tuple((str(each.shape), each.factor() or 0.0) for each in one if not each.is_right)
         first.append(results.cause(causes.StrangeScale, wrong_shapes(strange), factors=factors))
     if shares is not None:
-        first.append(_cause_of_shares(results, shares))
+        first.append(shares)
     # What neither a remedy nor shares explain.
     rest = {name: each for name, each in fits.unexplained.items() if name not in by_shares}
     if rest:
@@ -434,23 +441,6 @@ def _first_wrong(results: Results, names: Sequence[str]) -> list[str]:
         return []
     module = order[0].rsplit(".", 2)[0]  # the parent of the layer: to_q's siblings are to_k and to_v
     return [name for name in order if name.startswith(module + ".")]
-
-
-def _cause_of_shares(results: Results, shares: Shares) -> Cause:
-    # The axes along which the factors differ are those of the split.
-    varied = []
-    for axis in results.axes:
-        groups = shares.shape.groups([axis])  # of ranks that differ along this axis only
-        if not all(are_equal([shares.factors[rank] for rank in ranks]) for ranks in groups):
-            varied.append(axis)
-    return results.cause(
-        causes.ScaledByShares,
-        {name: [shares.shape] for name in shares.names},
-        over=tuple(varied),
-        factors=tuple(shares.factors),
-        shares=as_shares(shares.factors),
-        data_axes=tuple(axis for axis in varied if axis in results.data_axes),
-    )
 
 
 # What is wrong beside gradients.

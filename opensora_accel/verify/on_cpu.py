@@ -125,26 +125,21 @@ def prepare_model(model: nn.Module) -> list[str]:
     filled = [(n, p) for n, p in numbers if p.numel() and not p.is_meta]
     constant = [(n, p) for n, p in filled if bool((p == p.flatten()[0]).all())]
     for name, parameter in constant:
-        _vary(name, parameter)
+        # Random values that depend on the name alone, near what is there.
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 25
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        # Small enough beside the fan-in that activations keep their size.
+        noise *= 0.5 / math.sqrt(fan_in)
+        with torch.no_grad():
+            # A scale under a root keeps its sign.
+            parameter.copy_(parameter * noise.exp() if parameter.any() else parameter + noise)
     if constant:
         notes.append(
             f"{len(constant)} parameters with one value throughout (gates and biases of 0, norms of 1) were given "
             "random ones: behind a gate of 0 every gradient is 0, right or wrong"
         )
     return notes
-
-
-@torch.no_grad()
-def _vary(name: str, parameter: Tensor) -> None:
-    """Random values that depend on the name alone, near what is there. A scale under a root keeps its sign."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 25
-    # Small enough beside the fan-in that activations keep their size.
-    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5 / math.sqrt(fan_in)
-    if parameter.any():
-        parameter.mul_(noise.exp())
-    else:
-        parameter.add_(noise)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -160,18 +160,15 @@ class MeshResult:
         if len(self.expected.turns) > 1:
             gradients = [g.flatten() for g in self.expected.gradients.values() if g is not None]
             right += [torch.linalg.vector_norm(torch.cat(gradients), order).item() for order in (2, math.inf)]
-        if len(values) == self.shape.world_size:
-            found += self._combinations(values)
-        return any(_is_same(one, other) for one, other in itertools.product(found, right))
-
-    def _combinations(self, values: Sequence[float]) -> Iterator[float]:
-        """The ranks' numbers put together in every way; nothing where all return the same one."""
-        for some in subsets(self.shape.used(self.shape.axes), 1):
+        for some in (
+            subsets(self.shape.used(self.shape.axes), 1) if len(values) == self.shape.world_size else ()
+        ):
             groups = [[values[rank] for rank in ranks] for ranks in self.shape.groups(some)]
             # What all ranks return alike is no part of anything.
             if not all(_is_same(each, group[0]) for group in groups for each in group):
                 for combine in (sum, max, min, lambda group: math.hypot(*group)):
-                    yield statistics.fmean(combine(group) for group in groups)
+                    found.append(statistics.fmean(combine(group) for group in groups))
+        return any(_is_same(one, other) for one, other in itertools.product(found, right))
 
     def inputs(self) -> dict[str, Samples]:
         """Gradients of inputs over the ranks that share a sample, beside the single device's.

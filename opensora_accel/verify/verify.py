@@ -188,19 +188,29 @@ class _Runner:
         """
         # What one device does depends on the mesh by nothing else.
         key = self._num_turns(shape), "" if shape.plan is None else shape.plan.precision
-        if key not in self._expected:
-            try:
-                turns = self._turns(shape)
-            except RankError as error:
-                text = error.errors[0].strip()
-                # What asks for a type or a device says so at the end of its traceback.
-                advice = _ADVICE if _INSISTS.search("\n".join(text.splitlines()[-6:])) else ""
-                raise ValueError(
-                    f"the step fails on a single device, before anything is parallel:\n{text}{advice}"
-                ) from error
-            self._expected[key] = Expected(tuple(turns))
-            _check_reference(self._expected[key])
-        return self._expected[key]
+        if key in self._expected:
+            return self._expected[key]
+        try:
+            expected = self._expected[key] = Expected(tuple(self._turns(shape)))
+        except RankError as error:
+            text = error.errors[0].strip()
+            # What asks for a type or a device says so at the end of its traceback.
+            advice = _ADVICE if _INSISTS.search("\n".join(text.splitlines()[-6:])) else ""
+            raise ValueError(
+                f"the step fails on a single device, before anything is parallel:\n{text}{advice}"
+            ) from error
+        gradients = {name: g for name, g in expected.gradients.items() if g is not None}
+        # NaN on one device says nothing of any mesh.
+        infinite = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+        if infinite:
+            raise ValueError(f"on a single device already, gradients are not finite: {list_names(infinite)}")
+        if not any(gradient.any() for gradient in gradients.values()):
+            raise ValueError(
+                "the step leaves no gradient on a single device: does it call backward(), does it clear gradients "
+                "(other than after an optimizer's step), is the loss a constant? Gradients that lie elsewhere are "
+                'returned: {"loss": loss, "gradients": {name: tensor}}'
+            )
+        return expected
 
     def on_mesh(self, shape: MeshShape, expected: Expected, **options: Any) -> MeshResult:
         """Every rank's observation, or the errors of those that failed; for `options` see `_observe`."""
@@ -272,18 +282,3 @@ def _observe(
         found.append(observe(step, model_fn, run, seed, **options))
         parallel_states.reset()  # what the step registered, so that the next turn may register it again
     return found
-
-
-def _check_reference(expected: Expected) -> None:
-    """ValueError where a single device gives nothing to compare a gradient with."""
-    # NaN on one device says nothing of any mesh.
-    gradients = {name: g for name, g in expected.gradients.items() if g is not None}
-    infinite = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
-    if infinite:
-        raise ValueError(f"on a single device already, gradients are not finite: {list_names(infinite)}")
-    if not any(gradient.any() for gradient in gradients.values()):
-        raise ValueError(
-            "the step leaves no gradient on a single device: does it call backward(), does it clear gradients (other "
-            "than after an optimizer's step), is the loss a constant? Gradients that lie elsewhere are returned: "
-            '{"loss": loss, "gradients": {name: tensor}}'
-        )
