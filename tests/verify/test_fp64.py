@@ -9,9 +9,23 @@ from opensora_accel.verify import lift_casts
 from tests.models import wan, wan_inputs
 from tests.tolerances import relative_errors
 
+NARROW = torch.zeros(1, dtype=torch.float32)
+# Every way in which models narrow: each alone would round to fp32.
+CASTS = {
+    "float": lambda x: x.float(),
+    "half": lambda x: x.half().bfloat16(),
+    "to dtype": lambda x: x.to(torch.float32),
+    "to keyword": lambda x: x.to(dtype=torch.bfloat16),
+    "to device and dtype": lambda x: x.to("cpu", torch.float32),
+    "to other": lambda x: x.to(NARROW),
+    "type_as": lambda x: x.type_as(NARROW),
+    "softmax dtype": lambda x: torch.softmax(x, -1, dtype=torch.float32),
+    "sum dtype": lambda x: x.sum(-1, dtype=torch.float32),
+}
+
 
 class Casting(nn.Module):
-    """Every way in which models narrow: each alone would round to fp32."""
+    """A block in a list, as transformers have them."""
 
     def __init__(self, how):
         super().__init__()
@@ -29,34 +43,10 @@ class _Block(nn.Module):
         self.how = how
 
     def forward(self, x):
-        narrow = torch.zeros(1, dtype=torch.float32)
-        return {
-            "float": lambda: x.float(),
-            "half": lambda: x.half().bfloat16(),
-            "to dtype": lambda: x.to(torch.float32),
-            "to keyword": lambda: x.to(dtype=torch.bfloat16),
-            "to device and dtype": lambda: x.to("cpu", torch.float32),
-            "to other": lambda: x.to(narrow),
-            "type_as": lambda: x.type_as(narrow),
-            "softmax dtype": lambda: torch.softmax(x, -1, dtype=torch.float32),
-            "sum dtype": lambda: x.sum(-1, dtype=torch.float32),
-        }[self.how]() * 1
+        return CASTS[self.how](x) * 1
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "float",
-        "half",
-        "to dtype",
-        "to keyword",
-        "to device and dtype",
-        "to other",
-        "type_as",
-        "softmax dtype",
-        "sum dtype",
-    ],
-)
+@pytest.mark.parametrize("how", CASTS)
 def test_no_cast_narrows_a_double(how):
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
     model = Casting(how)
