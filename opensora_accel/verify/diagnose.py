@@ -87,7 +87,7 @@ def diagnose(
     unlike = find_unlike_starts(results, fits, origin)
     if unlike:
         # Where the model or the data are others, factors would explain nothing.
-        consequence = results.cause(causes.Consequence, wrong_shapes(results.wrong))
+        consequence = results.cause(causes.Consequence, wrong_shapes(results.wrong), over=())
         return [*failed, *unlike, consequence, *refused, *beside]
     gradients = [*_one_sided_gradients(results), *_wrong_gradients(results, fits, origin, shares)]
     returned = _wrong_results(results, is_input=False)
