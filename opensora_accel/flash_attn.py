@@ -58,6 +58,7 @@ def flash_attn_func(
                 f"{name}={value!r} of flash_attn has no stand-in on a CPU; leave it out of the step, or let the model "
                 "attend by torch's scaled_dot_product_attention"
             )
+    # torch's own causal mask is aligned at the first query and key: the same where there are as many.
     is_square_causal = causal and q.size(1) == k.size(1) and tuple(window_size) == (-1, -1)
     bias = None if is_square_causal else _bias(q, k.size(1), causal, window_size)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -101,6 +102,7 @@ def _bias(q: Tensor, num_keys: int, causal: bool, window: tuple[int, int]) -> Te
     if left < 0 and right < 0:
         return None
     num_queries = q.size(1)
+    # at: each query's place among the keys
     at = torch.arange(num_queries)[:, None] + num_keys - num_queries
     distance = torch.arange(num_keys)[None] - at
     hidden = torch.zeros(num_queries, num_keys, dtype=torch.bool)
@@ -118,6 +120,7 @@ def flash_attn_stand_in() -> Iterator[None]:
     if names[0] in sys.modules or importlib.util.find_spec(names[0]) is not None:
         yield
         return
+    # With a spec, as `importlib.util.find_spec` asks whether the package is there.
     for name in names:
         module = ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)

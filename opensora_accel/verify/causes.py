@@ -111,6 +111,7 @@ class Cause:
     @property
     def what(self) -> str:
         """What is wrong, in one line."""
+        # What the templates below may name, beside the fields themselves.
         over = join_words(self.axes) if self.axes else ""
         values = vars(self) | {"count": self.count, "listed": list_names(self.names), "over": over}
         return self.WHAT.format(**values)
@@ -544,6 +545,7 @@ class WrongResult(Cause):
 
     @property
     def what(self) -> str:
+        # A factor that holds everywhere needs no place.
         how = "wrong" if self.by is None else f"off by the factor {self.by}"
         if self.by is None or not self.is_everywhere:
             how += f" {self.where}"

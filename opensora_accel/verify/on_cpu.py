@@ -74,6 +74,7 @@ class LiftOperations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Below autograd: what backward computes comes by here too.
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
@@ -116,6 +117,7 @@ def prepare_model(model: nn.Module) -> list[str]:
     """
     notes = []
     model._apply(widest)
+    # All kinds of dropout, of any number of dimensions.
     dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
     for dropout in dropouts:
         dropout.p = 0.0
@@ -192,6 +194,7 @@ def without_loss_scaling() -> Iterator[None]:
     def ignore(scaler: torch.amp.GradScaler, enabled: bool) -> None:
         vars(scaler)["_enabled"] = enabled  # as it was, afterwards
 
+    # A property of the class stands before what an instance has under the same name.
     never = property(lambda scaler: False, ignore)
     with mock.patch.object(torch.amp.GradScaler, "_enabled", never, create=True):
         yield
@@ -203,6 +206,7 @@ def launcher_environment(run: Run) -> Iterator[None]:
 
     accelerate remembers for the life of a process what it found; it is made to forget, as the next mesh is another.
     """
+    # All ranks are on this machine: the local rank is the rank.
     place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(run.rank))
     place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
     rest = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}

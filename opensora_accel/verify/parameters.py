@@ -38,7 +38,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     A module of the user's own that is called `module` keeps its name, unless nothing lies beside it: then nothing can
     be taken for another.
     """
-    seen: set[nn.Module] = set()
+    seen: set[nn.Module] = set()  # a module that is used twice has the name of its first place
 
     def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if module in seen:
@@ -163,6 +163,7 @@ class FlatParameters:
         """
         found: dict[str, Tensor] = {}
         for root, prefix in self._prefix_of.items():
+            # It never steps: it only holds one value for each parameter.
             optimizer = torch.optim.SGD(root.parameters(), lr=0.0)
             for parameter in root.parameters():
                 value = read(parameter)
@@ -182,6 +183,7 @@ def match_rows(part: Tensor, whole: Tensor, dim: int) -> Tensor:
 
     Rows are told apart by their products with a few random vectors: comparing each with each would take too long.
     """
+    # mine: [R, columns], all_: [N, columns]
     mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (part, whole))
     if not mine.numel():
         return torch.zeros(mine.size(0), all_.size(0), dtype=torch.bool)
@@ -213,6 +215,7 @@ def join_shares(
             continue
         if weight is None or weight.shape != gradient.shape or weight.dim() != whole.dim():
             return None
+        # A slice is smaller along one dim; a rank with fewer of two dims holds something else.
         dims = [dim for dim in range(whole.dim()) if weight.size(dim) != whole.size(dim)]
         if len(dims) != 1:
             return None

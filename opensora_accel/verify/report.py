@@ -80,6 +80,7 @@ class Report:
 
     def verdict(self) -> str:
         """In one sentence."""
+        # From the best case to the worst; the last is whatever is wrong beside gradients.
         kinds = {cause.kind for cause in self.causes}
         num_failed = sum(bool(mesh.errors) for mesh in self.results)
         if self.ok and self.unproven_seeds:
@@ -181,6 +182,7 @@ def to_junit(report: Report | None, violations: Sequence[str] | None, error: str
     suite = ElementTree.Element("testsuite", name="opensora-accel verify", tests=str(len(cases)))
     for name, seconds, texts, kind in cases:
         case = ElementTree.SubElement(suite, "testcase", classname="verify", name=name, time=f"{seconds:.3f}")
+        # The message is the first line; readers show the rest on demand.
         if texts:
             text = _NOT_XML.sub("", "\n".join(texts))
             ElementTree.SubElement(case, kind, message=text.splitlines()[0]).text = text

@@ -48,6 +48,7 @@ class Expected:
         """The mean over data ranks."""
         means: dict[str, Tensor | None] = {}
         for name in dict.fromkeys(name for turn in self.turns for name in turn.gradients):
+            # A turn without a gradient (an expert that none of its tokens reached) counts as zero.
             present = [g for turn in self.turns if (g := turn.gradients.get(name)) is not None]
             means[name] = torch.stack(present).sum(0) / len(self.turns) if present else None
         return means
@@ -103,6 +104,7 @@ class MeshResult:
 
     def clipped(self) -> dict[str, Samples]:
         """Gradients after the step has clipped them, beside those of the single device, clipped as a whole."""
+        # The first rank that clips: others may hold no piece of what is clipped.
         clips = next((each.clips for each in self.observations if each.clips), None)
         if clips is None:
             return {}
@@ -188,6 +190,7 @@ class MeshResult:
             if means is not None:
                 joined = _join(means)
                 expected = _join([turn.input_gradients[name] for turn in turns])
+                # [data ranks, …]: one sample of all data ranks' inputs together
                 mean = Samples(self.shape, (joined,), expected, floor)
                 total = replace(mean, found=(joined * num_sharing,))
                 found[name] = total if total.is_right else mean
@@ -315,6 +318,7 @@ def _is_call_right(
     """Whether the ranks' inputs (`side` 0) or outputs (1) are the turn's; None where that cannot be told."""
     expected = turn.calls[call][side]
     found = [[rank.calls[call][side] for rank in group] for group in groups]
+    # Another number of tensors is another signature: a mask that only ranks are given, for one.
     if any(len(tensors) != len(expected) for group in found for tensors in group):
         return None
     answers = [

@@ -100,6 +100,7 @@ def verify(
     if reference not in ("turns", "whole"):
         raise ValueError(f'reference must be "turns" or "whole"; got {reference!r}')
     with contextlib.ExitStack() as stack:
+        # Processes are started for the largest mesh; smaller ones use some of them.
         if pool is None:
             size = max(shape.world_size for shape in shapes)
             pool = stack.enter_context(RankPool(size, preload=preload))
@@ -118,6 +119,7 @@ def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
         raise ValueError(
             'there is no mesh of several ranks to verify on; give a Plan, or for example [{"data": 2, "sequence": 2}]'
         )
+    # A misspelt data axis would make all its ranks share one sample.
     axes = {axis for shape in shapes for axis in shape.axes}
     unknown = [axis for axis in data_axes or () if axis not in axes]
     if unknown:

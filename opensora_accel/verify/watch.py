@@ -89,6 +89,7 @@ def expected_after_clipping(
     Args:
         limits: those of the single device where it clips too, by how it clips and the parameter's name.
     """
+    # A parameter without a gradient has no part in any norm.
     present = {name: g for clip in clips for name in clip.names if (g := gradients.get(name)) is not None}
     by_norm = dict.fromkeys(name for clip in clips if clip.how == "norm" for name in clip.names)
     answers = []
@@ -159,6 +160,7 @@ def reached_parameters() -> Iterator[dict[int, nn.Parameter]]:
         # Before backward runs: it frees the graph.
         ahead: list[Any] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
         seen = set(ahead)
+        # Every node of the graph once, from the loss down to the leaves.
         while ahead:
             node = ahead.pop()
             leaf = getattr(node, "variable", None)  # where gradients are accumulated
@@ -178,6 +180,7 @@ class Definitions:
 
     def __init__(self, model: nn.Module | None, step: Callable[..., Any]):
         modules = model.modules() if model is not None else ()
+        # Also the classes that they inherit from: libraries patch those.
         classes = {cls for module in modules for cls in type(module).__mro__ if cls is not object}
         names = {"torch.nn.functional", getattr(step, "__module__", ""), *(cls.__module__ for cls in classes)}
         self._owners: list[Any] = [*classes, *(sys.modules[name] for name in names if name in sys.modules)]
@@ -205,6 +208,7 @@ def seed_generators(seed: int) -> None:
     """Seeds the generators that code draws from by default: torch's, Python's, and numpy's where it is loaded."""
     torch.manual_seed(seed)
     random.seed(seed)
+    # Not imported for this: a step that never imports numpy draws nothing from it.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
