@@ -126,9 +126,13 @@ class Cause:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        if self.over is not None or self.by is None:
-            return self.where.axes if self.over is None else self.over
-        return tuple(dict.fromkeys((*(() if self.is_everywhere else self.where.axes), *self.by.axes)))
+        """The axes over which it goes wrong."""
+        if self.over is not None:
+            return self.over
+        if self.by is None:
+            return self.where.axes
+        shown = () if self.is_everywhere else self.where.axes
+        return tuple(dict.fromkeys((*shown, *self.by.axes)))
 
     @property
     def factor(self) -> str:
