@@ -216,7 +216,7 @@ def seed_generators(seed: int) -> None:
 def generator_states() -> dict[str, Any]:
     """The states of these generators, to be compared."""
     states: dict[str, Any] = {
-        "torch": (torch.initial_seed(), torch.get_rng_state().numpy().tobytes()),
+        "torch": (torch.initial_seed(), bytes(torch.get_rng_state().tolist())),
         "random": random.getstate(),
     }
     if numpy := sys.modules.get("numpy"):
