@@ -67,6 +67,7 @@ class Plan:
     """Compute precision. bf16 keeps fp32 master weights; fp64 is for proofs."""
 
     def __post_init__(self) -> None:
+        # A bool is an int in Python, and True ranks are a mistake.
         for axis in MESH_AXES:
             degree = getattr(self, axis)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
@@ -187,6 +188,7 @@ def _remedy_for_world_size(plan: Plan, world_size: int) -> str:
     fits = []
     for axis, degree in zip(MESH_AXES, plan.degrees, strict=True):
         others = math.prod(plan.degrees) // degree
+        # More dp_shard ranks are no remedy where nothing is sharded.
         needs_sharding = axis == "dp_shard" and plan.sharding == "none"
         if world_size % others == 0 and not needs_sharding:
             fits.append(f"{axis}={world_size // others}")

@@ -80,6 +80,7 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+    # What accelerate sets on the loaders that it prepares: it must not deal these batches out once more.
     prepared._is_accelerate_prepared = True
     # Registers it, as prepare does, for save_state.
     return accelerator.prepare_data_loader(prepared)

@@ -22,6 +22,7 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError: it names none.
     """
+    # Negative places are named first, then `*` is any one name.
     names = re.sub(r"(?<=\.)-1\b", lambda match: _last(model, path[: match.start() - 1]), path)
     expression = re.compile(re.escape(names).replace(r"\*", r"[^.]+"))
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]

@@ -100,6 +100,7 @@ def joint_attention(
     if mask is not None and text_mask is not None:
         mask = _join(mask, text_mask.split(text_kv_splits, 1)[groups.ring_rank], text_first)
 
+    # On the ring video and text are one sequence: a rank's share is its video and its part of the text.
     video_splits = groups.of_ring(call.splits)
     ring_call = replace(
         call,
@@ -108,6 +109,7 @@ def joint_attention(
     )
     out = ring_attend(q, k, v, mask, groups.ring, ring_call)
 
+    # [B, S' + T', H', D] → the video's rows and the text's.
     num_text = text_splits[groups.ring_rank]
     if text_first:
         text_out, video_out = out.split([num_text, out.size(1) - num_text], 1)

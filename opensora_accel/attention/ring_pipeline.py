@@ -95,6 +95,7 @@ class RingPipeline:
         """
         assert self._step == self._num_sent + 1
         self._wait(self._grads_under_way)
+        # What came from the rank before, or at step 1 a buffer that holds nothing.
         grads = self._grads_at(self._step)
         add(grads, self._step == 1)
         # From the rank before come those of the next step's block, and at the last step those of this rank's own.

@@ -90,6 +90,7 @@ def _checkpoint_block(
             raise ValueError(
                 f"the block's forward has no argument {name!r} to offload; it has {', '.join(names)}"
             )
+    # Positions, because tensors reach the checkpoint by position, whatever the caller named.
     positions = [names.index(name) for name in boundary] or [0]
     if getattr(block, "_compiled_call_impl", None) is not None:
         raise ValueError(

@@ -154,6 +154,7 @@ def _along_dim(
     else:
         sizes = splits_of_total(input_.size(dim), splits, group, dim)
         check_agreement(operation, input_, group, None, dim=dim, grad_scale=grad_scale)
+    # A factor that was given as a number counts on one rank too; "up" and "down" are 1 there.
     if group.size() == 1 and not is_number:
         return input_
     return _AlongDim.apply(input_, group, dim, sizes, forward_name, backward_name, grad_scale)
@@ -216,6 +217,7 @@ def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: S
     rows = input_.movedim(dim, 0)
     largest = max(sizes)
     if min(sizes) < largest:
+        # Every rank's part of the sum travels padded to the largest share.
         padded = rows.new_zeros(len(sizes), largest, *rows.shape[1:])  # [P, largest, ...]
         for slot, part in zip(padded, rows.split(sizes), strict=True):
             slot[: part.size(0)] = part

@@ -77,6 +77,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
     `dist.all_gather_object` needs numpy, which nothing else here does.
     """
+    # NCCL alone carries device tensors only.
     on_host = torch.device("cpu") in group._device_types
     device = torch.device("cpu" if on_host else "cuda")
     text = pickle.dumps(mine)

@@ -103,6 +103,7 @@ def _hear(operation: str, ranks: list[int]) -> dict[int, str] | None:
     if not _write(f"waits in {operation}"):
         return None
     heard: dict[int, str] = {}
+    # Ranks notice a failure at different times, by their own timeouts.
     deadline = time.monotonic() + PATIENCE_S
     try:
         while len(heard) < len(ranks) and time.monotonic() < deadline:

@@ -158,6 +158,7 @@ class Chain:
                     f"{name}: {old!r} of {operand} is {self._sizes[old]} and {label!r} is {self._sizes[label]}; a "
                     "rename changes letters and no sizes"
                 )
+        # A shard stays where it is and takes the new letter.
         new = dict(zip(node.labels, labels, strict=True))
         placed = {
             axis: Shard(new[p.label]) if isinstance(p, Shard) else p for axis, p in node.placements.items()
@@ -196,6 +197,7 @@ class Chain:
     @property
     def pending(self) -> list[Pending]:
         """Reductions that no step does: of terms at the end, and of gradients that come in terms."""
+        # A tensor that nothing uses is a result; what is in terms there, somebody has to add up.
         used = {operand for node in self.nodes.values() for operand in node.operands}
         found = []
         for node in self.nodes.values():

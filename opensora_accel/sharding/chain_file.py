@@ -52,6 +52,7 @@ def read_chain(path: Path, element_bytes: int = 2) -> Chain:
                 continue
             if not degrees:
                 raise ValueError("the first line names the axes and their ranks: axes tp=8")
+            # Made by the first step, when axes and sizes are known.
             chain = chain or Chain(degrees, sizes, element_bytes)
             _add_step(chain, text)
         except (ValueError, KeyError) as error:

@@ -122,6 +122,7 @@ def derive_equation(parsed: argparse.Namespace) -> DerivedEquation:
     if len(names) != count or len(set(names)) != count:
         raise ValueError(f"{parsed.equation!r} has {count} operands; --names gives {', '.join(names)}")
     placements = _placements(parsed.axis, names, equation)
+    # In the order in which they were typed, which is that of the mesh.
     axes = list(dict.fromkeys(axis for each in placements for axis in each))
     degrees = {axis: 2 for axis in axes} | _numbers(parsed.degrees, "--degrees", axes)
     sizes = _numbers(parsed.sizes, "--sizes", equation.labels) if parsed.sizes else None
@@ -185,6 +186,7 @@ class DerivedEquation:
     @cached_property
     def gradients(self) -> list[dict[str, Derivation]]:
         """For each operand, the placement of its gradient on each axis that has a backward."""
+        # A largest term has no gradient rule: its axes are told apart, and not derived.
         kept = [{a: p for a, p in each.items() if a not in self.forward_only} for each in self.placements]
         return derive_gradients(self.equation, kept, names=self.names)
 

@@ -120,6 +120,7 @@ def _derive_on_axis(
         return Derivation(
             Replicate(), 1, f"all operands are replicated over {axis}: so is the result (rule 1)"
         )
+    # Terms come first: whatever shards stand beside them, a product of terms would be wrong.
     if partial:
         return _from_partial(equation, placements, names, axis, partial, sharded)
     return _from_shards(equation, placements, names, axis, sharded)
@@ -214,6 +215,7 @@ def _from_shards(
         assert isinstance(other_placement, Shard)
         if other_placement.label != label:
             raise _two_labels(equation, names, axis, (first, label), (other, other_placement.label))
+    # Rule 2 asks that every operand with the label is cut along it.
     for holder in equation.holders(label):
         if isinstance(placements[holder], Replicate):
             raise ShardingError(

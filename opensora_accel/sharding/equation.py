@@ -94,6 +94,7 @@ class Equation:
         sources = [self.output, *(self.operands[i] for i in others)]
         # Of a diagonal, "ii", the gradient is zero elsewhere: what is derived is the diagonal's.
         wanted = tuple(dict.fromkeys(label for label in self.operands[operand] if self.has(operand, label)))
+        # Along a label that nobody else has, the operand was summed: its gradient is the same all along it.
         known = set(self.output).union(*(set(self.operands[i]) - self.broadcast[i] for i in others))
         alone = tuple(label for label in wanted if label not in known)
         broadcast = [frozenset[str](), *(self.broadcast[i] for i in others)]

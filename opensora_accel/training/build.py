@@ -61,6 +61,7 @@ def build_model(
             clips that do not fit the model, and sizes that this machine has no memory for.
     """
     cls = model_class(config.model)
+    # What the codec and the encoder decide about the model, whatever its config says.
     derived = derived_arguments(codec.channels, text_width)
     arguments = model_arguments(config.model, codec.channels, text_width)
     source = f"model.path {config.model.path}" if config.model.path else "this model.config"

@@ -252,6 +252,7 @@ def check_argument(hint: Any, value: Any, name: str) -> Any:
     Raises:
         ValueError: the value has another type.
     """
+    # Types of a model's constructor are what its authors wrote, which is not always what they meant.
     if get_origin(hint) is tuple and len(get_args(hint)) == 1:
         # diffusers writes tuple[int] for a tuple of any length.
         hint = types.GenericAlias(tuple, (get_args(hint)[0], ...))
@@ -267,6 +268,7 @@ def _in_one_line(error: ValidationError, cls: Any) -> str:
     names = set(option_names(cls))
     named = []
     for each in error.errors():
+        # Its path through nested tables, as far as it names options.
         name = ""
         for part in map(str, each["loc"]):
             full = f"{name}.{part}".lstrip(".")

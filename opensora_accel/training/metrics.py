@@ -68,6 +68,7 @@ class Tracker:
         shown = f"loss {mean:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB a rank"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, shown=shown)
+        # Without a terminal a line now and then: the first step, the last, and every `log_every`-th.
         elif step % self._log_every == 0 or step in (self._start + 1, self._total):
             seconds_a_step = (time.monotonic() - self._start_time) / (step - self._start)
             left = int(seconds_a_step * (self._total - step))

@@ -140,6 +140,7 @@ def _lock(output: Path) -> IO[str]:
                 "%s has no locks (%s): nothing stops a second run from writing to it", output, error
             )
             return file
+        # The run before may have removed the file between our opening and locking it.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

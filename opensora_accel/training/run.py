@@ -106,6 +106,7 @@ def _resolve(
     file: TrainConfig | None, options: list[str], config: TrainConfig
 ) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
     """The configuration of the run that goes on, its saved state and the record of that; None where it starts."""
+    # Where several ranks run, all of them agree on the saved state here.
     found = find_saved_state(config.resume, Path(config.output)) if config.resume else None
     if found is None:
         return dataclasses.replace(config, resume=""), None, None
@@ -115,6 +116,7 @@ def _resolve(
     if config.resume not in (NEWEST, AUTO) and not names_output:
         # A run that was moved since it was saved goes on where its saved state lies.
         output = str(run_of(folder))
+    # The run goes on as it was saved; the command line alone changes it, and not the file that it once began with.
     saved = config_from_dict({**record["config"], "resume": "", "output": output}, str(folder))
     final = _with_options(saved, options)
     if is_first_rank():
@@ -146,10 +148,12 @@ def _train(config: TrainConfig, folder: Path | None, record: dict[str, Any] | No
             return True
 
     with claim(config):
+        # Rank 0 decides for all: ranks may see another state of a shared file system.
         is_new = from_first_rank(starts_anew)
         if is_new:
             from_first_rank(lambda: check_inputs(config))
         trainer = Trainer(config, folder, record)
+        # Only when everything has proven to work is an earlier run moved aside.
         if is_new:
             from_first_rank(lambda: move_aside(config))
         if is_first_rank():

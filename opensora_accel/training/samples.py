@@ -44,6 +44,7 @@ def sample_clips(
         shape: [C, t, h, w] of the latents of one clip.
         like: a tensor of the dtype and on the device that latents have.
     """
+    # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
     noise = torch.stack(
         [torch.randn(shape, generator=generator(seed, "sample", index)) for index in range(len(captions))]
     ).to(like)
@@ -101,11 +102,12 @@ def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> Non
     if "libx264" in av.codecs_available:
         codec, options = "libx264", {"crf": "16", "preset": "veryfast"}
     with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        # Containers hold a rate as a fraction of small numbers: 23.976 is 24000/1001.
         rate = Fraction(fps).limit_denominator(1001)
         stream: Any = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width, stream.pix_fmt = array.shape[1], array.shape[2], "yuv420p"
         for picture in array:
-            picture = numpy.ascontiguousarray(picture)
+            picture = numpy.ascontiguousarray(picture)  # as PyAV reads it
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
 

@@ -79,6 +79,7 @@ def _policy_class() -> type:
         def preprocess(self) -> nn.Module:
             return self.model
 
+        # Called by ColossalAI between `preprocess` and `postprocess`.
         def module_policy(self) -> dict[type, Any]:
             norms = norm_replacements(self.model, self._find_table())
             return {

@@ -81,6 +81,7 @@ class Agreement:
     def _compare(self, model: nn.Module, everyone: list[dict[str, Summary]]) -> None:
         names = list(dict.fromkeys(name for each in everyone for name in each))
         first = everyone[0]
+        # Every rank has the same list, and so all of them raise the same error, or none.
         for rank, theirs in enumerate(everyone):
             differing = [
                 name for name in names if name not in first or not first[name].agrees(theirs.get(name))
@@ -123,10 +124,12 @@ def _summary(value: Tensor | float) -> Summary:
     if not isinstance(value, Tensor):
         return Summary((float(value),), _TOLERANCE_OF_FEW)
     flat = (torch.view_as_real(value) if value.is_complex() else value).flatten()
+    # Timesteps, lengths and indices must be equal; a latent may be rounded otherwise on another GPU.
     if flat.numel() <= _FEW or not flat.is_floating_point():
         few = torch.cat([flat[:_FEW].double(), flat.double().sum()[None]])
         return Summary((flat.numel(), *few.tolist()), _TOLERANCE_OF_FEW)
     wide = flat.float()
+    # Four projections on cosines: other noise moves them by about 1, rounding by about its own size.
     norm, index = wide.norm(), torch.arange(wide.numel(), device=wide.device, dtype=wide.dtype)
     projections = [torch.dot((index * k).cos(), wide) / norm.clamp_min(1e-30) for k in _FREQUENCIES]
     return Summary((flat.numel(), *torch.stack([norm.log(), *projections]).tolist()), _TOLERANCE)

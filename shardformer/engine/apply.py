@@ -155,6 +155,7 @@ def _blocks(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, tuple[str
     """The blocks in the order in which they run, each with the names of the arguments that flow to the next."""
     found = []
     for entry in policy.blocks:
+        # A model may hold its blocks in two lists that run in turn: first of each, second of each, …
         lists = [children(model, path) for path in (entry.module, *entry.alternating)]
         in_turn = chain.from_iterable(zip_longest(*lists))
         found += [(block, entry.boundary) for block in in_turn if block is not None]
@@ -166,6 +167,7 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
         return None
     group = _registered("sequence", get_sequence_parallel_group(), plan.sequence)
     if has_parallel_group("ring"):
+        # `init_parallel` made the groups, each axis by itself; setters register the sequence group alone.
         _check_axes(plan)
     elif plan.ring > 1 and plan.ulysses > 1:
         raise ValueError(
@@ -212,6 +214,7 @@ def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, undo: ExitStack) -
     if not policy.blocks:
         raise ValueError(f'checkpoint="{plan.checkpoint}" needs a policy that names the model\'s blocks')
     assert plan.checkpoint != "none"
+    # Lists of blocks may name their hidden state differently.
     boundaries = {id(block): boundary for block, boundary in _blocks(model, policy)}
     undo.callback(
         checkpoint_blocks(
@@ -231,6 +234,7 @@ def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitSta
     mlps = [module for pattern in policy.mlps for _name, module in find(model, pattern)]
     for module in mlps:
         undo.callback(chunk_tokens(module, num_chunks))
+    # Blocks whose MLP shares a layer with attention (single-stream ones) have nothing to run in pieces.
     blocks = blocks_of(model, policy)
     whole = [block for block in blocks if not any(module in mlps for module in block.modules())]
     if whole and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -246,6 +250,7 @@ def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitSta
 def _swap_norms(model: nn.Module, swap: NormSwap, undo: ExitStack) -> None:
     target = NORMS[swap.target]
     parents = [each for _name, module in find(model, swap.module) for each in module.modules()]
+    # Every module below with its parent and its name there, because a norm is replaced in its parent.
     held = [(parent, *each) for parent in parents for each in parent.named_children()]
     named = [each for each in held if type(each[2]).__name__ in swap.sources]
     if not named:

@@ -135,6 +135,7 @@ class _Grid:
     def _leave(self, output: Tensor, what: str) -> Tensor:
         entry, tokens = self.entry, self.tokens
         if entry.lends_row and _own_size(tokens, entry.spread) == 0:
+            # The row that was lent is given back.
             output = output.narrow(self.layout.names.index(entry.spread), 0, 0)
         if entry.leave is None:
             return output
@@ -143,6 +144,7 @@ class _Grid:
     def _enter(self, arguments: Arguments, name: str) -> None:
         self.tokens.check_known(name)
         state, spread = self.tokens.state, self.entry.spread
+        # Counts come first: they tell the sizes by which the layouts are read.
         for dimension, argument in self.entry.counts:
             state.sizes[dimension] = arguments[argument]
         argument, _ = self.entry.tokens
@@ -155,6 +157,7 @@ class _Grid:
             self.entry.may_be_empty,
         )
         if self.entry.lends_row and _own_size(self.tokens, spread) == 0:
+            # A rank without rows runs the module on one row of zeros, so that it takes part in every collective.
             empty, dim = arguments[argument], self.layout.names.index(spread)
             row = empty.new_zeros([1 if at == dim else size for at, size in enumerate(empty.shape)])
             # Joined to what has no rows, so that backward reaches the all-to-all that other ranks wait in.

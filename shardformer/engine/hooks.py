@@ -70,7 +70,7 @@ def follow_forward(
         # First, as all that follows would be wrong with a part of the model that is wrapped.
         check_still_there(model, hooked)
         check_agreement(model, args, kwargs)
-        running.close()  # of a forward that another hook of the model ended
+        running.close()  # of a forward that another hook of the model ended by an error
         tokens.begin()
         running.enter_context(tokens.as_running())
         running.enter_context(preserve_state(tokens.preserve))

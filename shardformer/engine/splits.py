@@ -98,6 +98,7 @@ def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens, undo: ExitS
             if entry.index is None:
                 arguments[entry.argument] = _split_all(value, entry, tokens, what)
             elif value is not None:
+                # The tuple or list is made anew: the caller's own must not change.
                 index, items = _index(entry.index, value, what), list(value)
                 items[index] = _split_all(items[index], entry, tokens, what)
                 arguments[entry.argument] = type(value)(items)
@@ -176,6 +177,7 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitS
         splits = tokens.state.splits
         if splits is not None:
             own = tokens.own_range(splits)
+            # Of the counted tokens, those before this rank's share are others', those behind it too.
             before = sum(splits) - own.stop if entry.last else own.start
             arguments[entry.argument] = min(max(count - before, 0), own.stop - own.start)
 
@@ -193,6 +195,7 @@ def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStac
         if entry.dim is not None:
             tokens.state.num_frames = arguments[entry.count].size(entry.dim)
             return
+        # A share is a number of whole frames, each of so many tokens.
         tokens.state.unit = math.prod(arguments[name] for name in entry.sizes)
         whole = arguments[entry.count] * tokens.state.unit
         splits = tokens.share(whole, f"the grid of {entry.module}")
@@ -224,7 +227,7 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
     if not isinstance(value, Tensor):
         raise ValueError(f"the policy splits {what}, which is no tensor but a {type(value).__name__}")
     if entry.ndim is not None and value.dim() == entry.ndim - 1:
-        return value
+        return value  # it has no dim of tokens this time
     if entry.ndim not in (None, value.dim()) or not -value.dim() <= entry.dim < value.dim():
         raise ValueError(
             f"the policy splits dim {entry.dim} of {what}"
@@ -261,6 +264,7 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
             f"{what} holds text and video tokens, and how many of either is not known yet: let the policy split "
             "something of the video alone before it"
         )
+    # Both lie along one dim: what is more than the video is text.
     num_text = total - sum(known)
     if num_text < 0:
         raise ValueError(f"{what} has {total} tokens, fewer than the {sum(known)} of the video alone")

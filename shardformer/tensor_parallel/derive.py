@@ -51,6 +51,7 @@ def derive_path(steps: Sequence[Sequence[tuple[str, str]]]) -> list[list[Flow]]:
         found = [derive_linear(name, Shard(label), given) for name, label in layers]
         name, output = layers[0][0], found[0].output
         assert all(flow.output == output for flow in found)  # one input leaves one label to cut along
+        # A next layer sums over what this one's outputs are cut along.
         given = Shard("i") if output == Shard("o") else output  # outputs are the next layer's inputs
         flows.append(found)
     if given != Invariant():

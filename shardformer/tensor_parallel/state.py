@@ -145,6 +145,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"{name} has shape {tuple(target.shape)} on this rank; got {tuple(local[name].shape)}"
             )
     for name, target in targets.items():
+        # Nothing is copied before all names and shapes have been found to fit.
         value = local[name].to(target.device, target.dtype)
         if isinstance(target, DTensor):
             # src_data_rank=None: every rank has the whole, so each cuts its own shard.

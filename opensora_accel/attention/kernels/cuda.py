@@ -40,6 +40,7 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """
     if mask is None:
         return None
+    # The kernel reads the bias in rows that are aligned to 16 elements: a view of a wider tensor is.
     size, padded = mask.size(1), -(-mask.size(1) // 16) * 16
     bias = q.new_zeros(mask.size(0), padded)
     bias[:, :size] = key_bias(mask, q.dtype)
@@ -56,6 +57,7 @@ class _AtenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
+        # Gradients of grouped heads are summed afterwards, because these kernels know one key head a query head.
         inputs = _heads_first(q, *_whole_heads(q, k, v))
         out, lse = self._forward(inputs, _bias(scores.mask, q), scores)
         return out.transpose(1, 2), lse

@@ -56,6 +56,7 @@ class FlashAttn2Kernel(_FlashAttnKernel):
             return "it needs an Ampere GPU or a newer one"
         unusable = super()._unusable(problem)
         if unusable is None:
+            # From 2.7 on the functions below autograd are operators of torch, with these arguments.
             version = importlib.import_module("flash_attn").__version__
             if tuple(int(part) for part in version.split(".")[:2]) < (2, 7):
                 return f"flash-attn {version} has another interface; install 2.7 or newer"
@@ -72,6 +73,7 @@ class FlashAttn2Kernel(_FlashAttnKernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
+        # The kernel writes into what it is given.
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         _load(self._module)._flash_attn_backward(
