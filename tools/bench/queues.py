@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -73,35 +74,32 @@ def record_on_host(
     queues = MANAGER.engine.queues(device)
     copy_now = queues.copy
 
-    def now_ms() -> float:
-        return time.perf_counter() * 1000
-
-    def mark(label: str) -> Callable[..., None]:
-        return lambda *unused: marks.append((now_ms(), label))
+    def mark(label: str) -> None:
+        marks.append((time.perf_counter() * 1000, label))
 
     def recorded(which: Queue, destination: Tensor, source: Tensor) -> None:
-        start = now_ms()
+        start = time.perf_counter() * 1000
         copy_now(which, destination, source)
-        found["out" if which is Queue.OUT else "in"].append((start, now_ms()))
+        found["out" if which is Queue.OUT else "in"].append((start, time.perf_counter() * 1000))
 
-    def watch(block: nn.Module, index: int) -> list[Any]:
-        def begin(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            mark(f"forward {index}")()
-            if index == 0:
-                args[0].register_hook(mark(""))
+    def before_forward(index: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        mark(f"forward {index}")
+        if index == 0:
+            args[0].register_hook(lambda gradient: mark(""))
 
-        def end(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            mark("")()
-            output.register_hook(mark(f"backward {index}"))
+    def after_forward(index: int, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        mark("")
+        output.register_hook(lambda gradient: mark(f"backward {index}"))
 
-        return [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
-
-    handles = [handle for index, block in enumerate(blocks) for handle in watch(block, index)]
+    handles = []
+    for index, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(partial(before_forward, index)))
+        handles.append(block.register_forward_hook(partial(after_forward, index)))
     queues.copy = recorded  # type: ignore[method-assign, assignment]
     try:
         run()
     finally:
-        mark("")()
+        mark("")
         del queues.copy  # the class's own again
         for handle in handles:
             handle.remove()
