@@ -30,30 +30,22 @@ class BestUlysses(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
         ctx.group = group
-        q, k, v = _tokens_to_heads(torch.stack((q, k, v)), group)
+        q, k, v = _exchange(torch.stack((q, k, v)), group)
         out, lse = cpu_flash(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        return _heads_to_tokens(out[None], group)[0]
+        return _exchange(out[None], group)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = _tokens_to_heads(grads[0][None], ctx.group)
+        (grad,) = _exchange(grads[0][None], ctx.group)
         gradients = cpu_flash_backward(grad, *ctx.saved_tensors)
-        return (*_heads_to_tokens(torch.stack(gradients), ctx.group), None)
+        return (*_exchange(torch.stack(gradients), ctx.group), None)
 
 
-def _tokens_to_heads(tensors: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, B, S/P, H, D] → [N, B, H/P, S, D]."""
+def _exchange(tensors: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Tokens for heads, [N, B, S/P, H, D] → [N, B, H/P, S, D], and likewise heads for tokens: dims 2 and 3 swap."""
     send = tensors.unflatten(3, (group.size(), -1)).permute(3, 0, 1, 4, 2, 5)
     received = torch.empty(send.shape, dtype=send.dtype)  # [P, N, B, H/P, S/P, D]
-    dist.all_to_all_single(received, send.contiguous(), group=group)
-    return received.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-
-
-def _heads_to_tokens(tensors: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, B, H/P, S, D] → [N, B, S/P, H, D]."""
-    send = tensors.unflatten(3, (group.size(), -1)).permute(3, 0, 1, 4, 2, 5)
-    received = torch.empty(send.shape, dtype=send.dtype)  # [P, N, B, S/P, H/P, D]
     dist.all_to_all_single(received, send.contiguous(), group=group)
     return received.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
 
@@ -114,17 +106,17 @@ def _wait(transfers: list[Any]) -> None:
         transfer.wait()
 
 
-def _make(world: World, problem: Problem, function: Any) -> Attention:
-    if problem.queries % world.num_ranks or problem.heads % world.num_ranks or world.device.type == "cuda":
-        raise ValueError(
-            "the best case is written for a CPU and for sizes that divide by the number of ranks"
-        )
-    return Attention(lambda q, k, v: function.apply(q, k, v, world.group))
-
-
 def _side(name: str, function: Any, beside: str) -> Side:
     def make(world: World, problem: Problem, mask: Tensor | None) -> Attention:
-        return _make(world, problem, function)
+        if (
+            problem.queries % world.num_ranks
+            or problem.heads % world.num_ranks
+            or world.device.type == "cuda"
+        ):
+            raise ValueError(
+                "the best case is written for a CPU and for sizes that divide by the number of ranks"
+            )
+        return Attention(lambda q, k, v: function.apply(q, k, v, world.group))
 
     return Side(name, make, kind="best case", offers=frozenset(), beside=beside)
 

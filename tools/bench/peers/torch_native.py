@@ -128,9 +128,6 @@ SIDES = (
         beside=ours.RING,
     ),
     Side(
-        "torch context_parallel",
-        _context_parallel,
-        imports=f"{_MODULE}:context_parallel",
-        beside=ours.RING,
+        "torch context_parallel", _context_parallel, imports=f"{_MODULE}:context_parallel", beside=ours.RING
     ),
 )
