@@ -16,7 +16,7 @@ from tests.tools.test_harness import MISBEHAVING, SMALL, task
 
 
 def run(num_ranks, *tasks):
-    return run_tasks(Job("attention", num_ranks), tasks, lambda at, text: None)
+    return run_tasks(Job("attention", num_ranks), tasks, lambda at: None)
 
 
 def test_the_reference_is_torchs_own_attention():

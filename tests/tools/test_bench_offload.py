@@ -30,7 +30,7 @@ def result(tmp_path_factory):
 
 
 def measure(*options):
-    return CaseRun(CASE, offload.parse([*SMALL, *options]), lambda *told: None).measure()
+    return CaseRun(CASE, offload.parse([*SMALL, *options])).measure()
 
 
 def test_the_result_says_where_it_was_made_and_that_a_cpu_only_counts(result):

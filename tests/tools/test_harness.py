@@ -7,7 +7,7 @@ import math
 import harness
 import pytest
 import ranks
-from harness import Report, Table, make_claim, make_parser, ratios, spread, take_turns
+from harness import Report, Table, make_claim, make_parser, parse_options, ratios, spread, take_turns
 from peers.side import Problem
 from ranks import Job, run_tasks
 
@@ -23,11 +23,11 @@ def test_what_raises_aborts_or_hangs_is_reported_and_the_rest_goes_on(monkeypatc
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     names, told = ["RAISES", "RIGHT", "ABORTS", "HANGS"], []
     tasks = [task("errors", name) for name in names]
-    found = run_tasks(Job("attention", 2, silence_s=3.0), tasks, lambda at, text: told.append(at))
+    found = run_tasks(Job("attention", 2, silence_s=3.0), tasks, told.append)
     assert [outcome.status for outcome in found] == ["raises", "done", "aborts", "hangs"]
     assert found[0].reason == "ValueError: rank 1 has had enough"
     assert found[2].reason.startswith("SIGABRT") and "3 s" in found[3].reason
-    assert len(found[1].by_rank) == 2 and list(dict.fromkeys(told)) == [0, 1, 2, 3]
+    assert len(found[1].by_rank) == 2 and told == [0, 1, 2, 3]
 
 
 def test_sides_take_turns_in_an_order_that_changes():
@@ -38,7 +38,7 @@ def test_sides_take_turns_in_an_order_that_changes():
         return None if name == "c" and len(order) > 12 else float(len(order))
 
     turns = {name: lambda name=name: turn(name) for name in "abc"}
-    times = take_turns(turns, 3, lambda what, detail: notes.append(detail))
+    times = take_turns(turns, 3, notes.append)
     assert order[6:] == list("abcbcacab"), "two rounds of warm-up, then each begins once"
     assert times["a"] == [7.0, 12.0, 14.0] and times["c"] == [9.0, 11.0]  # a turn without a time is left out
     assert notes[0] == "b: warm-up" and notes[-1] == "b: round 3"
@@ -62,8 +62,8 @@ def test_a_claim_holds_or_not_or_was_not_measured():
 
 def test_a_report_is_written_and_read_again_without_paths_of_this_machine(tmp_path, capsys):
     given = ["--device", "cpu", "--output", str(tmp_path / "deep" / "r.json"), f"--markdown={tmp_path}/r.md"]
-    options = make_parser("python tools/bench/x.py", "", "", 3).parse_args(given)
-    report = Report(options, "python tools/bench/x.py", given, backend="gloo")
+    options = parse_options(make_parser("python tools/bench/x.py", "", "", 3), given, quick={})
+    report = Report(options, backend="gloo")
     report.result |= {"rows": [{"rounds": [1.0, 2.5e-3]}], "claims": [make_claim("speed", 3.0, "at most", 1)]}
     columns = {"side": "side", "ms": "ms", "peak": "at.peak_bytes", "held": "held"}
     rows = [

@@ -19,22 +19,24 @@ import argparse
 import dataclasses
 import gc
 import importlib.metadata
+import itertools
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 from harness import Note, Report, Table, make_claim
-from peers import SIDES, find_side
+from peers import SIDES, find_side, is_ours
 from peers import ours as our
 from peers.environments import INSTALLS, SETTINGS, install, python_of
-from peers.side import Attention, Problem, Side, rows_of
+from peers.side import NOT_OFFERED, SKIPPED, Attention, Problem, Side, rows_of
 from pictures import draw_attention
 from ranks import Job, Outcome, World, count_traffic, run_tasks, slowest_rank
 from torch import Tensor
@@ -44,7 +46,6 @@ from opensora_accel.profiler import LiveBytes
 PROGRAM = "python tools/bench/attention.py"
 PARTS = ("errors", "bytes", "times", "best")
 TIMED = PARTS[2:]
-NOT_OFFERED, SKIPPED = "not offered", "skipped"
 GRADIENTS = ("out", "dq", "dk", "dv")
 # Largest error over largest value. Sums of 100 terms round to 1e-15, 1e-6 and 1e-2; what is wrong, is so by 0.1.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 3e-2}
@@ -140,18 +141,13 @@ class Prepared:
 
     def __init__(self, world: World, name: str, problem: Problem, whole: Whole) -> None:
         side = find_side(name)
+        layout = side.layout(problem)
         self.q_rows, self.kv_rows = (
-            rows_of(world, total, side.layout(problem)).to(world.device)
-            for total in (problem.queries, problem.keys)
+            rows_of(world, total, layout).to(world.device) for total in (problem.queries, problem.keys)
         )
-        shares = (
-            (whole.q, self.q_rows),
-            (whole.k, self.kv_rows),
-            (whole.v, self.kv_rows),
-            (whole.grad, self.q_rows),
-        )
-        *inputs, self.grad = (tensor[:, rows].contiguous() for tensor, rows in shares)
-        self.inputs = [tensor.requires_grad_() for tensor in inputs]
+        self.grad = whole.grad[:, self.q_rows].contiguous()
+        shares = (whole.q[:, self.q_rows], whole.k[:, self.kv_rows], whole.v[:, self.kv_rows])
+        self.inputs = [share.contiguous().requires_grad_() for share in shares]
         self.attention: Attention = side.make(world, problem, whole.mask)
 
     def forward_backward(self) -> tuple[Tensor, ...]:
@@ -163,19 +159,33 @@ class Prepared:
             )
         return (out.detach(), *torch.autograd.grad(out, self.inputs, self.grad))
 
+    def time_ms(self, device: torch.device, calls: int) -> float:
+        """Of one forward and backward, on the mean of `calls`."""
+        with self.attention.around():
+            return harness.time_ms(self.forward_backward, device, calls)
+
 
 def run_task(world: World, task: Mapping[str, Any], note: Note) -> Any:
     """One measurement of the last side of the task; in times, beside the first."""
-    if task["part"] == "import":
-        side = find_side(task["sides"][-1])
+    part, names = task["part"], task["sides"]
+    if part == "import":
+        side = find_side(names[-1])
         side.check_import()
         return importlib.metadata.version(side.package)
     problem = Problem(**task["problem"])
     whole = make_whole(problem, world.device)
-    if task["part"] in TIMED:
-        return measure_times(world, task, problem, whole, note)
-    prepared = Prepared(world, task["sides"][-1], problem, whole)
-    return (measure_errors if task["part"] == "errors" else measure_bytes)(problem, whole, prepared)
+    prepared = {name: Prepared(world, name, problem, whole) for name in names}
+    if part == "errors":
+        return measure_errors(problem, whole, prepared[names[-1]])
+    if part == "bytes":
+        return measure_bytes(prepared[names[-1]])
+    # For each side, the milliseconds of every round on its slowest rank.
+    calls = 1
+    if part == "best":
+        first = [prepared[names[0]].time_ms(world.device, 1) for _ in range(3)][-1]
+        calls = max(1, round(LEAST_MS / slowest_rank({"first": [first]}, world.device)["first"][0]))
+    turns = {name: partial(side.time_ms, world.device, calls) for name, side in prepared.items()}
+    return slowest_rank(harness.take_turns(turns, task["rounds"], note), world.device)
 
 
 def measure_errors(problem: Problem, whole: Whole, prepared: Prepared) -> dict[str, float | None]:
@@ -199,7 +209,7 @@ class KeptBytes(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def measure_bytes(problem: Problem, whole: Whole, prepared: Prepared) -> dict[str, Any]:
+def measure_bytes(prepared: Prepared) -> dict[str, Any]:
     """Traffic of one forward and backward, and bytes alive for backward once q, k, v and the output are forgotten."""
     with prepared.attention.around():
         prepared.forward_backward()  # not counted: it may set groups up
@@ -216,24 +226,6 @@ def measure_bytes(problem: Problem, whole: Whole, prepared: Prepared) -> dict[st
     return traffic | {"kept_bytes": kept_bytes, "q_bytes": prepared.inputs[0].nbytes}
 
 
-def measure_times(
-    world: World, task: Mapping[str, Any], problem: Problem, whole: Whole, note: Note
-) -> dict[str, list[float]]:
-    """For each side, the milliseconds of every round on its slowest rank."""
-    sides = {name: Prepared(world, name, problem, whole) for name in task["sides"]}
-
-    def turn(prepared: Prepared, calls: int) -> float:
-        with prepared.attention.around():
-            return harness.time_ms(prepared.forward_backward, world.device, calls)
-
-    calls = 1
-    if task["part"] == "best":
-        first = [turn(sides[task["sides"][0]], 1) for _ in range(3)][-1]
-        calls = max(1, round(LEAST_MS / slowest_rank({"first": [first]}, world.device)["first"][0]))
-    turns = {name: lambda prepared=prepared: turn(prepared, calls) for name, prepared in sides.items()}
-    return slowest_rank(harness.take_turns(turns, task["rounds"], note), world.device)
-
-
 # ---- which problems are put to which side, and what comes of it
 
 Row = dict[str, Any]
@@ -244,62 +236,69 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.versions, self.skipped = options, dict[str, str](), dict[str, str]()
+        parts = options.part
         self.sides = [
-            side for side in options.sides if any(any(problems(part, side, options)) for part in options.part)
+            side for side in options.sides if any(any(problems(part, side, options)) for part in parts)
         ]
-        self._pythons = {side.name: python_of(side, options.environments) for side in self.sides}
-        for python in dict.fromkeys(self._pythons.values()):
-            residents = [side for side in self.sides if self._pythons[side.name] == python]
-            if python is None:
-                reason = "it has no environment here; --install-peers makes it"
-                self.skipped |= {side.name: reason for side in residents}
+        imports = [{"part": "import", "sides": [side.name]} for side in self.sides]
+        for side, outcome in zip(self.sides, self._run(imports, num_ranks=1), strict=True):
+            if outcome.status == "done":
+                self.versions[side.package] = outcome.by_rank[0]
                 continue
-            tasks = [{"part": "import", "sides": [side.name]} for side in residents]
-            job = dataclasses.replace(self._job(residents[0], 1), device="cpu", silence_s=180.0)
-            outcomes = run_tasks(job, tasks, lambda at, text: None)
-            for side, outcome in zip(residents, outcomes, strict=True):
-                if outcome.status == "done":
-                    self.versions[side.package] = outcome.by_rank[0]
-                else:
-                    self.skipped[side.name] = f"does not import: {outcome.reason}"
-        for name, reason in self.skipped.items():
-            print(f"{name} is skipped: {reason}", file=sys.stderr, flush=True)
+            failure = "" if outcome.status == SKIPPED else "does not import: "
+            self.skipped[side.name] = failure + outcome.reason
+            harness.say(f"{side.name} is skipped: {self.skipped[side.name]}")
 
     def rows(self, part: str) -> list[Row]:
-        """The rows of one part, by side. What is timed runs in processes that no other peer has been in."""
-        timed, rows = part in TIMED, list[Row]()
-        for num_ranks in self.options.time_ranks if timed else self.options.ranks:
-            put = [(side, problem) for side in self.sides for problem in problems(part, side, self.options)]
-            found: list[Outcome | None] = [None] * len(put)
-            for at, (side, problem) in enumerate(put):
-                refusal, reason = side.refusal(problem, num_ranks), self.skipped.get(side.name)
-                if refusal or reason:
-                    found[at] = Outcome(NOT_OFFERED if refusal else SKIPPED, refusal or str(reason))
-            tasks = [make_task(part, side, problem, self.options.rounds) for side, problem in put]
-            # One group of ranks for the sides of one environment; where it is timed, for one side.
-            groups: dict[Any, list[int]] = {}
-            for at in (at for at in range(len(put)) if found[at] is None):
-                name = put[at][0].name
-                groups.setdefault((self._pythons[name], name if timed else None), []).append(at)
-            names = {put[at][0].name for group in groups.values() for at in group}
-            with harness.progress(f"{part}, {num_ranks} ranks", len(names)) as note:
-                for group in groups.values():
-
-                    def tell(at: int, text: str, group: list[int] = group) -> None:
-                        task = tasks[group[at]]  # noqa: B023 - called within this turn of the loop
-                        note(" and ".join(task["sides"]), f"{task['problem']['name']} {text}")
-
-                    job = self._job(put[group[0]][0], num_ranks)
-                    outcomes = run_tasks(job, [tasks[at] for at in group], tell)
-                    for at, outcome in zip(group, outcomes, strict=True):
-                        found[at] = outcome
-            rows += [make_row(task, num_ranks, each) for task, each in zip(tasks, found, strict=True) if each]
+        """The rows of one part, by side."""
+        rows = list[Row]()
+        for num_ranks in self.options.time_ranks if part in TIMED else self.options.ranks:
+            tasks, waiting = list[dict[str, Any]](), list[dict[str, Any]]()
+            known = dict[int, Outcome]()  # by place in `tasks`
+            for side in self.sides:
+                for problem in problems(part, side, self.options):
+                    task = make_task(part, side, problem, self.options.rounds)
+                    refusal = side.refusal(problem, num_ranks)
+                    if refusal:
+                        known[len(tasks)] = Outcome(NOT_OFFERED, refusal)
+                    elif side.name in self.skipped:
+                        known[len(tasks)] = Outcome(SKIPPED, self.skipped[side.name])
+                    else:
+                        waiting.append(task)
+                    tasks.append(task)
+            found = iter(self._run(waiting, num_ranks))
+            outcomes = [known[at] if at in known else next(found) for at in range(len(tasks))]
+            rows += [make_row(task, num_ranks, each) for task, each in zip(tasks, outcomes, strict=True)]
         order = [side.name for side in self.sides]
-        return rows if timed else sorted(rows, key=lambda row: order.index(row["side"]))
+        return sorted(rows, key=lambda row: order.index(row["side"]))
 
-    def _job(self, side: Side, num_ranks: int) -> Job:
-        python, settings = self._pythons[side.name] or sys.executable, SETTINGS.get(side.package, {})
-        return Job("attention", num_ranks, self.options.device, self.options.timeout, python, settings)
+    def _run(self, tasks: Sequence[Mapping[str, Any]], num_ranks: int) -> list[Outcome]:
+        """An outcome for each task. The sides of one environment share ranks; where it is timed, a side has its own."""
+
+        def group_of(task: Mapping[str, Any]) -> tuple[str | None, str]:
+            side = find_side(task["sides"][-1])
+            return python_of(side, self.options.environments), side.name if task["part"] in TIMED else ""
+
+        outcomes = list[Outcome]()
+        for (python, _), members in itertools.groupby(tasks, group_of):
+            group = list(members)
+            if python is None:
+                missing = Outcome(SKIPPED, "it has no environment here; --install-peers makes it")
+                outcomes += [missing] * len(group)
+                continue
+
+            def begin(at: int, group: Sequence[Mapping[str, Any]] = group) -> None:
+                task = group[at]
+                if "problem" in task:
+                    where = f"{task['part']}, {num_ranks} ranks"
+                    harness.say(f"{where}: {' and '.join(task['sides'])}, {task['problem']['name']}")
+
+            settings = SETTINGS.get(find_side(group[0]["sides"][-1]).package, {})
+            job = Job("attention", num_ranks, self.options.device, self.options.timeout, python, settings)
+            if group[0]["part"] == "import":
+                job = dataclasses.replace(job, device="cpu", silence_s=180.0)
+            outcomes += run_tasks(job, group, begin)
+        return outcomes
 
 
 def problems(part: str, side: Side, options: argparse.Namespace) -> Iterator[Problem]:
@@ -343,20 +342,21 @@ def make_row(task: Mapping[str, Any], num_ranks: int, outcome: Outcome) -> Row:
         # The largest over ranks; None where any is not finite.
         values = {key: [found[key] for found in by_rank] for key in GRADIENTS}
         errors = {key: None if None in found else max(found) for key, found in values.items()}
-        tolerance = TOLERANCES[task["problem"]["dtype"]]
         finite = [error for error in errors.values() if error is not None]
         worst = max(finite) if len(finite) == len(errors) else None
+        tolerance = TOLERANCES[task["problem"]["dtype"]]
         right = worst is not None and worst <= tolerance
         return row | {"errors": errors, "worst": worst, "right": right, "tolerance": tolerance}
     if part == "bytes":
         # Of the rank that sends most; what is kept, of the rank that keeps most.
-        busiest = max(by_rank, key=lambda found: found["sent_bytes"])
-        kept, q_bytes = (max(found[key] for found in by_rank) for key in ("kept_bytes", "q_bytes"))
-        in_q = {"sent_in_q": busiest["sent_bytes"] / q_bytes, "kept_in_q": kept / q_bytes}
-        return row | busiest | {"kept_bytes": kept, "q_bytes": q_bytes} | in_q
+        row |= max(by_rank, key=lambda found: found["sent_bytes"])
+        row |= {key: max(found[key] for found in by_rank) for key in ("kept_bytes", "q_bytes")}
+        row["sent_in_q"] = row["sent_bytes"] / row["q_bytes"]
+        row["kept_in_q"] = row["kept_bytes"] / row["q_bytes"]
+        return row
     ours, theirs = (by_rank[0][name] for name in task["sides"])
-    times = {"ours_ms": harness.spread(ours), "side_ms": harness.spread(theirs)}
-    return row | {"beside": task["sides"][0], **times, "ratio": harness.ratios(theirs, ours)}
+    row |= {"beside": task["sides"][0], "ours_ms": harness.spread(ours), "side_ms": harness.spread(theirs)}
+    return row | {"ratio": harness.ratios(theirs, ours)}
 
 
 # ---- claims
@@ -368,26 +368,20 @@ LEAST_ZIGZAG_GAIN, MOST_OVER_BEST = 1.15, 1.05
 RING_TENSORS = {"float32": 6, "bfloat16": 8}
 
 
-def is_ours(name: str) -> bool:
-    return name in SIDES and SIDES[name].kind == "ours"
-
-
-def was_put(row: Row) -> bool:
-    return row["status"] not in (NOT_OFFERED, SKIPPED)
+def is_wrong(row: Row) -> bool:
+    """Whether a side of ours was asked for gradients and failed, or returned wrong ones."""
+    return is_ours(row["side"]) and row["status"] not in (NOT_OFFERED, SKIPPED) and not row.get("right")
 
 
 def claims(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What this run can tell of every claim."""
-    asked = [row for row in result["errors"] if is_ours(row["side"]) and was_put(row)]
-    for side in dict.fromkeys(row["side"] for row in asked):
-        rows = [row for row in asked if row["side"] == side]
-        worst = [row.get("worst") for row in rows]
+    asked = [row for row in result["errors"] if row["status"] not in (NOT_OFFERED, SKIPPED)]
+    for side, rows in by_side(row for row in asked if is_ours(row["side"])):
+        worst: list[Any] = [row.get("worst") for row in rows]
         value = float("nan") if None in worst else max(worst)
         what = f"{side}: gradient error against full attention, {len(rows)} cases"
         yield make_claim(what, value, "at most", rows[0].get("tolerance", 0.0))
-    done = [row for row in result["bytes"] if row["status"] == "done"]
-    for side in dict.fromkeys(row["side"] for row in done):
-        rows = [row for row in done if row["side"] == side]
+    for side, rows in by_side(row for row in result["bytes"] if row["status"] == "done"):
         where = f"{side}, {', '.join(dict.fromkeys(str(row['ranks']) for row in rows))} ranks"
         if side in (our.RING, our.ZIGZAG, our.STRIPED):
             for dtype, tensors in RING_TENSORS.items():
@@ -414,6 +408,12 @@ def claims(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield make_claim(what, 1 / row["ratio"]["median"], "at most", MOST_OVER_BEST)
 
 
+def by_side(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Rows stand together by side."""
+    for side, members in itertools.groupby(rows, key=lambda row: row["side"]):
+        yield side, list(members)
+
+
 # ---- tables
 
 TITLES = {
@@ -422,6 +422,7 @@ TITLES = {
     "times": "Forward and backward, in turns, of the slowest rank: medians and quartiles; above 1, ours is faster",
     "best": "Beside the best case, likewise",
 }
+WHO = {"side": "side", "ranks": "ranks", "dtype": "problem.dtype"}
 CALLS = {"collectives": "collectives", "of sizes": "size_exchanges", "sends": "sends", "barriers": "barriers"}
 SENT = {
     "sent MiB": "sent_bytes",
@@ -436,48 +437,43 @@ COLUMNS = {"bytes": CALLS | SENT, "times": SIZES | TIMES, "best": SIZES | TIMES}
 
 def make_table(part: str, rows: Sequence[Row]) -> Table:
     """The rows of one part; below them why rows failed, each reason once, with the cases it was given for."""
-    rows = [row | {"case": row["problem"]["name"], "dtype": row["problem"]["dtype"]} for row in rows]
+    again = f'{PROGRAM} --part {part} --only "NAME" --{"time-" if part in TIMED else ""}ranks P'
     asked = [row for row in rows if row["status"] != NOT_OFFERED]
-    notes = [
-        f'any row again: {PROGRAM} --part {part} --only "NAME" --{"time-" if part in TIMED else ""}ranks P'
-    ]
-    for row in (row for row in asked if row.get("right") is False):
-        errors = ", ".join(f"{k} {'NaN' if e is None else f'{e:.1e}'}" for k, e in row["errors"].items())
-        notes.append(f"{row['side']}, {row['ranks']} ranks, {row['case']}: {errors}")
-    given: dict[tuple[str, ...], list[Row]] = {}
-    for row in (row for row in asked if row["status"] != "done"):
-        # Those that differ in sizes alone are one.
-        given.setdefault((row["side"], row["status"], re.sub(r"\d+", "#", row["reason"])), []).append(row)
-    for (side, status, _), failed in given.items():
-        where = ", ".join(dict.fromkeys(f"{row['case']} on {row['ranks']}" for row in failed))
-        notes.append(f"{side} {status} ({where}): {failed[0]['reason']}")
-    columns = {"side": "side", "ranks": "ranks", "dtype": "dtype"}
-    if part != "errors":
-        return Table.of(TITLES[part], columns | {"case": "case", "": "status"} | COLUMNS[part], asked, notes)
-    lines: dict[tuple[str, ...], Row] = {}
+    notes, failures, lines = [f"any row again: {again}"], dict[Any, list[Row]](), dict[Any, Row]()
     for row in asked:
-        line = lines.setdefault((row["side"], row["ranks"], row["dtype"]), {key: row[key] for key in columns})
-        line[row["case"]] = error_cell(row)
-    return Table.of(TITLES[part], columns | {row["case"]: row["case"] for row in rows}, lines.values(), notes)
-
-
-def error_cell(row: Row) -> str:
-    if row["status"] != "done":
-        return str(row["status"])
-    worst = "NaN" if row["worst"] is None else f"{row['worst']:.0e}"
-    return worst if row["right"] else f"WRONG {worst}"
+        case, status = row["problem"]["name"], row["status"]
+        # Of the table of errors a line is all cases of one side, rank count and dtype.
+        line = lines.setdefault((row["side"], row["ranks"], row["problem"]["dtype"]), dict(row))
+        line[case] = status
+        if status != "done":
+            # Reasons that differ in sizes alone are one.
+            key = (row["side"], status, re.sub(r"\d+", "#", row["reason"]))
+            failures.setdefault(key, []).append(row)
+        elif part == "errors":
+            line[case] = "NaN" if row["worst"] is None else f"{row['worst']:.0e}"
+            if not row["right"]:
+                line[case] = f"WRONG {line[case]}"
+                shown = [f"{key} {'NaN' if e is None else f'{e:.1e}'}" for key, e in row["errors"].items()]
+                notes.append(f"{row['side']}, {row['ranks']} ranks, {case}: {', '.join(shown)}")
+    for (side, status, _), failed in failures.items():
+        where = dict.fromkeys(f"{row['problem']['name']} on {row['ranks']}" for row in failed)
+        notes.append(f"{side} {status} ({', '.join(where)}): {failed[0]['reason']}")
+    if part == "errors":
+        cases = {row["problem"]["name"]: row["problem"]["name"] for row in rows}
+        return Table.of(TITLES[part], WHO | cases, lines.values(), notes)
+    columns = WHO | {"case": "problem.name", "": "status"} | COLUMNS[part]
+    return Table.of(TITLES[part], columns, asked, notes)
 
 
 # ---- the command
 
 
-def parse(given: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, with what was left out filled in for the device. Exits on what cannot be."""
     parser = harness.make_parser(PROGRAM, __doc__, EXAMPLES, rounds=15)
-    add = parser.add_argument
+    add, positive = parser.add_argument, harness.positive
     add("--also", action="append", default=[], metavar="MODULE:SIDE", help="a Side that is defined elsewhere")
     add("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    positive = harness.positive
     add("--ranks", type=positive, nargs="+", default=[2, 3, 4], help="of errors and bytes (default: 2 3 4)")
     add("--time-ranks", type=positive, nargs="+", default=[2], help="of what is timed (default: 2)")
     add("--tokens", type=positive, help="of the whole sequence that is timed (2048; 32768 on CUDA)")
@@ -488,13 +484,14 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--install-peers", action="store_true", help=f"make the environments of {', '.join(INSTALLS)}")
     add("--environments", type=Path, default=Path(".bench-venv"), metavar="DIR", help="default: .bench-venv")
     add("--timeout", type=float, default=60.0, metavar="S", help="a silence that is a hang (default: 60)")
-    options = parser.parse_args(given)
-    defaults: dict[str, Any] = {"tokens": 2048, "heads": 8, "head_dim": 64, "dtype": "float32"}
-    if harness.choose_device(options, max(options.ranks + options.time_ranks)):
-        defaults = {"tokens": 32768, "heads": 24, "head_dim": 128, "dtype": "bfloat16"}
-    if options.quick:
-        options.rounds, defaults["tokens"] = 3, 192
-    harness.check_options(parser, options, defaults, max(options.ranks + options.time_ranks))
+    options = harness.parse_options(
+        parser,
+        arguments,
+        quick={"rounds": 3, "tokens": 192},
+        cpu={"tokens": 2048, "heads": 8, "head_dim": 64, "dtype": "float32"},
+        cuda={"tokens": 32768, "heads": 24, "head_dim": 128, "dtype": "bfloat16"},
+        count_ranks=lambda given: max(given.ranks + given.time_ranks),
+    )
     least = min(options.ranks + options.time_ranks)
     if least < 2:
         parser.error(
@@ -506,42 +503,37 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
                 f"--tokens ({options.tokens}) must be a multiple of {2 * num_ranks} and --heads ({options.heads}) "
                 f"of {num_ranks}, on {num_ranks} ranks: most peers know no other sizes"
             )
-    options.sides = [
-        side for side in (*SIDES.values(), *map(find_side, options.also)) if options.only in side.name
-    ]
+    sides = (*SIDES.values(), *map(find_side, options.also))
+    options.sides = [side for side in sides if options.only in side.name]
     if not options.sides:
-        parser.error(
-            f"--only {options.only!r} is in no side's name; they are {', '.join((*SIDES, *options.also))}"
-        )
+        names = ", ".join(side.name for side in sides)
+        parser.error(f"--only {options.only!r} is in no side's name; they are {names}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 when a side of ours is wrong or fails. Claims that do not hold are printed and stored."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(given)
+    options = parse(arguments)
     for name in INSTALLS if options.install_peers else ():
         wanted = [side for side in options.sides if side.package == name]
         if wanted and python_of(wanted[0], options.environments) is None:
             try:
-                install(name, options.environments, lambda text: print(text, file=sys.stderr, flush=True))
+                install(name, options.environments)
             except (OSError, subprocess.CalledProcessError) as error:  # it is skipped, then
-                print(f"{name} was not installed: {error}", file=sys.stderr, flush=True)
+                harness.say(f"{name} was not installed: {error}")
     bench = Bench(options)
     backend = "nccl" if options.device == "cuda" else "gloo"
     facts = {"backend": backend, "skipped": bench.skipped, **{part: list[Row]() for part in PARTS}}
-    report = Report(options, PROGRAM, given, versions=bench.versions, **facts)
+    report = Report(options, bench.versions, **facts)
     result = report.result
     for part in (part for part in PARTS if part in options.part):
         result[part] = bench.rows(part)
-        if result[part]:
-            report.show(make_table(part, result[part]))
         # The times of a quick run say nothing.
         result["claims"] = list(claims(result | {"times": [], "best": []} if options.quick else result))
-        report.save()
+        if result[part]:
+            report.show(make_table(part, result[part]))
     report.finish(draw_attention)
-    mine = [row for row in result["errors"] if is_ours(row["side"]) and was_put(row)]
-    return 0 if all(row.get("right") for row in mine) else 1
+    return 1 if any(is_wrong(row) for row in result["errors"]) else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import harness
@@ -56,17 +57,6 @@ Operation = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One operation on one layout, in two ways; both take the same inputs and give the same outputs."""
-
-    inputs: list[Tensor]
-    ours: Operation
-    plain: Operation
-    theory_bytes: int
-    backward: bool = False
-
-
-@dataclass(frozen=True)
 class Setting:
     """What a case is made from; plain data, which the launcher makes and the ranks read."""
 
@@ -83,8 +73,11 @@ class Setting:
         parts = [self.operation, f"B{self.batch} H{self.heads} {short}"]
         if self.operation == "all_to_all":
             parts[0] += f" scatter {self.scatter_dim} gather {3 - self.scatter_dim}"
-        parts += ["uneven"] if self.is_uneven(num_ranks) else []
-        return ", ".join(parts + (["forward+backward"] if self.backward else []))
+        if self.is_uneven(num_ranks):
+            parts.append("uneven")
+        if self.backward:
+            parts.append("forward+backward")
+        return ", ".join(parts)
 
     def is_uneven(self, num_ranks: int) -> bool:
         return self.uneven or (self.operation.startswith("all_to_all") and self.heads % num_ranks != 0)
@@ -110,13 +103,24 @@ SETTINGS = (
 )
 
 
+@dataclass(frozen=True)
+class Case:
+    """One operation on one layout, in two ways; both take the same inputs and give the same outputs."""
+
+    inputs: list[Tensor]
+    ours: Operation
+    plain: Operation
+    theory_bytes: int
+
+
 def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
     """The inputs of one rank, of about `size_bytes` in all, and the two ways."""
     rank, ranks, dtype = world.rank, world.num_ranks, getattr(torch, setting.dtype)
     generator = torch.Generator(world.device).manual_seed(rank)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=world.device, generator=generator)
+        tensor = torch.randn(shape, dtype=dtype, device=world.device, generator=generator)
+        return tensor.requires_grad_(setting.backward)
 
     # Of the three tensors that travel packed each is a third; what is split or gathered is that large as a whole.
     parts = {"all_to_all": 1, "ring_exchange": 1, "split": ranks, "gather": ranks}
@@ -124,78 +128,74 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
     width = setting.heads * HEAD_DIM
     tokens = ranks * max(ranks, size_bytes // (setting.batch * width * dtype.itemsize)) - setting.uneven
     shares = share_sizes(tokens, ranks)
-    if setting.operation.startswith("all_to_all"):
-        # [B, S/P, H, D] → [B, S, H/P, D] for scatter_dim 2, and the way back for scatter_dim 1.
-        scatter_dim, gather_dim = setting.scatter_dim, 3 - setting.scatter_dim
-        sizes = {1: shares, 2: share_sizes(setting.heads, ranks)}
-        full = {1: tokens, 2: setting.heads} | {gather_dim: sizes[gather_dim][rank]}
-        shape = (setting.batch, full[1], full[2], HEAD_DIM)
-        inputs = [draw(*shape) for _ in range(3 if "packed" in setting.operation else 1)]
-        each = setting.batch * HEAD_DIM * dtype.itemsize
-        # Everything but the piece that stays leaves; the gradient travels the other way and keeps the same piece.
-        theory = each * full[gather_dim] * (full[scatter_dim] - sizes[scatter_dim][rank])
-        if setting.backward:
-            theory += each * sizes[scatter_dim][rank] * (sum(sizes[gather_dim]) - sizes[gather_dim][rank])
-        options = (scatter_dim, gather_dim, sizes[gather_dim], sizes[scatter_dim])
-
-        def ours(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            if len(tensors) > 1:
-                return all_to_all_packed(tensors, None, scatter_dim, gather_dim)
-            return [all_to_all(tensors[0], None, scatter_dim, gather_dim)]
-
-        def plain(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [plain_all_to_all(tensor, *options) for tensor in tensors]
-
-        return Case(inputs, ours, plain, theory * len(inputs), setting.backward)
+    rows_bytes = shares[rank] * width * dtype.itemsize
     if setting.operation == "ring_exchange":
-        input_ = draw(1, shares[rank], setting.heads, HEAD_DIM)
         dim = 1 if setting.uneven else None
         return Case(
-            [input_],
+            [draw(1, shares[rank], setting.heads, HEAD_DIM)],
             lambda x: [ring_exchange(x[0], None, dim=dim)],
             lambda x: [plain_ring(x[0], shares)],
-            input_.nbytes,
+            rows_bytes,
         )
-    theory = (ranks - 1) * shares[rank] * width * dtype.itemsize
-    function, peer, rows = gather_forward_split_backward, plain_gather, shares[rank]
     if setting.operation == "split":
-        function, peer, rows = split_forward_gather_backward, plain_split, tokens
-    input_ = draw(1, rows, width)
-    return Case(
-        [input_],
-        lambda x: [function(x[0], None, 1, None)],
-        lambda x: [peer(x[0], shares)],
-        theory,
-        backward=True,
-    )
+        return Case(
+            [draw(1, tokens, width)],
+            lambda x: [split_forward_gather_backward(x[0], None, 1, None)],
+            lambda x: [plain_split(x[0], shares)],
+            (ranks - 1) * rows_bytes,
+        )
+    if setting.operation == "gather":
+        return Case(
+            [draw(1, shares[rank], width)],
+            lambda x: [gather_forward_split_backward(x[0], None, 1, None)],
+            lambda x: [plain_gather(x[0], shares)],
+            (ranks - 1) * rows_bytes,
+        )
+    # [B, S/P, H, D] → [B, S, H/P, D] for scatter_dim 2, and the way back for scatter_dim 1.
+    scatter_dim, gather_dim = setting.scatter_dim, 3 - setting.scatter_dim
+    sizes = {1: shares, 2: share_sizes(setting.heads, ranks)}
+    shape = [setting.batch, tokens, setting.heads, HEAD_DIM]
+    shape[gather_dim] = sizes[gather_dim][rank]
+    # Everything but the piece that stays leaves; the gradient travels the other way and keeps the same piece.
+    each = setting.batch * HEAD_DIM * dtype.itemsize
+    gathered, scattered = sizes[gather_dim], sizes[scatter_dim]
+    theory = each * gathered[rank] * (sum(scattered) - scattered[rank])
+    if setting.backward:
+        theory += each * scattered[rank] * (sum(gathered) - gathered[rank])
+    inputs = [draw(*shape) for _ in range(3 if "packed" in setting.operation else 1)]
+
+    def ours(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if len(tensors) > 1:
+            return all_to_all_packed(tensors, None, scatter_dim, gather_dim)
+        return [all_to_all(tensors[0], None, scatter_dim, gather_dim)]
+
+    def plain(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [plain_all_to_all(each, scatter_dim, gather_dim, gathered, scattered) for each in tensors]
+
+    return Case(inputs, ours, plain, theory * len(inputs))
 
 
 def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any]:
     """Measures one setting: equality, bytes, and the times of three sides."""
     setting = Setting(**task["setting"])
     case = make_case(world, setting, task["size_bytes"])
-    gradient = None
-    if case.backward:
-        for input_ in case.inputs:
-            input_.requires_grad_()
-        gradient = [torch.randn_like(output) for output in case.plain(case.inputs)]
+    gradient = [torch.randn_like(output) for output in case.plain(case.inputs)]
 
     def run(operation: Operation, contiguous: bool) -> list[Tensor]:
-        outputs = list(operation(case.inputs))
+        """Outputs and gradients."""
+        outputs, gradients = list(operation(case.inputs)), list[Tensor]()
         if contiguous:
             outputs = [output.contiguous() for output in outputs]
-        if gradient is None:
-            return outputs
-        gradients = torch.autograd.grad(outputs, case.inputs, gradient)
-        return outputs + [each.contiguous() if contiguous else each for each in gradients]
+        if setting.backward:
+            gradients = list(torch.autograd.grad(outputs, case.inputs, gradient))
+        if contiguous:
+            gradients = [each.contiguous() for each in gradients]
+        return outputs + gradients
 
-    def largest(value: int) -> int:
-        return int(slowest_rank({"": [float(value)]}, world.device)[""][0])
-
-    sides: dict[str, Callable[[], list[Tensor]]] = {
-        "ours": lambda: run(case.ours, True),
-        "ours_as_returned": lambda: run(case.ours, False),
-        "plain": lambda: run(case.plain, False),
+    sides = {
+        "ours": partial(run, case.ours, True),
+        "ours_as_returned": partial(run, case.ours, False),
+        "plain": partial(run, case.plain, False),
     }
     expected = sides["plain"]()
     for name in ("ours", "ours_as_returned"):
@@ -208,9 +208,12 @@ def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any
     unknown = traffic["ours"]["uncounted"] + traffic["plain"]["uncounted"]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is not counted; say in the verifier's recorder what it sends")
-    theory_bytes = largest(case.theory_bytes)
-    sent = {f"{name}_sent_bytes": largest(found["sent_bytes"]) for name, found in traffic.items()}
-    turns = {name: lambda side=side: harness.time_ms(side, world.device) for name, side in sides.items()}
+    sizes_bytes = {"theory_bytes": [float(case.theory_bytes)]}
+    for kind in ("sent_bytes", "sizes_bytes"):
+        for name, counted in traffic.items():
+            sizes_bytes[f"{name}_{kind}"] = [float(counted[kind])]
+    busiest = {key: int(value) for key, (value,) in slowest_rank(sizes_bytes, world.device).items()}
+    turns = {name: partial(harness.time_ms, side, world.device) for name, side in sides.items()}
     times = slowest_rank(harness.take_turns(turns, task["rounds"], note), world.device)
     return {
         "case": setting.name(world.num_ranks),
@@ -220,70 +223,59 @@ def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any
         "ratio_as_returned": harness.ratios(times["plain"], times["ours_as_returned"]),
         "returned_contiguous": contiguous,
         "results_equal": True,
-        "theory_bytes": theory_bytes,
-        **sent,
-        **{f"{name}_sizes_bytes": largest(found["sizes_bytes"]) for name, found in traffic.items()},
-        "bytes_match": all(size_bytes == theory_bytes for size_bytes in sent.values()),
+        **busiest,
+        "bytes_match": busiest["ours_sent_bytes"] == busiest["plain_sent_bytes"] == busiest["theory_bytes"],
         "times_ms": {name: harness.spread(values) for name, values in times.items()},
     }
 
 
 COLUMNS = {
-    **{"case": "case", "ours, contiguous ms": "times_ms.ours", "plain ms": "times_ms.plain"},
-    **{"ours as returned ms": "times_ms.ours_as_returned", "ratio": "ratio", "sent MB": "ours_sent_bytes"},
-    **{"plain": "plain_sent_bytes", "theory": "theory_bytes", "bytes match": "bytes_match"},
+    "case": "case",
+    "ours, contiguous ms": "times_ms.ours",
+    "plain ms": "times_ms.plain",
+    "ours as returned ms": "times_ms.ours_as_returned",
+    "ratio": "ratio",
+    "sent MB": "ours_sent_bytes",
+    "plain": "plain_sent_bytes",
+    "theory": "theory_bytes",
+    "bytes match": "bytes_match",
 }
-
-
-def claims(results: Sequence[Mapping[str, Any]], timed: bool) -> list[dict[str, Any]]:
-    found = [
-        make_claim(
-            f"{row['case']}: plain over ours",
-            row["ratio"]["median"] if timed else None,
-            "at least",
-            LEAST_RATIO,
-        )
-        for row in results
-        if row["claimed"]
-    ]
-    wrong = sum(not row["bytes_match"] for row in results)
-    return [*found, make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 where results differ, bytes are not those of theory, or a case fails."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = harness.make_parser(PROGRAM, __doc__, EXAMPLES, rounds=21)
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: 2)")
     parser.add_argument("--megabytes", type=float, default=64, help="bytes of a rank's input (default: 64)")
-    options = parser.parse_args(given)
-    if options.quick:
-        options.megabytes, options.rounds = 1, 3
+    quick = {"megabytes": 1, "rounds": 3}
+    options = harness.parse_options(parser, arguments, quick, count_ranks=lambda given: given.ranks)
     if options.ranks < 2:
         parser.error(f"--ranks must be at least 2; got {options.ranks}")
-    on_cuda = harness.choose_device(options, options.ranks)
-    harness.check_options(parser, options, {}, options.ranks)
-    settings = [setting for setting in SETTINGS if options.only in setting.name(options.ranks)]
-    if not settings:
-        names = "; ".join(setting.name(options.ranks) for setting in SETTINGS)
-        parser.error(f"--only {options.only!r} is in no case's name; they are {names}")
-    backend = "nccl" if on_cuda else "gloo"
-    report = Report(
-        options, PROGRAM, given, ranks=options.ranks, backend=backend, megabytes=options.megabytes
-    )
+    by_name = {setting.name(options.ranks): setting for setting in SETTINGS}
+    chosen = [name for name in by_name if options.only in name]
+    if not chosen:
+        parser.error(f"--only {options.only!r} is in no case's name; they are {'; '.join(by_name)}")
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    report = Report(options, ranks=options.ranks, backend=backend, megabytes=options.megabytes)
     common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
-    tasks = [{"setting": dataclasses.asdict(setting), **common} for setting in settings]
-    with harness.progress(f"collectives, {options.ranks} ranks", len(tasks)) as note:
-        job = Job("collectives", options.ranks, options.device, silence_s=120.0)
-        outcomes = run_tasks(job, tasks, lambda at, text: note(settings[at].name(options.ranks), text))
+    tasks = [{"setting": dataclasses.asdict(by_name[name]), **common} for name in chosen]
+    job = Job("collectives", options.ranks, options.device, silence_s=120.0)
+    outcomes = run_tasks(job, tasks, lambda at: harness.say(f"collectives: {chosen[at]}"))
     results = [outcome.by_rank[0] for outcome in outcomes if outcome.status == "done"]
-    report.result |= {"results": results, "claims": claims(results, timed=not options.quick)}
+    claims = []
+    for row in (row for row in results if row["claimed"]):
+        # The times of a quick run say nothing.
+        ratio = None if options.quick else row["ratio"]["median"]
+        claims.append(make_claim(f"{row['case']}: plain over ours", ratio, "at least", LEAST_RATIO))
+    wrong = sum(not row["bytes_match"] for row in results)
+    claims.append(make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0))
+    report.result |= {"results": results, "claims": claims}
     report.show(Table.of("Collectives beside the plain way, in turns", COLUMNS, results))
     report.finish()
-    failed = [(s, outcome) for s, outcome in zip(settings, outcomes, strict=True) if outcome.status != "done"]
-    for setting, outcome in failed:
-        print(f"error: {setting.name(options.ranks)} {outcome.status}: {outcome.reason}", file=sys.stderr)
-    return 0 if not failed and all(row["bytes_match"] for row in results) else 1
+    failed = [pair for pair in zip(chosen, outcomes, strict=True) if pair[1].status != "done"]
+    for name, outcome in failed:
+        print(f"error: {name} {outcome.status}: {outcome.reason}", file=sys.stderr)
+    return 1 if failed or wrong else 0
 
 
 if __name__ == "__main__":

@@ -34,21 +34,25 @@ import torch
 import torch.distributed as dist
 
 WARM_UP_ROUNDS = 2
-# note(what, detail): told of each piece of work before it starts.
-Note = Callable[..., None]
+# note(text): told of each piece of work before it starts. A rank tells its launcher in this way that it lives.
+Note = Callable[[str], None]
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr, so that stdout holds the tables alone."""
+    print(text, file=sys.stderr, flush=True)
+
 
 # ---- options
 
 
-def make_parser(program: str, description: str, examples: str, rounds: int) -> argparse.ArgumentParser:
+def make_parser(program: str, description: str | None, examples: str, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
+    style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=program,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog=program, description=description, epilog=examples, formatter_class=style
     )
+    parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda where every rank has a GPU")
     add("--only", default="", metavar="TEXT", help="only what has TEXT in its name")
@@ -71,64 +75,82 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def choose_device(options: argparse.Namespace, ranks: int = 1) -> bool:
-    """Fills in the device, which other defaults hang on; whether it is CUDA."""
-    options.device = options.device or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
-    return bool(options.device == "cuda")
+def parse_options(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    quick: Mapping[str, Any],
+    cpu: Mapping[str, Any] | None = None,
+    cuda: Mapping[str, Any] | None = None,
+    count_ranks: Callable[[argparse.Namespace], int] = lambda options: 1,
+) -> argparse.Namespace:
+    """The options; exits on what cannot be, before minutes have gone into measuring.
 
-
-def check_options(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, defaults: Mapping[str, Any], ranks: int = 1
-) -> None:
-    """Fills in what was left out, and exits on what cannot be, before minutes have gone into measuring."""
+    Args:
+        quick, cpu, cuda: the values of options that were left out: in a quick run, on a CPU, on a GPU.
+        count_ranks: from the options, how many ranks run at once. Each needs a GPU of its own.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(arguments)
+    num_ranks, num_gpus = count_ranks(options), torch.cuda.device_count()
+    options.device = options.device or ("cuda" if num_gpus >= num_ranks else "cpu")
+    if options.device == "cuda" and num_gpus < num_ranks:
+        parser.error(
+            f"--device cuda needs {num_ranks} GPU(s), one for each rank, and there are {num_gpus}; "
+            "use --device cpu, or fewer ranks"
+        )
+    defaults = dict((cuda if options.device == "cuda" else cpu) or {})
+    if options.quick:
+        defaults.update(quick)
     for name, value in defaults.items():
-        if getattr(options, name) is None:
+        if getattr(options, name) == parser.get_default(name):
             setattr(options, name, value)
     if options.rounds < 2:
         parser.error(f"--rounds must be at least 2, for quartiles; got {options.rounds}")
-    if options.device == "cuda" and torch.cuda.device_count() < ranks:
-        parser.error(
-            f"--device cuda needs {ranks} GPU(s), one for each rank, and there are {torch.cuda.device_count()}; "
-            "use --device cpu, or fewer ranks"
-        )
     if options.picture:
         try:
             importlib.import_module("matplotlib")
         except ModuleNotFoundError:
             parser.error("--picture needs matplotlib: pip install matplotlib, or leave --picture out")
+    # The command as it can be typed elsewhere: a path is reduced to its name.
+    shown = []
+    for argument in arguments:
+        option, equals, value = argument.rpartition("=")
+        shown.append(option + equals + (Path(value).name if "/" in value else value))
+    options.command = f"{parser.prog} {shlex.join(shown)}".strip()
+    return options
 
 
 # ---- turns
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_ms(function: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
     """Milliseconds of one call, on the mean of `calls`; all ranks start together where there are several."""
-    synchronize(device)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    synchronize()
     if dist.is_initialized():
         dist.barrier()
     start = time.perf_counter()
     for _ in range(calls):
         result = function()
-    synchronize(device)
+    synchronize()
     elapsed_ms = (time.perf_counter() - start) * 1e3 / calls
     del result  # after the clock: freeing is not part of it
     return elapsed_ms
 
 
 def take_turns(
-    turns: Mapping[str, Callable[[], float | None]], rounds: int, note: Note
+    turns: Mapping[str, Callable[[], float | None]], rounds: int, note: Note = lambda text: None
 ) -> dict[str, list[float]]:
     """For each side, what its turn returned in every round; a turn may return None, which is left out."""
     names, times = list(turns), {name: list[float]() for name in turns}
     for number in range(-WARM_UP_ROUNDS, rounds):
         for at in range(len(names)):
             name = names[(number + at) % len(names)]
-            note("times", f"{name}: {f'round {number + 1}' if number >= 0 else 'warm-up'}")
+            note(f"{name}: round {number + 1}" if number >= 0 else f"{name}: warm-up")
             elapsed_ms = turns[name]()
             if number >= 0 and elapsed_ms is not None:
                 times[name].append(elapsed_ms)
@@ -215,68 +237,61 @@ class Table:
     def markdown(self) -> Iterator[str]:
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         yield from (f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), "")
-        yield from (*(f"- {note}" for note in self.notes), "")
+        yield from (f"- {note}" for note in self.notes)
+        yield ""
 
 
 class Report:
     """One run: where and how it was made, its rows by name, its tables, its claims."""
 
-    def __init__(self, options: argparse.Namespace, program: str, given: Sequence[str], **facts: Any) -> None:
+    def __init__(self, options: argparse.Namespace, versions: Mapping[str, str] | None = None, **facts: Any):
         self._options = options
-        self.tables: list[Table] = []
+        self._tables: list[Table] = []
+        known = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         self.result: dict[str, Any] = {
             "hardware": hardware(torch.device(options.device)),
             "load_average_at_start": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            "versions": versions() | facts.pop("versions", {}),
-            "command": _command(program, given),
+            "versions": {**known, **(versions or {})},
+            "command": options.command,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **facts,
             "claims": [],
         }
 
     def show(self, table: Table) -> None:
-        self.tables.append(table)
+        """Prints the table and saves all that is known: the next part may take long, and be interrupted."""
+        self._tables.append(table)
         print("\n".join(table.text()), flush=True)
+        self._save()
 
     def finish(self, draw: Callable[[dict[str, Any], Path], None] | None = None) -> None:
-        """Shows the claims, and saves all."""
+        """Shows the claims, saves all, and draws the picture that was asked for."""
         words = {True: "holds", False: "DOES NOT HOLD", None: "not measured"}
         rows = [claim | {"told": words[claim["held"]]} for claim in self.result["claims"]]
         columns = {"": "told", "value": "value", "asked": "comparison", "of": "threshold", "claim": "claim"}
         if rows:
             self.show(Table.of("Claims", columns, rows))
-        self.save(draw)
+        self._save()
+        picture = self._options.picture
+        if picture and draw is not None:
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            draw(self.result, picture)
 
-    def save(self, draw: Callable[[dict[str, Any], Path], None] | None = None) -> None:
-        """Writes what was asked for. Called after each part: the next one may take long, and be interrupted."""
-        options = self._options
+    def _save(self) -> None:
+        result = self.result
         # Lists of numbers on one line each, or the rounds would be most of the file's lines.
-        text = json.dumps(self.result, indent=1, ensure_ascii=False)
+        text = json.dumps(result, indent=1, ensure_ascii=False)
         text = re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
-        for path, content in ((options.output, text), (options.markdown, self._markdown())):
+        names = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+        where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {os.cpu_count()} cores"
+        lines = [f"Measured by `{result['command']}` on {where}; {names}; {result['date']}.\n"]
+        for table in self._tables:
+            lines += table.markdown()
+        contents = ((self._options.output, text), (self._options.markdown, "\n".join(lines)))
+        for path, content in contents:
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(content, encoding="utf-8")
-        if options.picture and draw is not None:
-            options.picture.parent.mkdir(parents=True, exist_ok=True)
-            draw(self.result, options.picture)
-
-    def _markdown(self) -> str:
-        result, names = self.result, ", ".join(f"{k} {v}" for k, v in self.result["versions"].items() if v)
-        where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {os.cpu_count()} cores"
-        lines = [f"Measured by `{result['command']}` on {where}; {names}; {result['date']}.\n"]
-        for table in self.tables:
-            lines += table.markdown()
-        return "\n".join(lines)
-
-
-def _command(program: str, given: Sequence[str]) -> str:
-    """As it can be typed elsewhere: of a path only the name."""
-    shown = []
-    for argument in given:
-        option, equals, value = argument.rpartition("=")
-        shown.append(option + equals + (Path(value).name if "/" in value else value))
-    return f"{program} {shlex.join(shown)}".strip()
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -294,40 +309,3 @@ def hardware(device: torch.device) -> dict[str, Any]:
             shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
             found["driver"] = shown.strip().partition("\n")[0]
     return found
-
-
-def versions() -> dict[str, str | None]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-
-
-# ---- progress
-
-
-@contextlib.contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Note]:
-    """Within it, a `Note`: a bar on a terminal, elsewhere a line for each new `what`. Both go to stderr."""
-    last = [""]
-
-    def print_line(what: str, detail: str = "") -> None:
-        if what != last[0]:
-            last[0] = what
-            print(f"{title}: {what}", file=sys.stderr, flush=True)
-
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        yield print_line
-        return
-    if not sys.stderr.isatty():
-        yield print_line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[step]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-        row, started = bar.add_task(title, total=total, step=""), set[str]()
-
-        def update(what: str, detail: str = "") -> None:
-            bar.update(row, completed=len(started), step=f"{what} {detail}")
-            started.add(what)
-
-        yield update

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from peers import SIDES
+from peers import is_ours
+from peers.side import NOT_OFFERED, SKIPPED
 
 from opensora_accel.attention.balance import TokenLayout, positions
 
@@ -38,11 +39,6 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
 # ---- attention
 
 Row = Mapping[str, Any]
-UNASKED = ("not offered", "skipped")
-
-
-def _is_ours(name: str) -> bool:
-    return name in SIDES and SIDES[name].kind == "ours"
 
 
 def draw_attention(result: dict[str, Any], path: Path) -> None:
@@ -73,7 +69,7 @@ def draw_attention(result: dict[str, Any], path: Path) -> None:
 
 
 def _of_most_ranks(rows: Sequence[Row]) -> list[Row]:
-    most = max((row["ranks"] for row in rows if row["status"] not in UNASKED), default=0)
+    most = max((row["ranks"] for row in rows if row["status"] not in (NOT_OFFERED, SKIPPED)), default=0)
     return [row for row in rows if row["ranks"] == most]
 
 
@@ -83,23 +79,23 @@ def _name_sides(axes: Any, sides: Sequence[str], title: str, rows: Sequence[Row]
     axes.set_yticks(range(len(sides)), sides)
     axes.set_ylim(len(sides) - 0.45, -0.55)
     for label in axes.get_yticklabels():
-        label.set_weight("bold" if _is_ours(label.get_text()) else "normal")
+        label.set_weight("bold" if is_ours(label.get_text()) else "normal")
 
 
 def _draw_errors(axes: Any, all_rows: Sequence[Row]) -> None:
-    rows = [row for row in _of_most_ranks(all_rows) if row["status"] != "skipped"]
-    sides = list(dict.fromkeys(row["side"] for row in rows if row["status"] not in UNASKED))
+    rows = [row for row in _of_most_ranks(all_rows) if row["status"] != SKIPPED]
+    sides = list(dict.fromkeys(row["side"] for row in rows if row["status"] not in (NOT_OFFERED, SKIPPED)))
     cases = list(dict.fromkeys(row["problem"]["name"] for row in rows))
     for row in rows:
         x, text = cases.index(row["problem"]["name"]), row["status"]
-        colour = "#FFFFFF" if row["status"] == "not offered" else "#C9C9C9"
+        colour = "#FFFFFF" if row["status"] == NOT_OFFERED else "#C9C9C9"
         if row["status"] == "done":
             text = "NaN" if row["worst"] is None else f"{row['worst']:.0e}"
             colour = "#9FD3C1" if row["right"] else RED
         if row["side"] in sides:
             y = sides.index(row["side"])
             axes.barh(y, 0.94, left=x, height=0.9, color=colour)
-            axes.text(x + 0.47, y, text.replace("not offered", "–"), ha="center", va="center", fontsize=7.2)
+            axes.text(x + 0.47, y, text.replace(NOT_OFFERED, "–"), ha="center", va="center", fontsize=7.2)
     _name_sides(axes, sides, "largest error of out, dq, dk, dv", rows)
     axes.set_xticks([at + 0.47 for at in range(len(cases))], [case.replace(" ", "\n", 1) for case in cases])
     axes.tick_params(axis="x", labelsize=7.5)
@@ -112,7 +108,7 @@ def _draw_bytes(axes: Any, all_rows: Sequence[Row]) -> None:
         if row["status"] == "done" and row["problem"]["dtype"] == "float32"
     ]
     for at, row in enumerate(rows):
-        axes.barh(at, row["sent_in_q"], height=0.66, color=BLUE if _is_ours(row["side"]) else GREY)
+        axes.barh(at, row["sent_in_q"], height=0.66, color=BLUE if is_ours(row["side"]) else GREY)
         text = f" {row['sent_in_q']:.3g} in {row['collectives'] + row['sends']} calls"
         axes.text(row["sent_in_q"], at, text, va="center", fontsize=8)
     axes.set_xlim(0, 1.45 * max((row["sent_in_q"] for row in rows), default=1))

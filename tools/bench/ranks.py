@@ -65,38 +65,26 @@ class Outcome:
     by_rank: Sequence[Any] = ()
 
 
-def run_tasks(
-    job: Job, tasks: Sequence[Mapping[str, Any]], note: Callable[[int, str], None]
-) -> list[Outcome]:
+def run_tasks(job: Job, tasks: Sequence[Mapping[str, Any]], begin: Callable[[int], None]) -> list[Outcome]:
     """An outcome for every task. After one that fails, the rest goes on in a fresh group of ranks.
 
     Args:
         tasks: plain data, as it travels as JSON.
-        note: told the number of the task that runs, and what it says about itself.
+        begin: told the number of each task when it begins.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(tasks):
         first = len(outcomes)
         with tempfile.TemporaryDirectory() as folder:
-            outcomes += _run_group(job, tasks[first:], Path(folder), lambda at, text: note(first + at, text))  # noqa: B023
+            outcomes += _run_group(job, tasks[first:], Path(folder), lambda at: begin(first + at))  # noqa: B023
     return outcomes
 
 
-def _run_group(
-    job: Job, tasks: Sequence[Any], folder: Path, note: Callable[[int, str], None]
-) -> list[Outcome]:
+def _run_group(job: Job, tasks: Sequence[Any], folder: Path, begin: Callable[[int], None]) -> list[Outcome]:
     """Outcomes of all tasks, or of those up to the first that fails."""
     (folder / "job.json").write_text(json.dumps(asdict(job) | {"tasks": tasks}), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": _lend_package(folder),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "HF_HUB_OFFLINE": "1",
-        **job.environment,
-    }
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-    processes = [_start_rank(job, rank, folder, environment, events) for rank in range(job.num_ranks)]
+    processes = _start_ranks(job, folder, events)
     results: list[list[Any]] = [[] for _ in processes]
     failures, codes, deadline = [], dict[int, int](), None
     patience_s = max(START_S, job.silence_s)
@@ -112,8 +100,8 @@ def _run_group(
                 failures.append(event["failed"])
             elif "ended" in event:
                 codes[rank] = event["ended"]
-            elif rank == 0:
-                note(event["start"], event["note"])
+            elif "begun" in event and rank == 0:
+                begin(event["begun"])
             patience_s = job.silence_s
             if failures or any(codes.values()):
                 deadline = deadline or time.monotonic() + GRACE_S
@@ -125,71 +113,73 @@ def _run_group(
             process.wait()
     # Not strict: what every rank has done.
     done = [Outcome("done", by_rank=found) for found in zip(*results, strict=False)]
-    if len(done) == len(tasks):
-        return done
-    if not failures and not codes:
-        return [*done, Outcome("hangs", f"nothing was heard of it for {job.silence_s:g} s")]
-    return [*done, _failure(failures, codes, folder)]
+    if len(done) < len(tasks):
+        silent = Outcome("hangs", f"nothing was heard of it for {job.silence_s:g} s")
+        done.append(_failure(failures, codes, folder) if failures or codes else silent)
+    return done
 
 
-def _failure(failures: Sequence[str], codes: Mapping[int, int], folder: Path) -> Outcome:
-    """An abort, or the first reason that a rank gave which is more than having lost another."""
-    causes = [reason for reason in failures if "gloo/transport" not in reason]
-    aborted = next((rank for rank, code in codes.items() if code < 0), None)
-    if aborted is not None and not causes:
-        return Outcome("aborts", f"{signal.Signals(-codes[aborted]).name}: {_last_words(folder, aborted)}")
-    if failures:
-        return Outcome("raises", _shorten([*causes, *failures][0]))
-    if not any(codes.values()):
-        return Outcome("aborts", "the ranks ended before they had told what they found")
-    return Outcome("raises", _last_words(folder, max(codes, key=lambda rank: codes[rank])))
+def _start_ranks(job: Job, folder: Path, events: queue.Queue[Any]) -> list[subprocess.Popen[bytes]]:
+    """For each rank a process, and a thread that puts what it says into the queue, and last its exit status."""
+    import opensora_accel
 
+    # This package is brought into another environment, and nothing that is installed beside it.
+    (folder / "path").mkdir()
+    (folder / "path" / "opensora_accel").symlink_to(Path(opensora_accel.__file__).resolve().parent)
+    paths = [str(folder / "path"), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "HF_HUB_OFFLINE": "1",
+        **job.environment,
+    }
 
-def _start_rank(
-    job: Job, rank: int, folder: Path, environment: Mapping[str, str], events: queue.Queue[Any]
-) -> subprocess.Popen[bytes]:
-    """A process, and a thread that puts what it says into the queue, and last its exit status."""
-    reading, writing = os.pipe()
-    command = [job.python, __file__, str(folder / "job.json"), str(rank), str(writing)]
-    with open(folder / f"stderr{rank}", "wb") as stderr:
-        streams: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.DEVNULL,
-            "stderr": stderr,
-        }
-        process = subprocess.Popen(command, env=environment, pass_fds=[writing], **streams)
-    os.close(writing)
-
-    def listen() -> None:
+    def listen(rank: int, reading: int, process: subprocess.Popen[bytes]) -> None:
         with os.fdopen(reading, encoding="utf-8") as lines:
             for line in lines:
                 if line.endswith("\n"):  # a process that is killed may leave half a line
                     events.put((rank, json.loads(line)))
         events.put((rank, {"ended": process.wait()}))
 
-    threading.Thread(target=listen, daemon=True).start()
-    return process
+    processes = []
+    for rank in range(job.num_ranks):
+        reading, writing = os.pipe()
+        command = [job.python, __file__, str(folder / "job.json"), str(rank), str(writing)]
+        nowhere = subprocess.DEVNULL
+        with open(folder / f"stderr{rank}", "wb") as stderr:
+            process = subprocess.Popen(
+                command, stdin=nowhere, stdout=nowhere, stderr=stderr, env=environment, pass_fds=[writing]
+            )
+        os.close(writing)
+        threading.Thread(target=listen, args=(rank, reading, process), daemon=True).start()
+        processes.append(process)
+    return processes
 
 
-def _lend_package(folder: Path) -> str:
-    """A value of PYTHONPATH that brings this package into another environment, and nothing installed beside it."""
-    import opensora_accel
+def _failure(failures: Sequence[str], codes: Mapping[int, int], folder: Path) -> Outcome:
+    """An abort, or the first reason that a rank gave which is more than having lost another."""
 
-    (folder / "path").mkdir()
-    (folder / "path" / "opensora_accel").symlink_to(Path(opensora_accel.__file__).resolve().parent)
-    return os.pathsep.join([str(folder / "path"), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    def shorten(text: str) -> str:
+        """One line, without where in whose source it was said."""
+        line = " ".join(re.sub(r"\[enforce fail at [^]]*\]|what\(\):", "", text).split())
+        return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
 
+    def last_words(rank: int) -> str:
+        text = (folder / f"stderr{rank}").read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return shorten(lines[-1]) if lines else "it said nothing"
 
-def _last_words(folder: Path, rank: int) -> str:
-    text = (folder / f"stderr{rank}").read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    return _shorten(lines[-1]) if lines else "it said nothing"
-
-
-def _shorten(text: str) -> str:
-    """One line, without where in whose source it was said."""
-    line = " ".join(re.sub(r"\[enforce fail at [^]]*\]|what\(\):", "", text).split())
-    return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
+    causes = [reason for reason in failures if "gloo/transport" not in reason]
+    aborted = next((rank for rank, code in codes.items() if code < 0), None)
+    if aborted is not None and not causes:
+        return Outcome("aborts", f"{signal.Signals(-codes[aborted]).name}: {last_words(aborted)}")
+    if failures:
+        return Outcome("raises", shorten([*causes, *failures][0]))
+    if not any(codes.values()):
+        return Outcome("aborts", "the ranks ended before they had told what they found")
+    return Outcome("raises", last_words(max(codes, key=lambda rank: codes[rank])))
 
 
 # ---- a rank's side
@@ -207,7 +197,7 @@ class World:
 
 def serve(job_file: Path, rank: int, writing: int) -> None:
     """Works through the tasks of a job. A task that fails ends the process: the others still wait for this rank."""
-    job, folder = json.loads(job_file.read_text(encoding="utf-8")), job_file.parent
+    job = json.loads(job_file.read_text(encoding="utf-8"))
     warnings.filterwarnings("ignore")
     with os.fdopen(writing, "w", encoding="utf-8") as events:
 
@@ -217,16 +207,13 @@ def serve(job_file: Path, rank: int, writing: int) -> None:
 
         try:
             run_task = importlib.import_module(job["script"]).run_task
-            world = start_world(job, rank, folder)
+            world = _join_world(job, rank, job_file.parent)
             for number, task in enumerate(job["tasks"]):
-                tell(start=number, note="")
+                tell(begun=number)
                 # No rank is in the next task while another still answers for this one.
                 dist.barrier()
-
-                def note(what: str, detail: str = "", number: int = number) -> None:
-                    tell(start=number, note=f"{what} {detail}")
-
-                tell(done=run_task(world, task, note))
+                # What a task notes says no more to the launcher than that this rank lives.
+                tell(done=run_task(world, task, lambda text: tell(note=text)))
         except BaseException as error:  # noqa: BLE001 - whatever it was, it is this task's result
             tell(failed=f"{type(error).__name__}: {error}")
             # Not by way of Python's own end, which waits for what other ranks will never send.
@@ -235,7 +222,7 @@ def serve(job_file: Path, rank: int, writing: int) -> None:
     dist.destroy_process_group()
 
 
-def start_world(job: Mapping[str, Any], rank: int, folder: Path) -> World:
+def _join_world(job: Mapping[str, Any], rank: int, folder: Path) -> World:
     torch.set_num_threads(1)
     on_cuda = job["device"] == "cuda"
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")

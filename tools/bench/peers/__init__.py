@@ -27,3 +27,7 @@ def find_side(name: str) -> Side:
     if not isinstance(side, Side):
         raise ValueError(f"{name} is a {type(side).__name__}, not a Side")
     return dataclasses.replace(side, name=name)
+
+
+def is_ours(name: str) -> bool:
+    return name in SIDES and SIDES[name].kind == "ours"

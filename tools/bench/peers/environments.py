@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 
 from peers.side import Side
@@ -39,26 +39,19 @@ def python_of(side: Side, folder: Path) -> str | None:
     return str((environment / "bin/python").absolute()) if (environment / INSTALLED).exists() else None
 
 
-def install(name: str, folder: Path, say: Callable[[str], None]) -> None:
+def install(name: str, folder: Path) -> None:
     """Makes the environment of one peer.
 
     Raises:
         subprocess.CalledProcessError: pip could not install it.
     """
     environment = folder / name
-    say(f"making {environment}")
+    harness.say(f"making {environment}")
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
     # The kernels that sides share must be the same everywhere.
     version = torch.__version__.partition("+")[0]
     for arguments in ((f"torch=={version}",), *INSTALLS[name]):
-        say(f"  pip install {' '.join(arguments)}")
-        pip = [
-            str(environment / "bin/python"),
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--quiet",
-            "install",
-        ]
-        subprocess.run([*pip, *arguments], check=True, env=os.environ | SETTINGS.get(name, {}))
+        harness.say(f"  pip install {' '.join(arguments)}")
+        pip = [str(environment / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        subprocess.run([*pip, "install", *arguments], check=True, env=os.environ | SETTINGS.get(name, {}))
     (environment / INSTALLED).touch()

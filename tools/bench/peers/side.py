@@ -22,6 +22,8 @@ from opensora_accel.attention.balance import TokenLayout, positions
 CAUSAL, MASK, GROUPED, CROSS = "causal", "key mask", "grouped heads", "S_kv ≠ S_q"
 # That a problem may ask of an interface. Sizes that do not divide are none: every interface takes them, or raises.
 EVERYTHING = frozenset({CAUSAL, MASK, GROUPED, CROSS})
+# What is said of a problem that is not put to a side: its interface lacks it, or the side does not run here.
+NOT_OFFERED, SKIPPED = "not offered", "skipped"
 
 
 @dataclass(frozen=True)
