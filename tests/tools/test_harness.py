@@ -87,6 +87,17 @@ def test_a_report_is_written_and_read_again_without_paths_of_this_machine(tmp_pa
     assert "DOES NOT HOLD" in capsys.readouterr().out
 
 
+def test_a_quick_run_changes_only_what_was_left_out():
+    def parse(*given):
+        parser = make_parser("python tools/bench/x.py", "", "", 3)
+        parser.add_argument("--tokens", type=int)
+        return parse_options(parser, ["--device", "cpu", *given], quick={"rounds": 2}, cpu={"tokens": 8})
+
+    assert (parse().rounds, parse().tokens) == (3, 8)
+    assert (parse("--quick").rounds, parse("--quick", "--rounds", "7").rounds) == (2, 7)
+    assert parse("--tokens", "9").tokens == 9
+
+
 @pytest.mark.parametrize("script", ["attention", "collectives", "norms", "offload"])
 def test_help_teaches_and_bad_options_are_refused(script, capsys, monkeypatch):
     import importlib

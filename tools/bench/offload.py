@@ -32,7 +32,7 @@ import torch
 from dit_step import Case, Forward, Workload
 from harness import make_claim
 from peers.offloaders import SaveOnCpu, SynchronousStack, TorchtuneOffload, Traffic, why_no_torchtune
-from pictures import draw_offload
+from pictures import OFFLOADED, REFERENCE, draw_offload
 from queues import hidden_share, queues_to_draw, record_on_host, split_by_queue
 from torch import Tensor
 
@@ -42,7 +42,7 @@ from opensora_accel.profiler import LiveBytes
 
 PROGRAM = "python tools/bench/offload.py"
 CPU_ONLY = "accounting only: on a CPU host and device memory are one, so step times say nothing about hiding"
-REFERENCE, OFFLOADED, AUTOMATIC = "full", "full+offload", "full+auto"
+AUTOMATIC = "full+auto"
 PEERS = ("save_on_cpu", "synchronous stack", "torchtune")
 NAMES = ("none", REFERENCE, OFFLOADED, AUTOMATIC, "selective", "selective+offload", *PEERS)
 # Share of the extrapolated length at which it is run.

@@ -23,12 +23,8 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titleweight": "bold",
-    }
+    style: Any = {"font.size": 9.5, "axes.titleweight": "bold"}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), dpi=140, facecolor="white")
         FigureCanvasAgg(figure)
@@ -44,20 +40,10 @@ Row = Mapping[str, Any]
 def draw_attention(result: dict[str, Any], path: Path) -> None:
     """Whose gradients are right, what a layer sends, and who computes what under a causal mask."""
     with drawing(path, 11, 9) as figure:
-        grid = figure.add_gridspec(
-            2,
-            2,
-            height_ratios=[1.5, 1],
-            left=0.19,
-            right=0.975,
-            top=0.87,
-            bottom=0.04,
-            hspace=0.4,
-            wspace=0.62,
-        )
-        figure.text(
-            0.02, 0.955, "Attention over ranks: whose gradients are right", fontsize=15, weight="bold"
-        )
+        edges = {"left": 0.19, "right": 0.975, "top": 0.87, "bottom": 0.04}
+        grid = figure.add_gridspec(2, 2, height_ratios=[1.5, 1], hspace=0.4, wspace=0.62, **edges)
+        title = "Attention over ranks: whose gradients are right"
+        figure.text(0.02, 0.955, title, fontsize=15, weight="bold")
         where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {result['backend']}; {result['date']}"
         figure.text(0.02, 0.928, f"against full attention on one device in fp64. {where}")
         _draw_errors(figure.add_subplot(grid[0, 0]), result["errors"])
@@ -102,11 +88,8 @@ def _draw_errors(axes: Any, all_rows: Sequence[Row]) -> None:
 
 
 def _draw_bytes(axes: Any, all_rows: Sequence[Row]) -> None:
-    rows = [
-        row
-        for row in _of_most_ranks(all_rows)
-        if row["status"] == "done" and row["problem"]["dtype"] == "float32"
-    ]
+    done = [row for row in _of_most_ranks(all_rows) if row["status"] == "done"]
+    rows = [row for row in done if row["problem"]["dtype"] == "float32"]
     for at, row in enumerate(rows):
         axes.barh(at, row["sent_in_q"], height=0.66, color=BLUE if is_ours(row["side"]) else GREY)
         text = f" {row['sent_in_q']:.3g} in {row['collectives'] + row['sends']} calls"
@@ -128,6 +111,7 @@ def _draw_layout(axes: Any, layout: TokenLayout) -> None:
 
 # ---- offload
 
+# The schemes that a claim or the headline of the picture compares.
 REFERENCE, OFFLOADED = "full", "full+offload"
 PANELS = (
     ("none", "no checkpointing", GREY),
@@ -149,20 +133,17 @@ def draw_offload(result: dict[str, Any], path: Path) -> None:
     scale, unit = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
     peaks = [schemes[name]["peak_bytes"] / scale for name, *_ in panels if name != "none" or len(panels) == 1]
     with drawing(path, 10, 7.4) as figure:
-        grid = figure.add_gridspec(
-            2, len(panels), height_ratios=[1.35, 1], left=0.085, right=0.985, top=0.79, bottom=0.1, hspace=0.5
-        )
+        edges = {"left": 0.085, "right": 0.985, "top": 0.79, "bottom": 0.1}
+        grid = figure.add_gridspec(2, len(panels), height_ratios=[1.35, 1], hspace=0.5, **edges)
         ours, alone = (schemes.get(name, {}).get("resident_bytes", 0) for name in (OFFLOADED, REFERENCE))
-        freed = (
-            f"Offload frees {1 - ours / alone:.0%} of what checkpointing keeps"
-            if ours and alone
-            else "Memory"
-        )
-        figure.text(0.02, 0.955, freed, fontsize=15, weight="bold")
+        title = "Memory"
+        if ours and alone:
+            title = f"Offload frees {1 - ours / alone:.0%} of what checkpointing keeps"
+        figure.text(0.02, 0.955, title, fontsize=15, weight="bold")
         hardware = result["hardware"]
         where = hardware.get("gpu") or f"{hardware['cpu']} (accounting only: copies cannot hide)"
         figure.text(0.02, 0.9, f"One training step of a stack of DiT blocks on {where}\n{case['name']}")
-        for column, (name, title, colour) in enumerate(panels):
+        for column, (name, label, colour) in enumerate(panels):
             axes, scheme = figure.add_subplot(grid[0, column]), schemes[name]
             sizes = [scheme["timeline"][f"{half}_bytes"] for half in ("forward", "backward")]
             halves = [[size / scale for size in half] for half in sizes]
@@ -174,7 +155,7 @@ def draw_offload(result: dict[str, Any], path: Path) -> None:
             axes.set(xlim=(0, 2), ylim=(0, 1.45 * max(peaks)))
             axes.set_xticks([0.5, 1.5], ["forward", "backward"])
             figures = [f"{scheme[f'{key}_bytes'] / scale:.2f}" for key in ("peak", "resident")]
-            axes.set_title(title, fontsize=10.5, color=colour)
+            axes.set_title(label, fontsize=10.5, color=colour)
             text = f"peak {figures[0]} {unit}\nafter forward {figures[1]}"
             axes.text(1, 1.43 * max(peaks), text, ha="center", va="top")
         note = "the step's operations, in order; dashed: what checkpointing alone keeps after the forward"
@@ -199,6 +180,5 @@ def _draw_queues(axes: Any, queues: Mapping[str, Any], how: str) -> None:
         last = label
     axes.set_yticks([2, 1, 0], ["compute", "copies out\n(to host)", "copies in\n(to device)"])
     axes.set_xlabel("time in the step (ms)")
-    axes.set_title(
-        f"our offload: blocks in forward, and (−) in backward; copies: {how}", loc="left", fontsize=10.5
-    )
+    title = f"our offload: blocks in forward, and (−) in backward; copies: {how}"
+    axes.set_title(title, loc="left", fontsize=10.5)

@@ -66,39 +66,19 @@ def _forward(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
+    *tensors: Tensor, softmax_lse: Tensor, softmax_scale: float | None = None, causal: bool = False
 ) -> tuple[Tensor, ...]:
-    heads_first = [tensor.transpose(1, 2).contiguous() for tensor in (grad, q, k, v, out)]
+    """dq, dk, dv; the tensors are the gradient of out, q, k, v and out."""
+    heads_first = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
     options: dict[str, Any] = {"causal": causal, "scale": softmax_scale}
     found = cpu_flash_backward(*heads_first, softmax_lse.contiguous(), **options)
     return tuple(gradient.transpose(1, 2) for gradient in found)
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    *unused: Any,
-    **also_unused: Any,
-) -> None:
-    """Into dq, dk, dv."""
-    found = _gradients(grad, q, k, v, out, softmax_lse, softmax_scale, causal)
+def _backward(*args: Any, **unused: Any) -> None:
+    """Into dq, dk, dv, the buffers that are handed in. The rings give all of these by position."""
+    *tensors, softmax_lse, dq, dk, dv, _dropout_p, softmax_scale, causal = args[:12]
+    found = _gradients(*tensors, softmax_lse=softmax_lse, softmax_scale=softmax_scale, causal=causal)
     for buffer, gradient in zip((dq, dk, dv), found, strict=True):
         buffer.copy_(gradient)
 
