@@ -40,17 +40,14 @@ class LeftAlone(Exception):
 
 @dataclass(frozen=True)
 class Order:
-    """A normalisation as somebody published it, operation by operation. In fp64 it computes in fp64 throughout.
-
-    Attributes:
-        rounds: where a normalised value is rounded: to the dtype of a half `"weight"` before the product (T5), to
-            the `"input"`'s before the product (Llama), or at the `"end"`, after it (Mochi, F.rms_norm). `"native"` is
-            F.layer_norm as it is, and `"float"` F.layer_norm on fp32 copies (FP32LayerNorm).
-        offset: what is added to the weight: 1 in Gemma.
-    """
+    """A normalisation as somebody published it, operation by operation. In fp64 it computes in fp64 throughout."""
 
     name: str
+    # Where a normalised value is rounded: to the dtype of a half "weight" before the product (T5), to the "input"'s
+    # before the product (Llama), or at the "end", after it (Mochi, F.rms_norm). "native" is F.layer_norm as it is,
+    # and "float" F.layer_norm on fp32 copies (FP32LayerNorm).
     rounds: Literal["weight", "input", "end", "native", "float"]
+    # What is added to the weight: 1 in Gemma.
     offset: float = 0.0
 
     @property
@@ -98,19 +95,16 @@ def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a module computes.
-
-    Attributes:
-        exact: bit for bit the order, in every probe; else to the last bit of its fp32 sums.
-        weight, bias: the parameters' names in the module, or None.
-        num_features: C; for a module that takes any, the number it was probed with.
-    """
+    """What a module computes."""
 
     order: Order
     eps: float | None
+    # Bit for bit the order, in every probe; else to the last bit of its fp32 sums.
     exact: bool
+    # The parameters' names in the module, or None.
     weight: str | None
     bias: str | None
+    # C; for a module that takes any, the number it was probed with.
     num_features: int
 
 
@@ -209,6 +203,8 @@ def _num_features(module: nn.Module, parameters: dict[str, nn.Parameter]) -> int
 @dataclass
 class _Probe:
     magnitude: float
+    # Of the input and of every parameter.
+    dtypes: tuple[torch.dtype, torch.dtype]
     x: Tensor
     parameters: dict[str, Tensor]
     out: Tensor
@@ -230,7 +226,7 @@ def _probes(twin: nn.Module, num_features: int) -> Iterator[_Probe]:
                 parameters = {name: value.to(device, dtype) for name, value in drawn.items()}
                 out = _run(twin, values, parameters)
                 if out is not None:
-                    yield _Probe(magnitude, values, parameters, out)
+                    yield _Probe(magnitude, (x_dtype, dtype), values, parameters, out)
 
 
 @torch.no_grad()
@@ -248,10 +244,8 @@ def _run(twin: nn.Module, x: Tensor, parameters: dict[str, Tensor]) -> Tensor | 
 def _ignores_magnitude(probes: list[_Probe]) -> bool:
     """A normalisation gives x and 30 x the same values, up to eps; an activation does not."""
     first = probes[0]
-    dtypes = {name: value.dtype for name, value in first.parameters.items()}
     for probe in probes:
-        same = {name: value.dtype for name, value in probe.parameters.items()} == dtypes
-        if same and probe.x.dtype == first.x.dtype and probe.magnitude == 30 * first.magnitude:
+        if probe.dtypes == first.dtypes and probe.magnitude == 30 * first.magnitude:
             return torch.allclose(probe.out, first.out, rtol=0.02, atol=0.02)
     return False
 

@@ -40,8 +40,12 @@ from shardformer.modeling.norm_orders import (
 Mode = Literal["strict", "fast"]
 # The dtype of the input, and of the weight if there is one.
 Dtypes = tuple[torch.dtype, "torch.dtype | None"]
-# (x [..., C], weight [C], bias [C], order, eps) -> [..., C]; raises Unfit.
-Run = Callable[[Tensor, "Tensor | None", "Tensor | None", Order, "float | None"], Tensor]
+# A weight or bias [C]; None where the norm has none.
+Weight = Tensor | None
+# None is torch.nn.RMSNorm's default, which hangs on the dtype.
+Eps = float | None
+# (x [..., C], weight, bias, order, eps) -> [..., C]; raises Unfit.
+Run = Callable[[Tensor, Weight, Weight, Order, Eps], Tensor]
 
 # Rows of the inputs for comparisons: a prime that divides no number of features.
 _ROWS = 23
@@ -49,6 +53,35 @@ _ROWS = 23
 
 class Unfit(Exception):
     """The kernel does not compute this order on these dtypes, or is not installed; the message is shown."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One norm of the model, or what norms of one meaning and dtypes become."""
+
+    name: str = ""
+    # Its class, and what it was found to compute; "" and None where nothing was found.
+    was: str = ""
+    order: str = ""
+    eps: float | None = None
+    # What runs instead; None where it was kept, for this reason.
+    to: str | None = None
+    reason: str = ""
+    # The largest of the outputs on random input, over the largest value of a row; 0 is bit for bit.
+    difference: float = 0.0
+    # Bytes kept for backward per token, beside the input and the parameters.
+    saved_before: int = 0
+    saved_after: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """In words."""
+        if self.to is None:
+            return f"kept: {self.reason}"
+        change = "bit for bit" if self.difference == 0 else f"within {self.difference:.1e}"
+        return (
+            f"{self.to}, {change}, keeps {self.saved_after} B a token for backward, not {self.saved_before}"
+        )
 
 
 def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str] = ("",)) -> SwapReport:
@@ -81,7 +114,7 @@ def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str]
     # What a norm without parameters runs on.
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     meanings: dict[object, Meaning] = {}
-    choices: dict[tuple[Meaning, Dtypes, torch.device], Choice] = {}
+    choices: dict[tuple[Meaning, Dtypes, torch.device], Row] = {}
     rows: dict[int, Row] = {}
     reported: list[Row] = []
     with ExitStack() as undo:
@@ -96,7 +129,7 @@ def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str]
                 except NotANorm:
                     continue
                 except LeftAlone as error:
-                    row = Row("", type(module).__name__, reason=str(error))
+                    row = Row(was=type(module).__name__, reason=str(error))
                 rows[id(module)] = row
             reported.append(replace(rows[id(module)], name=name))
         return SwapReport(mode, reported, undo.pop_all().close)
@@ -107,7 +140,7 @@ def _swap(
     mode: Mode,
     like: Tensor,
     meanings: dict[object, Meaning],
-    choices: dict[tuple[Meaning, Dtypes, torch.device], Choice],
+    choices: dict[tuple[Meaning, Dtypes, torch.device], Row],
     undo: ExitStack,
 ) -> Row:
     """Swaps one norm, if a kernel is found for its own dtype; the report's row."""
@@ -120,8 +153,7 @@ def _swap(
         meanings[kind] = find_meaning(module)
     meaning = meanings[kind]
     order = meaning.order.name if meaning.weight or meaning.order.centres else "rms"
-    row = Row("", type(module).__name__, order, meaning.eps)
-
+    kept = Row(was=type(module).__name__, order=order, eps=meaning.eps)
     own = like if meaning.weight is None else getattr(module, meaning.weight)
     device = torch.device("cpu") if own.is_meta else own.device
     for x_dtype in FLOATS:
@@ -130,12 +162,12 @@ def _swap(
             if key not in choices:
                 choices[key] = _choose(meaning, (x_dtype, dtype), device, mode)
     choice = choices.get((meaning, (own.dtype, own.dtype if meaning.weight else None), device))
-    if choice is None or choice.kernel is None:
-        return replace(row, reason=choice.reason if choice else f"no kernel is for {own.dtype}")
+    if choice is None or choice.to is None:
+        return replace(kept, reason=choice.reason if choice else f"no kernel is for {own.dtype}")
     kernels = {
-        dtypes: each.kernel
+        dtypes: each.to
         for (of, dtypes, on), each in choices.items()
-        if each.kernel and of == meaning and on == device
+        if each.to and of == meaning and on == device
     }
 
     x = torch.randn(2, 5, meaning.num_features, generator=torch.Generator().manual_seed(2))
@@ -155,10 +187,9 @@ def _swap(
             out = module(x.to(device, own.dtype))
             if not agree(out, expected, mode):
                 restore()
-                return replace(row, reason="with its own parameters its values are others")
+                return replace(kept, reason="with its own parameters its values are others")
             difference = max(difference, _largest_difference(out, expected))
-    before, after = choice.saved_before, choice.saved_after
-    return replace(row, to=choice.kernel, difference=difference, saved_before=before, saved_after=after)
+    return replace(choice, was=kept.was, order=order, eps=meaning.eps, difference=difference)
 
 
 @dataclass(frozen=True)
@@ -217,34 +248,28 @@ def _new(base: Any) -> SwappedNorm:
     return made.__new__(made)
 
 
-def _torch_rms_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, eps: float | None
-) -> Tensor:
+def _torch_rms_norm(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     _check_rms(x, weight, bias, order)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _torch_rms_norm_times_weight(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, eps: float | None
-) -> Tensor:
+def _torch_rms_norm_times_weight(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     _check_rms(x, weight, bias, order)
     if weight is None or order.rounds == "end":
         raise Unfit("the order rounds after the product")
     return weight * F.rms_norm(x, x.shape[-1:], None, eps)
 
 
-def _torch_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, eps: float | None
-) -> Tensor:
+def _torch_layer_norm(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps or 0.0)
 
 
-def _quack(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, eps: float | None) -> Tensor:
+def _quack(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     _check_rms(x, weight, bias, order)
     return _function("quack", "rmsnorm")(x, weight, eps=eps)
 
 
-def _liger(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, eps: float | None) -> Tensor:
+def _liger(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     _check_rms(x, weight, bias, replace(order, offset=0.0))
     casting = "gemma" if order.rounds == "end" else "llama"
     # Not in place (the last argument): the gradient that comes in belongs to autograd.
@@ -252,7 +277,7 @@ def _liger(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, 
     return function.apply(x, weight, eps, order.offset, casting, False)
 
 
-def _apex(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, eps: float | None) -> Tensor:
+def _apex(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     _check_rms(x, weight, bias, order)
     function = _function("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
     return function(x, weight, x.shape[-1:], eps)
@@ -260,15 +285,12 @@ def _apex(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order, e
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute orders.
-
-    Attributes:
-        centres: whether it is for layer norms, or for RMS norms. foreign: of another package, and for a GPU. Strict
-        mode takes none, so that it does not depend on what is installed.
-    """
+    """One way to compute orders."""
 
     run: Run
+    # Whether it is for layer norms, or for RMS norms.
     centres: bool = False
+    # Of another package, and for a GPU. Strict mode takes none, so that it does not depend on what is installed.
     foreign: bool = False
 
 
@@ -283,7 +305,7 @@ KERNELS = {
 }
 
 
-def _check_rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, order: Order) -> None:
+def _check_rms(x: Tensor, weight: Weight, bias: Weight, order: Order) -> None:
     if bias is not None:
         raise Unfit("it takes no bias")
     if weight is not None and weight.dtype != x.dtype:
@@ -305,27 +327,13 @@ def _function(path: str, name: str) -> Any:
         raise Unfit(f"the package {package} here has no {path}.{name}: another of that name?") from error
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What one pair of dtypes runs on, and what that changes.
-
-    Attributes:
-        kernel: its name; None where nothing that is tried agrees, and `reason` tells why of each.
-        difference: the largest of the outputs, over the largest value of the row.
-        saved_before, saved_after: bytes kept for backward per token, beside the input and the parameters.
-    """
-
-    kernel: str | None
-    reason: str = ""
-    difference: float = 0.0
-    saved_before: int = 0
-    saved_after: int = 0
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) -> Choice:
-    """The first kernel that agrees with the order on these dtypes: output, dtype and every gradient."""
+def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) -> Row:
+    """The first kernel that agrees with the order on these dtypes: output, dtype and every gradient.
+
+    Where none does, the row tells why of each.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -347,7 +355,7 @@ def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) 
     try:
         expected, saved_before = _run_and_count(lambda: order(x, weight, bias, eps), leaves)
     except RuntimeError as error:
-        return Choice(None, f"the norm itself refuses {dtypes}: {error}")
+        return Row(reason=f"the norm itself refuses {dtypes}: {error}")
     own = gradients(expected, leaves)
     wide = {id(leaf): leaf.detach().cpu().double().requires_grad_() for leaf in leaves}
     wide_weight, wide_bias = (None if tensor is None else wide[id(tensor)] for tensor in (weight, bias))
@@ -376,8 +384,9 @@ def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) 
         except Exception as error:  # noqa: BLE001  (a kernel of others may raise anything: it is not taken)
             reasons.append(f"{name}: it failed: {type(error).__name__}: {error}".splitlines()[0])
         else:
-            return Choice(name, "", _largest_difference(out, expected), saved_before, saved_after)
-    return Choice(None, "; ".join(reasons))
+            difference = _largest_difference(out, expected)
+            return Row(to=name, difference=difference, saved_before=saved_before, saved_after=saved_after)
+    return Row(reason="; ".join(reasons))
 
 
 def _refuse_values(out: Tensor, expected: Tensor, mode: Mode) -> None:
@@ -413,38 +422,6 @@ def _largest_difference(out: Tensor, expected: Tensor) -> float:
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
     """In the Frobenius norm; `exact` in fp64 on the CPU."""
     return ((actual.detach().cpu().double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
-
-
-@dataclass(frozen=True)
-class Row:
-    """One norm of the model.
-
-    Attributes:
-        was: its class. order, eps: what it was found to compute; "" and None where nothing was found.
-        to: what runs instead; None where it was kept. reason: why it was kept.
-        difference: the largest of the outputs on random input, over the largest value of a row; 0 is bit for bit.
-        saved_before, saved_after: bytes kept for backward per token, beside the input and the parameters.
-    """
-
-    name: str
-    was: str
-    order: str = ""
-    eps: float | None = None
-    to: str | None = None
-    reason: str = ""
-    difference: float = 0.0
-    saved_before: int = 0
-    saved_after: int = 0
-
-    @property
-    def outcome(self) -> str:
-        """In words."""
-        if self.to is None:
-            return f"kept: {self.reason}"
-        change = "bit for bit" if self.difference == 0 else f"within {self.difference:.1e}"
-        return (
-            f"{self.to}, {change}, keeps {self.saved_after} B a token for backward, not {self.saved_before}"
-        )
 
 
 class SwapReport:
