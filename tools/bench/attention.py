@@ -236,10 +236,12 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.versions, self.skipped = options, dict[str, str](), dict[str, str]()
-        parts = options.part
-        self.sides = [
-            side for side in options.sides if any(any(problems(part, side, options)) for part in parts)
-        ]
+
+        def is_asked(side: Side) -> bool:
+            return any(any(problems(part, side, options)) for part in options.part)
+
+        # What nothing is put to need not import here.
+        self.sides = [side for side in options.sides if is_asked(side)]
         imports = [{"part": "import", "sides": [side.name]} for side in self.sides]
         for side, outcome in zip(self.sides, self._run(imports, num_ranks=1), strict=True):
             if outcome.status == "done":
@@ -253,24 +255,22 @@ class Bench:
         """The rows of one part, by side."""
         rows = list[Row]()
         for num_ranks in self.options.time_ranks if part in TIMED else self.options.ranks:
-            tasks, waiting = list[dict[str, Any]](), list[dict[str, Any]]()
-            known = dict[int, Outcome]()  # by place in `tasks`
-            for side in self.sides:
-                for problem in problems(part, side, self.options):
-                    task = make_task(part, side, problem, self.options.rounds)
-                    refusal = side.refusal(problem, num_ranks)
-                    if refusal:
-                        known[len(tasks)] = Outcome(NOT_OFFERED, refusal)
-                    elif side.name in self.skipped:
-                        known[len(tasks)] = Outcome(SKIPPED, self.skipped[side.name])
-                    else:
-                        waiting.append(task)
-                    tasks.append(task)
+            put = [(side, problem) for side in self.sides for problem in problems(part, side, self.options)]
+            tasks = [make_task(part, side, problem, self.options.rounds) for side, problem in put]
+            known = [self._refuse(side, problem, num_ranks) for side, problem in put]
+            waiting = [task for task, outcome in zip(tasks, known, strict=True) if outcome is None]
             found = iter(self._run(waiting, num_ranks))
-            outcomes = [known[at] if at in known else next(found) for at in range(len(tasks))]
-            rows += [make_row(task, num_ranks, each) for task, each in zip(tasks, outcomes, strict=True)]
+            for task, outcome in zip(tasks, known, strict=True):
+                rows.append(make_row(task, num_ranks, outcome or next(found)))
         order = [side.name for side in self.sides]
         return sorted(rows, key=lambda row: order.index(row["side"]))
+
+    def _refuse(self, side: Side, problem: Problem, num_ranks: int) -> Outcome | None:
+        """What is known of a problem that is not put to the side; None where it is put."""
+        refusal = side.refusal(problem, num_ranks)
+        if refusal is not None:
+            return Outcome(NOT_OFFERED, refusal)
+        return Outcome(SKIPPED, self.skipped[side.name]) if side.name in self.skipped else None
 
     def _run(self, tasks: Sequence[Mapping[str, Any]], num_ranks: int) -> list[Outcome]:
         """An outcome for each task. The sides of one environment share ranks; where it is timed, a side has its own."""
@@ -280,6 +280,7 @@ class Bench:
             return python_of(side, self.options.environments), side.name if task["part"] in TIMED else ""
 
         outcomes = list[Outcome]()
+        # Sides of one environment follow each other, in the table of sides and so in the tasks.
         for (python, _), members in itertools.groupby(tasks, group_of):
             group = list(members)
             if python is None:

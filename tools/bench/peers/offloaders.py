@@ -112,6 +112,7 @@ class _StackedCheckpoint(torch.autograd.Function):
     def forward(
         ctx: Any, block: nn.Module, stack: SynchronousStack, hidden: Tensor, timestep: Tensor
     ) -> Tensor:
+        """hidden [B, S, C], timestep [B, C] → [B, S, C]."""
         ctx.block, ctx.stack, ctx.shape, ctx.device = block, stack, hidden.shape, hidden.device
         stack.buffer[stack.top : stack.top + hidden.numel()].copy_(hidden.detach().view(-1))
         stack.top += hidden.numel()

@@ -17,6 +17,7 @@ class Plain(torch.autograd.Function):
     def forward(
         ctx: Any, input_: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
     ) -> Tensor:
+        """input_ [...] → whatever `forward` makes of it."""
         ctx.backward_function = backward
         return forward(input_)
 
@@ -36,6 +37,7 @@ def plain_all_to_all(
     sizes where they do not divide."""
 
     def exchange(tensor: Tensor, scatter_dim: int, gather_dim: int, gather_sizes: Sequence[int]) -> Tensor:
+        """[..., G/P, ..., N, ...] → [..., G, ..., N/P, ...]."""
         rank = dist.get_rank()
         pieces = [piece.contiguous() for piece in torch.tensor_split(tensor, len(gather_sizes), scatter_dim)]
         shapes = [[*pieces[rank].shape] for _ in gather_sizes]

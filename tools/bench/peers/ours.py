@@ -21,6 +21,7 @@ ULYSSES, RING, ZIGZAG, STRIPED, USP = (
 def make(
     world: World, problem: Problem, mask: Tensor | None, *, kind: str, layout: Any = "contiguous"
 ) -> Attention:
+    """One of our attentions; `mask` is the whole key mask [B, S_kv]."""
     options: dict[str, Any] = {
         "mask": None if mask is None else mask[:, rows_of(world, problem.keys, layout)],
         "causal": problem.causal,
