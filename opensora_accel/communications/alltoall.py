@@ -17,6 +17,7 @@ into a piece for each rank and joined again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -190,24 +191,41 @@ def _exchange_uneven(
 ) -> list[Tensor]:
     """Every rank's message is one flat piece of each tensor, one after the other."""
     rank, ranks = group.rank(), range(group.size())
-    # pieces[tensor][rank], and one flat message for every rank, its pieces of all tensors one after the other.
     pieces = [t.split(sizes, scatter.dim) for t, sizes in zip(tensors, scatter.splits, strict=True)]
-    sent = torch.cat([piece[to].reshape(-1) for to in ranks for piece in pieces])
+    # The pieces of a single tensor with a batch of one lie in order along the first dim behind the batch.
+    if _lie_in_order(tensors, scatter.dim):
+        sent = tensors[0].reshape(-1)
+    else:
+        # Each piece is copied once, to its place in what is sent.
+        in_order = [piece[to] for to in ranks for piece in pieces]
+        lengths = [piece.numel() for piece in in_order]
+        sent = tensors[0].new_empty(sum(lengths))
+        for place, piece in zip(sent.split(lengths), in_order, strict=True):
+            place.view(piece.shape).copy_(piece)
     # For each tensor and each rank: the shape of the piece that comes from there.
     shapes = []
     for tensor, scattered, gathered in zip(tensors, scatter.splits, gather.splits, strict=True):
         shape = list(tensor.shape)
         shape[scatter.dim] = scattered[rank]
         shapes.append([(*shape[: gather.dim], size, *shape[gather.dim + 1 :]) for size in gathered])
-    lengths = [[torch.Size(shape).numel() for shape in of_tensor] for of_tensor in shapes]
-    receive_sizes = [sum(length[of] for length in lengths) for of in ranks]
+    numels = [[torch.Size(shape).numel() for shape in of_tensor] for of_tensor in shapes]
+    receive_sizes = [sum(of_tensor[of] for of_tensor in numels) for of in ranks]
     send_sizes = [sum(piece[to].numel() for piece in pieces) for to in ranks]
     received = sent.new_empty(sum(receive_sizes))  # by rank, then by tensor
     all_to_all_single(received, sent, group, receive_sizes, send_sizes)
-    parts = received.split([length[of] for of in ranks for length in lengths])
+    if _lie_in_order(tensors, gather.dim):
+        whole = list(shapes[0][0])
+        whole[gather.dim] = sum(gather.splits[0])
+        return [received.view(whole)]
+    parts = received.split([of_tensor[of] for of in ranks for of_tensor in numels])
     return [
         torch.cat(
             [p.view(s) for p, s in zip(parts[index :: len(tensors)], shapes[index], strict=True)], gather.dim
         )
         for index in range(len(tensors))
     ]
+
+
+def _lie_in_order(tensors: Sequence[Tensor], dim: int) -> bool:
+    """Whether pieces along the dim, one after the other, are the tensor itself: nothing is to be rearranged."""
+    return len(tensors) == 1 and math.prod(tensors[0].shape[:dim]) == 1
