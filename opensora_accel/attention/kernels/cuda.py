@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.attention.kernels.base import Grads, Problem, Scores, expand_heads, key_bias, sum_groups
@@ -200,7 +201,8 @@ class EfficientKernel(_AtenKernel):
         grad, q, k, v, out = inputs
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         # The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing.
-        lse = torch.nn.functional.pad(lse, (0, -lse.size(2) % 32), value=float("inf")).contiguous()
+        missing = -lse.size(2) % 32
+        lse = F.pad(lse, (0, missing), value=float("inf")) if missing else lse.contiguous()
         *grads, _of_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, q, k, v, bias, out, lse, seed, seed, 0.0),
             [True, True, True, False],
