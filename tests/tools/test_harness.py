@@ -95,6 +95,7 @@ def test_a_quick_run_changes_only_what_was_left_out():
 
     assert (parse().rounds, parse().tokens) == (3, 8)
     assert (parse("--quick").rounds, parse("--quick", "--rounds", "7").rounds) == (2, 7)
+    assert parse("--quick", "--rounds", "3").rounds == 3, "the usual value, but given"
     assert parse("--tokens", "9").tokens == 9
 
 

@@ -90,7 +90,8 @@ def parse_options(
         count_ranks: from the options, how many ranks run at once. Each needs a GPU of its own.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = parser.parse_args(arguments)
+    # What is None afterwards was left out: an option that was given its usual value must stay as it was given.
+    options = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(quick)))
     num_ranks, num_gpus = count_ranks(options), torch.cuda.device_count()
     options.device = options.device or ("cuda" if num_gpus >= num_ranks else "cpu")
     if options.device == "cuda" and num_gpus < num_ranks:
@@ -98,11 +99,12 @@ def parse_options(
             f"--device cuda needs {num_ranks} GPU(s), one for each rank, and there are {num_gpus}; "
             "use --device cpu, or fewer ranks"
         )
-    defaults = dict((cuda if options.device == "cuda" else cpu) or {})
+    defaults = {name: parser.get_default(name) for name in quick}
+    defaults.update((cuda if options.device == "cuda" else cpu) or {})
     if options.quick:
         defaults.update(quick)
     for name, value in defaults.items():
-        if getattr(options, name) == parser.get_default(name):
+        if getattr(options, name) is None:
             setattr(options, name, value)
     if options.rounds < 2:
         parser.error(f"--rounds must be at least 2, for quartiles; got {options.rounds}")
