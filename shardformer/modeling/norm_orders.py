@@ -115,12 +115,8 @@ def find_meaning(module: nn.Module) -> Meaning:
         NotANorm: it normalises nothing.
         LeftAlone: it cannot be probed, or fits no order.
     """
-    parameters = dict(module.named_parameters(recurse=False))
-    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
-    is_leaf = next(module.children(), None) is None
-    if not is_leaf or len(parameters) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-        raise NotANorm
     refuse_unseen(module)
+    parameters = dict(module.named_parameters(recurse=False))
     num_features = _num_features(module, parameters)
     try:
         twin = copy.deepcopy(module).requires_grad_(False)
@@ -150,12 +146,20 @@ def find_meaning(module: nn.Module) -> Meaning:
 
 
 def refuse_unseen(module: nn.Module) -> None:
-    """Raises LeftAlone for what running the module would not show, and replacing it would lose."""
+    """Raises LeftAlone for what running the module would not show, and replacing it would lose.
+
+    Raises NotANorm before that where children or the shapes of parameters tell it already.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
+    is_leaf = next(module.children(), None) is None
+    if not is_leaf or len(parameters) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise NotANorm
     if "forward" in vars(module):
         raise LeftAlone("its forward is wrapped")
     if any(getattr(module, hooks, None) for hooks in _HOOKS):
         raise LeftAlone("it has hooks")
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise LeftAlone(
                 f"its {name} is a {type(parameter.data).__name__}; swap before sharding or quantising"

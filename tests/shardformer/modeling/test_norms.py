@@ -247,6 +247,14 @@ def test_the_report_groups_what_is_the_same_and_says_why_something_was_kept(stan
     }
 
 
+def test_what_is_no_norm_is_not_reported_for_its_hooks():
+    """As in a model under a profiler, where every module has some."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4)), nn.RMSNorm(4))
+    for module in model:
+        module.register_forward_hook(lambda *_: None)
+    assert [(row.name, row.was) for row in swap_norms(model).rows] == [("1.0", "LayerNorm"), ("2", "RMSNorm")]
+
+
 def test_a_norm_whose_own_weights_give_other_values_is_kept(stand_in):
     """Two norms of one class and the same attributes, one of which was changed where a probe does not look."""
 
