@@ -10,8 +10,8 @@ of these outputs, bit for bit or to the last bit of an fp32 sum. A module that f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations, product
 from typing import Literal
 
@@ -22,12 +22,15 @@ from torch import Tensor, nn
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_USUAL_EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
+_FP32_EPS = torch.finfo(torch.float32).eps
+_USUAL_EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-12, _FP32_EPS)
 
 # How many half values may round the other way because the fp32 value before them lies a last bit off. Sums in another
 # order flip 5e-6 of bf16 and 1e-4 of fp16 values, and an order that rounds elsewhere a quarter (CPU, 2026-11).
 _SHARE_OF_FLIPS = 0.01
+
+# An input [2, rows, C], the parameters [C] by name, and the output of the module.
+Probe = tuple[Tensor, dict[str, Tensor], Tensor]
 
 
 class NotANorm(Exception):
@@ -57,13 +60,14 @@ class Order:
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
         """x: [..., C]; weight, bias: [C]; returns [..., C]."""
-        if self.rounds == "native":
-            return F.layer_norm(x, x.shape[-1:], weight, bias, eps or 0.0)
-        if self.rounds == "float":
-            weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
-            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps or 0.0).to(x.dtype)
-        out = x if x.dtype == torch.float64 else x.float()
-        out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + resolve_eps(eps, x.dtype))
+        out = x if self.rounds == "native" or x.dtype == torch.float64 else x.float()
+        if self.centres:
+            if self.rounds == "float":
+                weight, bias = (None if tensor is None else tensor.to(out.dtype) for tensor in (weight, bias))
+            return F.layer_norm(out, x.shape[-1:], weight, bias, eps or 0.0).to(x.dtype)
+        # torch.nn.RMSNorm(eps=None) takes that of the dtype it computes in: 1.19e-7 for fp32 and halves.
+        eps = torch.finfo(out.dtype).eps if eps is None else eps
+        out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + eps)
         if weight is None:
             out = out.to(x.dtype)
         elif self.rounds == "end":
@@ -86,13 +90,6 @@ ORDERS = (
 )
 
 
-def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """torch.nn.RMSNorm(eps=None) takes that of the dtype it computes in: 1.19e-7 for fp32 and halves."""
-    if eps is not None:
-        return eps
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-
-
 @dataclass(frozen=True)
 class Meaning:
     """What a module computes."""
@@ -108,66 +105,6 @@ class Meaning:
     num_features: int
 
 
-def find_meaning(module: nn.Module) -> Meaning:
-    """The order, eps and parameters of a norm. Changes nothing of it, and draws no global random number.
-
-    Raises:
-        NotANorm: it normalises nothing.
-        LeftAlone: it cannot be probed, or fits no order.
-    """
-    refuse_unseen(module)
-    parameters = dict(module.named_parameters(recurse=False))
-    num_features = _num_features(module, parameters)
-    try:
-        twin = copy.deepcopy(module).requires_grad_(False)
-    except Exception as error:  # whatever a foreign class raises when it is copied
-        raise LeftAlone(f"it cannot be copied to be probed: {error}") from error
-    if any(parameter.is_meta for parameter in twin.parameters()):
-        twin.to_empty(device="cpu")
-    probes = list(_probes(twin, num_features))
-    if not probes or not _ignores_magnitude(probes):
-        raise NotANorm
-    if next(twin.buffers(), None) is not None:
-        raise LeftAlone("it keeps state in buffers")
-    for training in (True, False):
-        out = _run(twin.train(training), probes[0].x, probes[0].parameters)
-        if out is None or not torch.equal(out, probes[0].out):
-            raise LeftAlone("it gives the same input other values in training or at a second call")
-    measured = _measure_eps(twin, num_features)
-    candidates = _eps_candidates(module, measured)
-    if not candidates:
-        raise LeftAlone(f"its eps, measured as {measured:.3g}, is in no attribute and not a usual one")
-    names: list[str | None] = [*parameters, None, None]
-    roles = list(dict.fromkeys(permutations(names[: max(2, len(parameters))], 2)))
-    for exact, eps, order, (weight, bias) in product((True, False), candidates, ORDERS, roles):
-        if _fits(order, eps, weight, bias, probes, exact):
-            return Meaning(order, eps, exact, weight, bias, num_features)
-    raise LeftAlone("its values fit no known order of normalisation")
-
-
-def refuse_unseen(module: nn.Module) -> None:
-    """Raises LeftAlone for what running the module would not show, and replacing it would lose.
-
-    Raises NotANorm before that where children or the shapes of parameters tell it already.
-    """
-    parameters = dict(module.named_parameters(recurse=False))
-    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
-    is_leaf = next(module.children(), None) is None
-    if not is_leaf or len(parameters) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-        raise NotANorm
-    if "forward" in vars(module):
-        raise LeftAlone("its forward is wrapped")
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
-        raise LeftAlone("it has hooks")
-    for name, parameter in parameters.items():
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
-            raise LeftAlone(
-                f"its {name} is a {type(parameter.data).__name__}; swap before sharding or quantising"
-            )
-        if not parameter.is_floating_point():
-            raise LeftAlone(f"its {name} is {parameter.dtype}")
-
-
 def agree(out: Tensor, expected: Tensor, mode: Literal["strict", "fast"] = "strict") -> bool:
     """Whether `out` [..., C] may stand for `expected` [..., C].
 
@@ -178,21 +115,84 @@ def agree(out: Tensor, expected: Tensor, mode: Literal["strict", "fast"] = "stri
         return False
     if torch.equal(out, expected):
         return True
-    difference = (out.double() - expected.double()).abs()
-    row = expected.double().abs().amax(-1, keepdim=True)
-    slack = row * torch.finfo(torch.float32).eps * (4 if mode == "strict" else 16)
-    if out.dtype not in HALVES:
-        return bool((difference <= slack).all())
-    unit = torch.finfo(out.dtype).eps * expected.double().abs().clamp_min(torch.finfo(out.dtype).tiny)
-    if mode == "fast":
-        return bool((difference <= slack + 2 * unit).all())
-    num_flips = int((difference > 0).sum())
-    return bool((difference <= slack + unit).all()) and num_flips <= max(1, _SHARE_OF_FLIPS * out.numel())
+    size, difference = expected.double().abs(), (out.double() - expected.double()).abs()
+    allowed = size.amax(-1, keepdim=True) * _FP32_EPS * (4 if mode == "strict" else 16)
+    max_flips = out.numel()
+    if out.dtype in HALVES:
+        half = torch.finfo(out.dtype)
+        allowed = allowed + half.eps * size.clamp_min(half.tiny) * (1 if mode == "strict" else 2)
+        if mode == "strict":
+            max_flips = max(1, int(_SHARE_OF_FLIPS * out.numel()))
+    return bool((difference <= allowed).all()) and int((difference > 0).sum()) <= max_flips
 
 
-def _num_features(module: nn.Module, parameters: dict[str, nn.Parameter]) -> int:
-    if parameters:
-        return next(iter(parameters.values())).numel()
+def find_meaning(module: nn.Module, known: dict[object, Meaning] | None = None) -> Meaning:
+    """The order, eps and parameters of a norm. Changes nothing of it, and draws no global random number.
+
+    Args:
+        known: what was found before. Norms of one class with the same attributes and shapes are run only once.
+
+    Raises:
+        NotANorm: it normalises nothing.
+        LeftAlone: it cannot be probed, fits no order, or has what replacing it would lose.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
+    is_leaf = next(module.children(), None) is None
+    if not is_leaf or len(parameters) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise NotANorm
+    if "forward" in vars(module):
+        raise LeftAlone("its forward is wrapped")
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind, None) for kind in hooks):
+        raise LeftAlone("it has hooks")
+    for name, parameter in parameters.items():
+        kind = type(parameter.data)
+        if type(parameter) is not nn.Parameter or kind is not Tensor:
+            raise LeftAlone(f"its {name} is a {kind.__name__}; swap before sharding or quantising")
+        if not parameter.is_floating_point():
+            raise LeftAlone(f"its {name} is {parameter.dtype}")
+    known = {} if known is None else known
+    attributes = tuple((name, repr(v)) for name, v in vars(module).items() if not name.startswith("_"))
+    alike = (type(module), attributes, *((name, p.shape, p.device) for name, p in parameters.items()))
+    if alike not in known:
+        known[alike] = _find_by_running(module, shapes.pop()[0] if shapes else _normalized_size(module))
+    return known[alike]
+
+
+def _find_by_running(module: nn.Module, num_features: int) -> Meaning:
+    try:
+        twin = copy.deepcopy(module).requires_grad_(False)
+    except Exception as error:  # whatever a foreign class raises when it is copied
+        raise LeftAlone(f"it cannot be copied to be probed: {error}") from error
+    if any(parameter.is_meta for parameter in twin.parameters()):
+        twin.to_empty(device="cpu")
+    probes = _probe(twin, num_features)
+    if not probes:
+        raise NotANorm
+    x, values, expected = probes[0]
+    # A normalisation gives x and 30 x the same values, up to eps; an activation does not.
+    large = _run(twin, 30 * x, values)
+    if large is None or not torch.allclose(large, expected, rtol=0.02, atol=0.02):
+        raise NotANorm
+    if next(twin.buffers(), None) is not None:
+        raise LeftAlone("it keeps state in buffers")
+    for training in (True, False):
+        out = _run(twin.train(training), x, values)
+        if out is None or not torch.equal(out, expected):
+            raise LeftAlone("it gives the same input other values in training or at a second call")
+    candidates = _eps_candidates(module, twin, num_features)
+    # Names mean as little here: a bias may be called weight. A missing parameter is None.
+    roles = dict.fromkeys(permutations((*values, None, None)[:2], 2))
+    for exact, eps, order, (weight, bias) in product((True, False), candidates, ORDERS, roles):
+        meaning = Meaning(order, eps, exact, weight, bias, num_features)
+        if _fits(meaning, probes):
+            return meaning
+    raise LeftAlone("its values fit no known order of normalisation")
+
+
+def _normalized_size(module: nn.Module) -> int:
+    """C of a module without parameters; one that tells no size takes any."""
     for name in ("normalized_shape", "dim", "hidden_size"):
         size = getattr(module, name, None)
         if isinstance(size, (tuple, list)):
@@ -204,33 +204,21 @@ def _num_features(module: nn.Module, parameters: dict[str, nn.Parameter]) -> int
     return 64
 
 
-@dataclass
-class _Probe:
-    magnitude: float
-    # Of the input and of every parameter.
-    dtypes: tuple[torch.dtype, torch.dtype]
-    x: Tensor
-    parameters: dict[str, Tensor]
-    out: Tensor
-
-
-def _probes(twin: nn.Module, num_features: int) -> Iterator[_Probe]:
+def _probe(twin: nn.Module, num_features: int) -> list[Probe]:
+    """Every magnitude of the input in every mix of dtypes, except those that the module refuses."""
     device = next((p.device for p in twin.parameters()), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    # Drawn in fp64 on the CPU: the same numbers for every dtype and device, and no global random state.
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     drawn = {name: 0.5 + draw(num_features) for name, _ in twin.named_parameters()}
     x = draw(2, max(3, 512 // num_features + 1), num_features)
-    for magnitude in (1.0, 30.0, 1e-3):
-        for x_dtype in FLOATS:
-            for dtype in FLOATS if drawn else (x_dtype,):
-                values = (x * magnitude).to(device, x_dtype)
-                parameters = {name: value.to(device, dtype) for name, value in drawn.items()}
-                out = _run(twin, values, parameters)
-                if out is not None:
-                    yield _Probe(magnitude, (x_dtype, dtype), values, parameters, out)
+    probes = []
+    for magnitude, x_dtype, dtype in product((1.0, 30.0, 1e-3), FLOATS, FLOATS if drawn else (None,)):
+        values = (x * magnitude).to(device, x_dtype)
+        parameters = {name: value.to(device, dtype) for name, value in drawn.items()}
+        out = _run(twin, values, parameters)
+        if out is not None:
+            probes.append((values, parameters, out))
+    return probes
 
 
 @torch.no_grad()
@@ -245,17 +233,11 @@ def _run(twin: nn.Module, x: Tensor, parameters: dict[str, Tensor]) -> Tensor | 
     return out if isinstance(out, Tensor) and out.shape == x.shape else None
 
 
-def _ignores_magnitude(probes: list[_Probe]) -> bool:
-    """A normalisation gives x and 30 x the same values, up to eps; an activation does not."""
-    first = probes[0]
-    for probe in probes:
-        if probe.dtypes == first.dtypes and probe.magnitude == 30 * first.magnitude:
-            return torch.allclose(probe.out, first.out, rtol=0.02, atol=0.02)
-    return False
+def _eps_candidates(module: nn.Module, twin: nn.Module, num_features: int) -> list[float | None]:
+    """Values near the eps measured, from how much smaller a tiny input's output is: sqrt(m / (m + eps)).
 
-
-def _measure_eps(twin: nn.Module, num_features: int) -> float:
-    """The eps, from how much smaller a tiny input's output is: sqrt(m / (m + eps)) for a mean square m."""
+    Here m is the mean square of the input. Values that attributes hold come first, whatever their name: they are exact.
+    """
     device = next((p.device for p in twin.parameters()), torch.device("cpu"))
     ones = {name: torch.ones(num_features, device=device) for name, _ in twin.named_parameters()}
     row = torch.linspace(-1, 1, num_features, dtype=torch.float64)
@@ -267,34 +249,30 @@ def _measure_eps(twin: nn.Module, num_features: int) -> float:
         if above is None or below is None:
             raise LeftAlone("it does not take fp32, in which its eps is measured")
         spans.append((above - below).double().norm().item())  # a bias cancels
-    return mean_square * ((spans[1] / max(spans[0], 1e-30)) ** 2 - 1)
+    measured = mean_square * ((spans[1] / max(spans[0], 1e-30)) ** 2 - 1)
 
-
-def _eps_candidates(module: nn.Module, measured: float) -> list[float | None]:
-    """Values near the measured one. Those that attributes hold come first, whatever their name: they are exact."""
     held: list[float | None] = [value for value in vars(module).values() if isinstance(value, float)]
     if getattr(module, "eps", 0.0) is None:
         held.append(None)
     found: list[float | None] = []
     for eps in dict.fromkeys([*held, *_USUAL_EPS]):
-        value = resolve_eps(eps, torch.float32)
+        value = _FP32_EPS if eps is None else eps
         if abs(value - measured) <= 0.02 * value + 1e-14:
             found.append(eps)
+    if not found:
+        raise LeftAlone(f"its eps, measured as {measured:.3g}, is in no attribute and not a usual one")
     return found
 
 
-def _fits(
-    order: Order, eps: float | None, weight: str | None, bias: str | None, probes: list[_Probe], exact: bool
-) -> bool:
-    if eps is None and order.centres:
+def _fits(meaning: Meaning, probes: list[Probe]) -> bool:
+    if meaning.eps is None and meaning.order.centres:  # no layer norm has a default that hangs on the dtype
         return False
-    for probe in probes:
-        w, b = (None if name is None else probe.parameters[name] for name in (weight, bias))
+    for x, parameters, out in probes:
+        weight, bias = (None if n is None else parameters[n] for n in (meaning.weight, meaning.bias))
         try:
-            expected = order(probe.x, w, b, eps)
+            expected = meaning.order(x, weight, bias, meaning.eps)
         except RuntimeError:  # dtypes that this order does not take, but the module does
             return False
-        is_equal = expected.dtype == probe.out.dtype and torch.equal(expected, probe.out)
-        if not (is_equal or (not exact and agree(probe.out, expected))):
+        if not agree(out, expected) or (meaning.exact and not torch.equal(out, expected)):
             return False
     return True
