@@ -22,8 +22,14 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError: it names none.
     """
+
+    def last_item(match: re.Match[str]) -> str:
+        items = dict(model.named_modules()).get(path[: match.start() - 1], model)
+        # Where there is none, the path stays and is told as one that fits nothing.
+        return next((name for name, _child in reversed(list(items.named_children()))), "-1")
+
     # Negative places are named first, then `*` is any one name.
-    names = re.sub(r"(?<=\.)-1\b", lambda match: _last(model, path[: match.start() - 1]), path)
+    names = re.sub(r"(?<=\.)-1\b", last_item, path)
     expression = re.compile(re.escape(names).replace(r"\*", r"[^.]+"))
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
     if not found:
@@ -80,11 +86,6 @@ def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signa
 
 def _wrapped_already(name: str, module: nn.Module) -> str:
     return f"{name} is wrapped already (by {type(module).__name__}); wrap it after shard()"
-
-
-def _last(model: nn.Module, path: str) -> str:
-    items = [name for name, _child in dict(model.named_modules()).get(path, model).named_children()]
-    return items[-1] if items else "-1"
 
 
 def _near(model: nn.Module, path: str) -> str:

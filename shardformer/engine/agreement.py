@@ -74,7 +74,12 @@ class Agreement:
         with _disable_current_modes(), torch.no_grad():
             mine = {f"input {name}": _summary(value) for name, value in values.items()}
             if number == 0:
-                mine |= {f"weight {name}": _sums(p) for name, p in model.named_parameters() if _is_real(p)}
+                for name, weight in model.named_parameters():
+                    if _is_real(weight):
+                        flat = (torch.view_as_real(weight) if weight.is_complex() else weight).flatten()
+                        # Two sums are enough, because weights are equal to the last bit, or they are others.
+                        sums = [flat.sum(dtype=torch.float64), flat.abs().sum(dtype=torch.float64)]
+                        mine[f"weight {name}"] = Summary(tuple(torch.stack(sums).tolist()), _TOLERANCE_OF_FEW)
             everyone = gather_objects(mine, self._group)
         self._compare(model, everyone)
 
@@ -133,9 +138,3 @@ def _summary(value: Tensor | float) -> Summary:
     norm, index = wide.norm(), torch.arange(wide.numel(), device=wide.device, dtype=wide.dtype)
     projections = [torch.dot((index * k).cos(), wide) / norm.clamp_min(1e-30) for k in _FREQUENCIES]
     return Summary((flat.numel(), *torch.stack([norm.log(), *projections]).tolist()), _TOLERANCE)
-
-
-def _sums(weight: Tensor) -> Summary:
-    flat = (torch.view_as_real(weight) if weight.is_complex() else weight).flatten()
-    sums = [flat.sum(dtype=torch.float64), flat.abs().sum(dtype=torch.float64)]
-    return Summary(tuple(torch.stack(sums).tolist()), _TOLERANCE_OF_FEW)

@@ -168,7 +168,13 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     group = _registered("sequence", get_sequence_parallel_group(), plan.sequence)
     if has_parallel_group("ring"):
         # `init_parallel` made the groups, each axis by itself; setters register the sequence group alone.
-        _check_axes(plan)
+        for axis in ("ring", "ulysses"):
+            size = get_parallel_group(axis).size()
+            if size != getattr(plan, axis):
+                raise ValueError(
+                    f"the plan has {axis}={getattr(plan, axis)}, but the registered {axis} group has {size} ranks; "
+                    "call opensora_accel.init_parallel(plan)"
+                )
     elif plan.ring > 1 and plan.ulysses > 1:
         raise ValueError(
             f"the plan has ring={plan.ring} and ulysses={plan.ulysses}, but only their sequence group is registered, "
@@ -197,17 +203,6 @@ def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.P
             f"call opensora_accel.init_parallel(plan), or set_{name}_parallel_group(group)"
         )
     return group
-
-
-def _check_axes(plan: Plan) -> None:
-    """Both axes must be registered as the plan has them."""
-    for axis in ("ring", "ulysses"):
-        size = get_parallel_group(axis).size()
-        if size != getattr(plan, axis):
-            raise ValueError(
-                f"the plan has {axis}={getattr(plan, axis)}, but the registered {axis} group has {size} ranks; "
-                "call opensora_accel.init_parallel(plan)"
-            )
 
 
 def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, undo: ExitStack) -> None:

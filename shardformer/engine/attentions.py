@@ -136,7 +136,11 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
         if causal and entry.text_alone:
             if mask is not None:
                 raise ValueError(f"{name} passed a mask and is_causal; pass one of them")
-            return _causal(q, k, v, scale)
+            # Every rank has that text whole. All compute the same, each with its part of the gradient.
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [B, H, T, D]
+            grouped = q.size(1) != k.size(1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+            return out.transpose(1, 2)
         if causal:
             raise ValueError(f"{name} is causal, which a sequence of text and video is not")
         extent = _extent(tokens, k.size(1), name, text_first)
@@ -163,14 +167,6 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
         return _of_padding(torch.cat(outs[::-1] if text_first else outs, 1), read)
 
     return attention
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of what every rank has whole. All ranks compute it, each with its part of the gradient."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
 
 
 def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:

@@ -91,8 +91,15 @@ class GridLayout:
 
 def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
     """Puts on what the policy says of grids: their sizes, the blocks that attend along a dimension, the way out."""
+
+    def read_sizes(arguments: Arguments) -> None:
+        for dimension, argument, dim in policy.grid_sizes:
+            tokens.state.sizes[dimension] = arguments[argument].size(dim)
+
     if policy.grid_sizes:
-        _read_sizes(model, policy, tokens, undo)
+        for _dimension, argument, _dim in policy.grid_sizes:
+            check_argument("", model, argument)
+        change_arguments(model, inspect.signature(model.forward), read_sizes, undo)
     for entry in policy.grids:
         grid = _Grid(entry, tokens)
         for name, module in find(model, entry.module):
@@ -100,17 +107,6 @@ def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitSta
     for gather in policy.gather_grids:
         for name, module in find(model, gather.module):
             _gather(module, gather, tokens, f"{name}'s output", undo)
-
-
-def _read_sizes(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
-    for _dimension, argument, _dim in policy.grid_sizes:
-        check_argument("", model, argument)
-
-    def change(arguments: Arguments) -> None:
-        for dimension, argument, dim in policy.grid_sizes:
-            tokens.state.sizes[dimension] = arguments[argument].size(dim)
-
-    change_arguments(model, inspect.signature(model.forward), change, undo)
 
 
 class _Grid:

@@ -75,7 +75,10 @@ def follow_forward(
         running.enter_context(tokens.as_running())
         running.enter_context(preserve_state(tokens.preserve))
         for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
-            _preserve_state_in(module)
+            for name in _CHECKPOINTS:
+                function = vars(module).get(name)
+                if callable(function) and not isinstance(function, _StatePreserving):
+                    setattr(module, name, _StatePreserving(function))
 
     def end(*_: Any) -> None:
         running.close()
@@ -106,10 +109,3 @@ class _StatePreserving:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.checkpoint(with_preserved_state(function), *args, **kwargs)
-
-
-def _preserve_state_in(module: nn.Module) -> None:
-    for name in _CHECKPOINTS:
-        function = vars(module).get(name)
-        if callable(function) and not isinstance(function, _StatePreserving):
-            setattr(module, name, _StatePreserving(function))

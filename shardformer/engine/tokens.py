@@ -212,8 +212,13 @@ class Tokens:
         def in_this_state(*args: Any, **kwargs: Any) -> Any:
             nonlocal found
             if found is not None:
-                with self._within(found), preserve_state(self.preserve):
-                    return function(*args, **kwargs)
+                # A copy, so that a second recomputation (retain_graph) finds what this one found.
+                before, self.state = self.state, replace(found)
+                try:
+                    with self.as_running(), preserve_state(self.preserve):
+                        return function(*args, **kwargs)
+                finally:
+                    self.state = before
             spread = self.state.spread
             out = function(*args, **kwargs)
             # Shares may be found within; what is spread changes there, and counts as it was at the start.
@@ -221,15 +226,6 @@ class Tokens:
             return out
 
         return in_this_state
-
-    @contextmanager
-    def _within(self, state: State) -> Iterator[None]:
-        before, self.state = self.state, replace(state)
-        try:
-            with self.as_running():
-                yield
-        finally:
-            self.state = before
 
     @contextmanager
     def as_running(self) -> Iterator[None]:

@@ -13,8 +13,7 @@ their native backend.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,21 +92,15 @@ class RedirectAttention(TorchFunctionMode):
         self.num_calls += 1
         if self.origins is not None and isinstance(options["mask"], Tensor):
             self.origins.check_mask(options["mask"], k.size(1))
-        with _outside():
+        # What takes the place of a kernel may call one, which is not to be redirected.
+        mode, _running.mode = _running.mode, None
+        try:
             out = self.attention(q, k, v, **options)
+        finally:
+            _running.mode = mode
         if self.origins is not None:
             self.origins.note_attention(out)
         return out
-
-
-@contextmanager
-def _outside() -> Iterator[None]:
-    """Within it, kernel calls are not redirected: what takes the place of a kernel may call one."""
-    mode, _running.mode = _running.mode, None
-    try:
-        yield
-    finally:
-        _running.mode = mode
 
 
 def running_attention() -> Callable[..., Tensor] | None:

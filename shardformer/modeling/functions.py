@@ -29,7 +29,14 @@ def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Fun
         ValueError: there is no such function.
     """
     holder_name, _, attribute = name.rpartition(".")
-    package = _package_of(model)
+    # The files that define the model's classes, and their siblings where they lie in a package.
+    homes = {type(module).__module__ for module in model.modules()}
+    homes = {home for home in homes if home.split(".")[0] != "torch"}
+    folders = {home.rpartition(".")[0] for home in homes} - {""}
+    # A copy of the table, which another thread may add to meanwhile.
+    imported = list(sys.modules.items())
+    package = [file for home, file in imported if home in homes or home.rpartition(".")[0] in folders]
+    holders: list[Any]
     if not holder_name:
         holders = package
     elif holder_name in sys.modules:
@@ -49,15 +56,3 @@ def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Fun
         setattr(holder, attribute, wrap(original))
         undo.callback(setattr, holder, attribute, original)
     return undo.close
-
-
-def _package_of(model: nn.Module) -> list[Any]:
-    """The modules that define the model's classes, and their siblings where they lie in a package."""
-    homes = {type(module).__module__ for module in model.modules()}
-    homes = {home for home in homes if home.split(".")[0] != "torch"}
-    packages = {home.rpartition(".")[0] for home in homes} - {""}
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name in homes or name.rpartition(".")[0] in packages
-    ]

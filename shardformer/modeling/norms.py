@@ -91,10 +91,6 @@ def _torch_rms_norm_times_weight(x: Tensor, weight: Weight, bias: Weight, order:
     return weight * F.rms_norm(x, x.shape[-1:], None, eps)
 
 
-def _torch_layer_norm(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps or 0.0)
-
-
 def _quack(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     _check_rms(x, weight, bias, order)
     return _function("quack", "rmsnorm")(x, weight, eps=eps)
@@ -121,7 +117,9 @@ KERNELS = {
     "apex": Kernel(_apex, foreign=True),
     "F.rms_norm": Kernel(_torch_rms_norm),
     "F.rms_norm × weight": Kernel(_torch_rms_norm_times_weight),
-    "F.layer_norm": Kernel(_torch_layer_norm, centres=True),
+    "F.layer_norm": Kernel(
+        lambda x, weight, bias, _, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps or 0.0), centres=True
+    ),
 }
 
 
