@@ -59,7 +59,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return self._find_parent(fullname)
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
-        target = self._target(fullname)
+        first, _, rest = fullname.removeprefix(self.name).removeprefix(".").partition(".")
+        ours = (_ELSEWHERE[first],) if first in _ELSEWHERE else ("opensora_accel", first)
+        target = ".".join(filter(None, (*ours, rest)))
         if importlib.util.find_spec(target) is None:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, loader_state=target)
@@ -70,12 +72,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if any(finder.find_spec(fullname, None) is not None for finder in others):
             return None
         return importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-
-    def _target(self, fullname: str) -> str:
-        first, _, rest = fullname.removeprefix(self.name).removeprefix(".").partition(".")
-        if first in _ELSEWHERE:
-            return ".".join(filter(None, (_ELSEWHERE[first], rest)))
-        return ".".join(filter(None, ("opensora_accel", first, rest)))
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(spec.loader_state)

@@ -30,6 +30,7 @@ def check_offload(offload: object) -> None:
     Raises:
         ValueError: it is neither a number from 0 to 1 nor "auto".
     """
+    # True is a number to Python, and would move every block.
     is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
     if offload != "auto" and not (is_number and 0.0 <= float(offload) <= 1.0):  # type: ignore[arg-type]
         raise ValueError(f'offload is a share of the blocks from 0.0 to 1.0, or "auto"; got {offload!r}')
@@ -128,9 +129,21 @@ class Plan:
         if self.world_size == world_size:
             return
         degrees = " × ".join(f"{axis}={degree}" for axis, degree in zip(MESH_AXES, self.degrees, strict=True))
+        # A change of one axis is the least to do; where none fits, any degrees are made of the divisors.
+        fits = []
+        for axis, degree in zip(MESH_AXES, self.degrees, strict=True):
+            others = math.prod(self.degrees) // degree
+            # More dp_shard ranks are no remedy where nothing is sharded.
+            needs_sharding = axis == "dp_shard" and self.sharding == "none"
+            if world_size % others == 0 and not needs_sharding:
+                fits.append(f"{axis}={world_size // others}")
+        divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
+        remedy = f"choose degrees that multiply to {world_size}: each one of {', '.join(divisors)}"
+        if fits:
+            remedy = f"set {' or '.join(fits)} (the others unchanged)"
         raise ValueError(
             f"the plan needs {self.world_size} ranks ({degrees}), but {world_size} are running; "
-            f"{_remedy_for_world_size(self, world_size)}, or start {self.world_size} ranks "
+            f"{remedy}, or start {self.world_size} ranks "
             f"(torchrun --nproc-per-node {self.world_size} ...)"
         )
 
@@ -181,18 +194,3 @@ class Plan:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-
-
-def _remedy_for_world_size(plan: Plan, world_size: int) -> str:
-    """The single-axis changes that fit, or else the divisors that any degrees must be made of."""
-    fits = []
-    for axis, degree in zip(MESH_AXES, plan.degrees, strict=True):
-        others = math.prod(plan.degrees) // degree
-        # More dp_shard ranks are no remedy where nothing is sharded.
-        needs_sharding = axis == "dp_shard" and plan.sharding == "none"
-        if world_size % others == 0 and not needs_sharding:
-            fits.append(f"{axis}={world_size // others}")
-    if fits:
-        return f"set {' or '.join(fits)} (the others unchanged)"
-    divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
-    return f"choose degrees that multiply to {world_size}: each one of {', '.join(divisors)}"

@@ -36,9 +36,14 @@ def allocate_on_host(size_bytes: int) -> Tensor:
     with near_device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if not error:
+
+        def unlock_pages() -> None:
+            torch.cuda.synchronize(device)  # a copy from these pages may be under way
+            torch.cuda.cudart().cudaHostUnregister(address)
+
         # The storage lives for as long as any view of it does. At the interpreter's end CUDA may be gone already,
         # and the system takes everything back.
-        weakref.finalize(memory.untyped_storage(), _unlock_pages, address, device).atexit = False
+        weakref.finalize(memory.untyped_storage(), unlock_pages).atexit = False
         return memory
     logger.warning(
         "could not page-lock %d bytes for offload (CUDA error %d): copies will wait for the host; "
@@ -50,11 +55,6 @@ def allocate_on_host(size_bytes: int) -> Tensor:
         # CUDA keeps the error for the next launch, which would fail for it: let that be this one.
         torch.zeros(1, device="cuda")
     return memory
-
-
-def _unlock_pages(address: int, device: int) -> None:
-    torch.cuda.synchronize(device)  # a copy from these pages may be under way
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @contextlib.contextmanager

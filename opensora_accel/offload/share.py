@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from opensora_accel.offload.choose import Decision, Measurement, choose
-from opensora_accel.offload.device import Queue, Queues
+from opensora_accel.offload.device import Queue
 from opensora_accel.offload.engine import OffloadEngine
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,18 @@ class OffloadShare:
         # A pass that begins before the measured one is through (1F1B) is no part of it.
         self.measurement = None
         self._finish_measuring()
-        self._forget_what_was_outgrown(queues)
+        # The pass before may have taken more than its decision aimed at, because something else has grown. Decided
+        # once more it stands, as a target that cannot be met would otherwise be chased for ever.
+        before = self._size
+        if (
+            before.decision is not None
+            and before.decision.target_bytes is not None
+            and before.num_decisions == 1
+        ):
+            peak_bytes = queues.peak_bytes()
+            is_over = peak_bytes is not None and peak_bytes > before.decision.target_bytes
+            if is_over and before.decision.moved < self._most:
+                before.decision = None
         self._num_passes += 1
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in marked)
         self._size = size = self._sizes[round(_SIZES_PER_DOUBLING * math.log2(max(1, size_bytes)))]
@@ -131,16 +142,3 @@ class OffloadShare:
         size.num_decisions += 1
         if decision.moved == 0:
             self.engine.trim()
-
-    def _forget_what_was_outgrown(self, queues: Queues) -> None:
-        # The pass before may have taken more than its decision aimed at, because something else has grown.
-        size = self._size
-        if size.decision is None or size.decision.target_bytes is None or size.num_decisions > 1:
-            return
-        peak_bytes = queues.peak_bytes()
-        if (
-            peak_bytes is not None
-            and peak_bytes > size.decision.target_bytes
-            and size.decision.moved < self._most
-        ):
-            size.decision = None

@@ -77,14 +77,11 @@ class Collective:
             return 2 * (self.degree - 1) / self.degree * self.size_bytes
         if self.kind == "all-to-all":
             return self._exchanged_bytes
-        return (self.degree - 1) * self._share_bytes
-
-    @property
-    def _share_bytes(self) -> float:
-        """The bytes of the largest share of what is gathered or scattered."""
-        if not self.cut:
-            return self.size_bytes / self.degree
-        return self.size_bytes / self.cut[0] * shares(self.cut[0], self.degree)[0]
+        # Shares of an uneven cut differ by one, and the first is one of the largest: the busiest rank counts.
+        share_bytes = self.size_bytes / self.degree
+        if self.cut:
+            share_bytes = self.size_bytes / self.cut[0] * shares(self.cut[0], self.degree)[0]
+        return (self.degree - 1) * share_bytes
 
     @property
     def _exchanged_bytes(self) -> float:
@@ -108,6 +105,7 @@ class Collective:
         return self.num_steps * link.latency_s + self.sent_bytes / link.bandwidth_bytes_per_s
 
 
+# From one placement to another. A pair that is not here has no single collective.
 _KINDS: dict[tuple[type, type], Kind] = {
     (Partial, Replicate): "all-reduce",
     (Partial, Invariant): "all-reduce",

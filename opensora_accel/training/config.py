@@ -276,11 +276,20 @@ def _in_one_line(error: ValidationError, cls: Any) -> str:
             if full in names or part.isdigit() or each["type"] == "unexpected_keyword_argument":
                 name = full
         named.append((name, each))
+    # The first is enough to go on with, and a line has no room for all.
     name, first = named[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "unexpected_keyword_argument":
-        return _unknown_option(name, cls)
+        table, _, key = name.rpartition(".")
+        every = option_names(cls)
+        here = [full for full in every if full.rpartition(".")[0] == table]
+        # A key in the wrong table is found in the right one; one of this table goes before the others of its name.
+        nearest_of = {full.rpartition(".")[2]: full for full in [*every, *here]}
+        nearest = difflib.get_close_matches(key, nearest_of, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest_of[nearest[0]]!r}? " if nearest else ""
+        choice = ", ".join(full.rpartition(".")[2] for full in here)
+        return f"there is no option {name!r}; {hint}The options here are {choice}"
     rule = " or ".join(_rule(each["msg"]) for other, each in named if other == name)
     return f"{name or 'the file'} {rule}; got {first['input']!r}"
 
@@ -291,18 +300,6 @@ def _rule(message: str) -> str:
         if "should" not in message
         else message.replace("Input should", "must")
     )
-
-
-def _unknown_option(name: str, cls: Any) -> str:
-    table, _, key = name.rpartition(".")
-    every = option_names(cls)
-    here = [full for full in every if full.rpartition(".")[0] == table]
-    # A key in the wrong table is found in the right one; one of this table goes before the others of its name.
-    nearest_of = {full.rpartition(".")[2]: full for full in [*every, *here]}
-    nearest = difflib.get_close_matches(key, nearest_of, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest_of[nearest[0]]!r}? " if nearest else ""
-    choice = ", ".join(full.rpartition(".")[2] for full in here)
-    return f"there is no option {name!r}; {hint}The options here are {choice}"
 
 
 def option_names(cls: Any = TrainConfig, prefix: str = "") -> list[str]:

@@ -314,16 +314,15 @@ class ClipLoader:
             failures = {sample.file: sample.error for sample in samples if sample.error is not None}
             if not (any_rank(bool(failures), self._group) if self._group is not None else failures):
                 return samples
-            self._quarantine([failures] if self._group is None else from_all_ranks(failures, self._group))
-
-    def _quarantine(self, failures: list[dict[str, str]]) -> None:
-        for file, reason in (item for rank_failures in failures for item in rank_failures.items()):
-            if file not in self.quarantined:
-                self.quarantined[file] = reason
-                if self._is_first:
-                    count, total = len(self.quarantined), len(self.entries)
-                    logger.warning("set aside a video (%d of %d so far): %s", count, total, reason)
-        self._check_any_left()
+            everyones = [failures] if self._group is None else from_all_ranks(failures, self._group)
+            # In the ranks' order, so that all of them write the same state.
+            for file, reason in (item for of_rank in everyones for item in of_rank.items()):
+                if file not in self.quarantined:
+                    self.quarantined[file] = reason
+                    if self._is_first:
+                        count, total = len(self.quarantined), len(self.entries)
+                        logger.warning("set aside a video (%d of %d so far): %s", count, total, reason)
+            self._check_any_left()
 
     def _check_any_left(self) -> None:
         if all(video.file in self.quarantined for video in self._videos):

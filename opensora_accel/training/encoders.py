@@ -130,7 +130,18 @@ class VideoVAE:
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.channels = config.get("z_dim") or config["latent_channels"]
-        self.spatial, self.temporal = _compression(model)
+        # Pixels a side, and frames, to one latent position; the classes say it under two names.
+        for pattern in ("scale_factor_{}", "{}_compression_ratio"):
+            names = (pattern.format("spatial"), pattern.format("temporal"))
+            spatial, temporal = (config.get(name) or getattr(model, name, None) for name in names)
+            if isinstance(spatial, int) and isinstance(temporal, int):
+                self.spatial, self.temporal = spatial, temporal
+                break
+        else:
+            raise ValueError(
+                f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
+                "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
+            )
         # Configs have the statistics of each channel, or one scaling factor for all.
         mean, std = config.get("latents_mean"), config.get("latents_std")
         self.mean = torch.tensor(mean or [0.0]).view(1, -1, 1, 1, 1)
@@ -149,20 +160,6 @@ class VideoVAE:
         """latents: [B, C, t, h, w] → frames: uint8 [B, T, H, W, 3]."""
         latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
         return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
-
-
-def _compression(model: Any) -> tuple[int, int]:
-    """Pixels a side, and frames, to one latent position; the classes say it under two names."""
-    config = model.config
-    for pattern in ("scale_factor_{}", "{}_compression_ratio"):
-        names = (pattern.format("spatial"), pattern.format("temporal"))
-        spatial, temporal = (config.get(name) or getattr(model, name, None) for name in names)
-        if isinstance(spatial, int) and isinstance(temporal, int):
-            return spatial, temporal
-    raise ValueError(
-        f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
-        "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
-    )
 
 
 def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -> Codec:
@@ -363,23 +360,20 @@ def _load(config: TextConfig) -> TextEncoder:
 
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
     cls = classes[_description(config)["model_type"]]
-    folder = _tokenizer_folder(Path(config.path))
+    # Its tokenizer lies in the encoder's own folder, or beside it: diffusers has text_encoder and tokenizer,
+    # text_encoder_2 and tokenizer_2.
+    own, absolute = Path(config.path), Path(os.path.abspath(config.path))
+    beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
+    # Without these files transformers makes a tokenizer all the same, of nothing but <unk>.
+    places = [place for place in (own, beside) if any((place / name).is_file() for name in _VOCABULARIES)]
+    if not places:
+        raise FileNotFoundError(
+            f"text.path {own} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"
+            f"{f' or in {beside}' if beside != absolute else ''}; put the files of its tokenizer there"
+        )
+    folder = places[0]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise unloadable(AutoTokenizer, "text.path", folder, error) from error
     return TextEncoder(tokenizer, load_pretrained(cls, "text.path", config.path), config.length)
-
-
-def _tokenizer_folder(encoder: Path) -> Path:
-    """The encoder's own folder, or the one beside it: diffusers has text_encoder and tokenizer, text_encoder_2 and …"""
-    absolute = Path(os.path.abspath(encoder))
-    beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
-    for folder in (encoder, beside):
-        # Without these transformers makes a tokenizer all the same, of nothing but <unk>.
-        if any((folder / name).is_file() for name in _VOCABULARIES):
-            return folder
-    raise FileNotFoundError(
-        f"text.path {encoder} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"
-        f"{f' or in {beside}' if beside != absolute else ''}; put the files of its tokenizer there"
-    )

@@ -162,13 +162,22 @@ class Trainer:
         dist.all_reduce(total)
         norm = clip_gradients(state.model, config.clip_norm)
         # The norm is equal on all ranks, so that all of them step, or none.
-        if math.isfinite(norm):
+        is_finite = math.isfinite(norm)
+        if is_finite:
             state.optimizer.step()
             if state.ema is not None:
                 state.ema.update()
         state.optimizer.zero_grad()
         state.step += 1
-        self._count_skipped(norm)
+        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+        if not is_finite and self.is_first:
+            logger.warning("step %d skipped: its gradient norm is %s", state.step, norm)
+        # One bad batch is no reason to end a run; a run of them will not recover by itself.
+        if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
+            raise ValueError(
+                f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
+                "or resume from an earlier saved state"
+            )
         return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
@@ -259,6 +268,7 @@ class Trainer:
             assert videos[0].info is not None
             frame_rate = max(1.0, videos[0].info.fps / self.config.data.frame_stride)
             write_comparison(folder, [self._source(video) for video in videos], clips, captions, frame_rate)
+        # Whoever gets the path, on whichever rank, finds the file written.
         dist.barrier()
         return folder / "strip.png"
 
@@ -284,16 +294,3 @@ class Trainer:
         if saved is None:
             return from_first_rank(lambda: train_tokenizer(captions))
         return from_first_rank(lambda: (saved / TOKENIZER).read_text(encoding="utf-8"))
-
-    def _count_skipped(self, norm: float) -> None:
-        if math.isfinite(norm):
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        if self.is_first:
-            logger.warning("step %d skipped: its gradient norm is %s", self.state.step, norm)
-        if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
-            raise ValueError(
-                f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
-                "or resume from an earlier saved state"
-            )

@@ -35,11 +35,25 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         _forget_after(folder / METRICS, start)
         self._file = (folder / METRICS).open("a", encoding="utf-8")
+        # TensorBoard hides the points of steps that are trained again.
         self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=start + 1 if start else None)
         self._total, self._log_every = total, log_every
         self._start, self._start_time = start, time.monotonic()
         self._loss: float | None = None
-        self._bar = _make_bar(start, total) if sys.stderr.isatty() else None
+        self._bar: Any = None
+        if sys.stderr.isatty():  # in a file, a bar would be one long line of control characters
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                BarColumn(bar_width=16),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[shown]}"),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
+                console=Console(stderr=True),
+            )
+            self._bar.add_task("training", total=total, completed=start, shown="")
 
     def __enter__(self) -> Tracker:
         if self._bar is not None:
@@ -57,6 +71,7 @@ class Tracker:
         # JSON has no NaN: a step that was skipped has null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        # At once, so that a run that is killed keeps every step, and others can read along.
         self._file.flush()
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
@@ -92,22 +107,6 @@ def _forget_after(path: Path, step: int) -> None:
         if row_step <= step:
             kept.append(line)
     write_text(path, "".join(kept))
-
-
-def _make_bar(start: int, total: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("left"),
-        console=Console(stderr=True),
-    )
-    bar.add_task("training", total=total, completed=start, shown="")
-    return bar
 
 
 class OffloadLog:

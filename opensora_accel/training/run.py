@@ -119,22 +119,20 @@ def _resolve(
     # The run goes on as it was saved; the command line alone changes it, and not the file that it once began with.
     saved = config_from_dict({**record["config"], "resume": "", "output": output}, str(folder))
     final = _with_options(saved, options)
-    if is_first_rank():
-        _show_differences(file, saved, final, folder)
-    return final, folder, record
-
-
-def _show_differences(file: TrainConfig | None, saved: TrainConfig, final: TrainConfig, folder: Path) -> None:
+    if not is_first_rank():
+        return final, folder, record
     print(f"resuming {os.path.abspath(folder)}", flush=True)
     changed = differences(saved, final)
     for name, (before, after) in changed.items():
         print(f"  {name}: {before} → {after} (from the command line)", flush=True)
+    # Who has edited the file since would otherwise take it to be in force.
     for name, (before, after) in differences(saved, file or saved).items():
         if name not in changed:
             is_table = name.startswith("model.config.")
             option = "--model.config, as one JSON table," if is_table else f"--{name}"
             kept = f"stays {before} as saved; the file has {after} ({option} changes it)"
             print(f"  {name}: {kept}", flush=True)
+    return final, folder, record
 
 
 def _train(config: TrainConfig, folder: Path | None, record: dict[str, Any] | None) -> int:

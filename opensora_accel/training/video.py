@@ -347,7 +347,15 @@ def index_videos(
     usable: list[Video] = []
     quarantined: dict[str, str] = {}
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
-        for entry, outcome in zip(entries, _progress(pool.map(look, entries), len(entries)), strict=True):
+        outcomes: Iterable[Video | str] = pool.map(look, entries)
+        # A person would otherwise wait in front of nothing; a log has no use for a bar.
+        if len(entries) > _PROGRESS_FROM_FILES and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import track
+
+            bar = Console(stderr=True)
+            outcomes = track(outcomes, "reading video headers", total=len(entries), console=bar)
+        for entry, outcome in zip(entries, outcomes, strict=True):
             if isinstance(outcome, Video):
                 usable.append(outcome)
             else:
@@ -355,16 +363,6 @@ def index_videos(
     if not usable:
         raise ValueError(nothing_usable(folder, quarantined))
     return usable, quarantined
-
-
-def _progress(outcomes: Iterable[Any], total: int) -> Iterable[Any]:
-    """The same outcomes, with a bar for a person who would otherwise wait in front of nothing."""
-    if total <= _PROGRESS_FROM_FILES or not sys.stderr.isatty():
-        return outcomes
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(outcomes, "reading video headers", total=total, console=Console(stderr=True))
 
 
 def nothing_usable(folder: str | os.PathLike[str], quarantined: Mapping[str, str]) -> str:

@@ -181,6 +181,11 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
     if options.only == "communication" and proof.world is None:
         raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
     if options.only != "communication":
+
+        def show_progress(what: str, done: int, total: int) -> None:
+            filled = 20 * done // max(total, 1)
+            _show(f"[{'█' * filled}{'·' * (20 - filled)}] {what}")
+
         try:
             report = verify(
                 proof.step,
@@ -191,7 +196,7 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
                 seed=options.seed,
                 timeout_s=options.timeout,
                 preload=proof.preload,
-                on_progress=_show_progress,
+                on_progress=show_progress,
             )
         finally:
             _show("")  # the line of progress goes, whatever comes next
@@ -216,11 +221,6 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
         print(f"what is sent is {'NOT ' if violations else ''}what {promise}", flush=True)
     _write(options, report, record, violations)
     return 0 if (report is None or report.ok) and not violations else 1
-
-
-def _show_progress(what: str, done: int, total: int) -> None:
-    filled = 20 * done // max(total, 1)
-    _show(f"[{'█' * filled}{'·' * (20 - filled)}] {what}")
 
 
 def _show(text: str) -> None:

@@ -81,23 +81,19 @@ class Recorder(TorchDispatchMode):
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         if func.namespace in NAMESPACES:
-            self._add_calls(func, args, kwargs, in_backward)
+            for call, tensors in calls_of(func, args, kwargs):
+                where = find_call_site()
+                if in_backward:
+                    phase = RECOMPUTE if where.is_recomputed else BACKWARD
+                else:
+                    # Outside of a backward and after the first: what the loop does itself, such as clipping.
+                    phase = AFTER if self.num_backwards else FORWARD
+                gradients = self._gradients.names_in(tensors)
+                self.calls.append(replace(call, phase=phase, where=where, gradients=gradients))
         result = func(*args, **kwargs)
         if self.num_backwards:
             self._gradients.follow(func, args, result, in_backward)
         return result
-
-    def _add_calls(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool
-    ) -> None:
-        for call, tensors in calls_of(func, args, kwargs):
-            where = find_call_site()
-            if in_backward:
-                phase = RECOMPUTE if where.is_recomputed else BACKWARD
-            else:
-                phase = AFTER if self.num_backwards else FORWARD
-            gradients = self._gradients.names_in(tensors)
-            self.calls.append(replace(call, phase=phase, where=where, gradients=gradients))
 
 
 class _GradientStorages:
