@@ -42,6 +42,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# A copy of this file under another name would have a registry of its own, which nobody fills.
 if __name__ != "opensora_accel.parallel_states":
     raise ImportError(
         f"{__name__} would be a second registry of process groups beside opensora_accel.parallel_states; in place of a "
@@ -95,6 +96,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
     for axis in MESH_AXES:
         _meshes[axis] = mesh[axis]
         _groups[axis] = mesh.get_group(axis)
+    # One group for several axes, because a collective takes one group.
     for name, axes in _COMPOSED_AXES.items():
         _meshes[name] = mesh[axes]._flatten(name)
         _groups[name] = _meshes[name].get_group()
@@ -121,6 +123,7 @@ def _device_type() -> str:
     if not num_gpus:
         return "cpu"
     world = dist.group.WORLD
+    # Whoever started torch.distributed chose a backend that cannot send from a GPU.
     if world is not None and torch.device("cuda") not in world._device_types:
         return "cpu"
     if num_gpus < num_ranks:
@@ -144,6 +147,7 @@ def _timeout(timeout_s: float | None) -> datetime.timedelta | None:
     try:
         seconds = float(value)
     except ValueError:
+        # It fails every comparison, so that one message serves whatever is wrong.
         seconds = math.nan
     if not 0 < seconds <= _LONGEST_TIMEOUT_S:
         raise ValueError(
@@ -156,6 +160,7 @@ def _timeout(timeout_s: float | None) -> datetime.timedelta | None:
 def _start_distributed(device_type: str, timeout: datetime.timedelta | None) -> None:
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        # Before anything allocates: every process would otherwise open a context on the first GPU.
         torch.cuda.set_device(local_rank)
         # gloo beside NCCL: sizes and other host integers are exchanged without a device synchronisation.
         backend = "cpu:gloo,cuda:nccl"
@@ -167,6 +172,7 @@ def _start_distributed(device_type: str, timeout: datetime.timedelta | None) -> 
             store = _store_of_this_start(store, rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
+        # A single rank meets nobody, and needs no address or port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 

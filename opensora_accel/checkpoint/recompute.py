@@ -29,6 +29,7 @@ from opensora_accel.offload.packing import can_move, is_plain
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+# For every forward that runs now, the outermost first.
 _preserving: list[Wrapper] = []
 
 
@@ -78,6 +79,7 @@ def run_checkpointed(
         engine.keep(marked, "an argument is of a subclass of Tensor, which autograd's hooks lose")
         marked = ()
     with engine.call(marked, measurement) as call:
+        # torch calls `run` once in forward; every later call is a recomputation, in backward.
         is_recomputation = False
 
         def run(*run_args: Any, **run_kwargs: Any) -> Any:
@@ -133,6 +135,7 @@ def checkpoint(
             `GLOBAL_ACTIVATION_MANAGER` has an arena. By default the first argument, a block's hidden state;
             what every block shares (timestep, text, positions) stays alive anyhow and is not worth moving.
     """
+    # Without a graph nothing is kept that a recomputation could save.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return run_checkpointed(

@@ -75,11 +75,13 @@ class CudaQueues(Queues):
         self._streams = {queue: torch.cuda.Stream(device) for queue in (Queue.OUT, Queue.IN)}
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:
+        # Asked for each time, because a user may run the model on a stream of their own.
         return self._streams.get(queue) or torch.cuda.current_stream(self.device)
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
         """Starts copying uint8 [size_bytes]."""
         with torch.cuda.stream(self._stream(queue)):
+            # It returns at once only where the host memory is page-locked.
             destination.copy_(source, non_blocking=True)
 
     def record(self, queue: Queue) -> torch.cuda.Event:

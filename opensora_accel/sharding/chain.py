@@ -136,6 +136,7 @@ class Chain:
         """
         first, *others = (self._get(operand, name) for operand in operands)
         for other in others:
+            # A whole tensor added to terms would be counted once for every rank.
             if other.labels != first.labels or other.placements != first.placements:
                 raise ValueError(
                     f"{name} adds {first} and {other}, which do not lie alike; move one of them first"
@@ -205,6 +206,7 @@ class Chain:
                 others = {other: placed for other, placed in node.placements.items() if other != axis}
                 if node.name not in used and isinstance(placement, Partial):
                     direction, why = "forward", f"{node.name} is left in terms over {axis}"
+                # What a move made R has its all-reduce in the backward of that move; what began as R has none.
                 elif node.operation == "tensor" and node.name in used and isinstance(placement, Replicate):
                     direction, why = (
                         "backward",

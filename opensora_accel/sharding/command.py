@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "the axes of a mesh, and which collectives that needs.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        # A new option must not change what an abbreviation in somebody's script means.
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -222,6 +223,7 @@ class DerivedEquation:
             return None
         local = local_sizes(self.figures.sizes, self.placements, self.figures.degrees)
         seconds = sum(pending.collective.time_s(self.link) for pending in self.pending)
+        # Forward, and two einsums of the same size in backward.
         return Balance(3 * einsum_flops(self.equation, local) / self.flops_per_s, seconds)
 
     def text(self) -> str:

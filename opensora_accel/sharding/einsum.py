@@ -107,6 +107,7 @@ def _derive_on_axis(
     if len(invariant) == len(placements):
         words = f"all operands are the same on every rank of {axis}, and all ranks compute alike: I (rule 1)"
         return Derivation(Invariant(), 1, words)
+    # Beside shards or terms a rank computes a part of the gradient only, where an I one is whole on each.
     if invariant:
         name = names[invariant[0]]
         raise ShardingError(
@@ -158,6 +159,7 @@ def _from_partial(
     placement = placements[first]
     assert isinstance(placement, Partial)
     reduce_first = f"all-reduce {names[first]} over {axis}"
+    # (a1 + a2)(b1 + b2) has the products a1·b2 and a2·b1 too, and no rank holds both of their factors.
     if len(partial) > 1:
         second = names[partial[1]]
         raise ShardingError(
@@ -174,6 +176,7 @@ def _from_partial(
             first,
             [reduce_first, *_reduce_scatter(equation, first, other, names, axis)],
         )
+    # The largest of transposed terms is the transposed largest; the largest of products is something else.
     only_rearranges = len(equation.operands) == 1 and set(equation.operands[0]) == set(equation.output)
     if placement.reduction not in LINEAR and not only_rearranges:
         raise ShardingError(
@@ -247,6 +250,7 @@ def _two_labels(
         f"all-gather {names[two[0]]} along {two[1]!r}",
         f"all-gather {names[one[0]]} along {one[1]!r}",
     ]
+    # Less is sent than by a gather, where one operand has both labels: its shares only change direction.
     if equation.has(two[0], one[1]):
         remedies.insert(0, f"all-to-all {names[two[0]]} from {two[1]!r} to {one[1]!r}")
     elif equation.has(one[0], two[1]):

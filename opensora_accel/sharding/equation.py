@@ -24,6 +24,7 @@ class Equation:
     broadcast: tuple[frozenset[str], ...] = field(default=())
 
     def __post_init__(self) -> None:
+        # The default hangs on the number of operands, and a frozen dataclass is set in this way only.
         if not self.broadcast:
             object.__setattr__(self, "broadcast", (frozenset(),) * len(self.operands))
         refuse_repeats(self.output, "the output")
@@ -63,6 +64,7 @@ class Equation:
         num_dims = [
             _ellipsis_dims(term, None if shapes is None else shapes[i], text) for i, term in enumerate(terms)
         ]
+        # Ellipses meet at their last dims, as in NumPy: a shorter one lacks the first labels of the longest.
         most = max(num_dims)
         operands = tuple(_labels(term, number, text) for term, number in zip(terms, num_dims, strict=True))
         if arrow:
@@ -163,5 +165,6 @@ def sizes_of(
             known = sizes.get(label, 1)
             if size != known and 1 not in (size, known):
                 raise ValueError(f"{text}: the label {label!r} has the sizes {known} and {size}")
+            # Also an empty dim goes before a 1, which is repeated no times.
             sizes[label] = max(size, known) if size and known else 0
     return sizes

@@ -41,6 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because a rename replaces a file at once only within one file system.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         yield temporary
@@ -67,6 +68,7 @@ def claim(config: TrainConfig) -> Iterator[None]:
     """
     held: list[IO[str]] = []
     output = Path(config.output)
+    # Only what is made here is removed at the end.
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
 
     def enter() -> None:
@@ -116,6 +118,7 @@ def _is_run(folder: Path) -> bool:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    # A model folder of diffusers has a config.json too, without these.
     return isinstance(values, dict) and {"output", "steps", "data", "optim", "plan"} <= set(values)
 
 
@@ -123,6 +126,7 @@ def _lock(output: Path) -> IO[str]:
     """The open file that holds the lock. The system frees it however this process ends."""
     path = output / _LOCK
     while True:
+        # A link in the place of the lock would have us write to whatever it points at.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         file = os.fdopen(opened, "r+", encoding="utf-8")
         try:

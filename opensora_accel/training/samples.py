@@ -97,6 +97,7 @@ def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> Non
         raise ValueError(f"fps must be positive, got {fps}")
     array = frames.detach().cpu().numpy()
     _, height, width, _ = array.shape
+    # In yuv420p one colour covers two by two pixels, so that encoders take even sizes only.
     array = numpy.pad(array, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     codec, options = "mpeg4", {"qscale": "3"}
     if "libx264" in av.codecs_available:

@@ -58,6 +58,7 @@ class ShardFormerMethods:
         return colossalai_policy(self)
 
 
+# Made when it is first asked for, because ColossalAI need not be installed.
 @functools.cache
 def _policy_class() -> type:
     base = _import_base()

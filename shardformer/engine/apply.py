@@ -75,6 +75,8 @@ def shard(
     group = _sequence_group(plan)
     # Left by an exception, the stack takes back what was done: a policy that fails leaves the model as it was.
     with ExitStack() as undo:
+        # From the inside out: layers are replaced before hooks are put on them, a checkpoint recomputes a block with
+        # its hooks, and FSDP2 shards what all of this has left.
         for swap in policy.norm_swaps:
             _swap_norms(model, swap, undo)
         report = None if norms is None else swap_norms(model, norms, within=policy.norms)

@@ -219,6 +219,7 @@ def _spread_along(
         splits = _shares(tokens, dimension)
         unfolded = split_forward_gather_backward(unfolded, group, to_dim, "down", splits=splits)
     else:
+        # Each rank has a share already, along the other dimension: one all-to-all turns it.
         from_dim, splits = layout.names.index(state.spread), _shares(tokens, state.spread)
         unfolded = switch_sharded_dim(unfolded, group, from_dim=from_dim, to_dim=to_dim, splits=splits)
     state.spread = dimension
@@ -236,6 +237,7 @@ def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str, und
         whole = gather_forward_split_backward(
             unfolded, tokens.group, layout.names.index(spread), "up", splits=_shares(tokens, spread)
         )
+        # What follows in this forward has whole grids again.
         tokens.state.spread = None
         return layout.fold(whole)
 

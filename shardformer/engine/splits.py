@@ -93,6 +93,7 @@ def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens, undo: ExitS
         signature = check_argument(name, module, entry.argument)
         what = f"{name or type(model).__name__}'s {entry.argument}"
 
+        # `what` is bound here, because the hook runs when the loop is over.
         def change(arguments: Arguments, what: str = what) -> None:
             value = arguments.get(entry.argument)
             if entry.index is None:
@@ -125,6 +126,7 @@ def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens, undo: Exi
 def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: ExitStack) -> None:
     """What a module returns is joined over the ranks."""
 
+    # "up" multiplies the gradient by P: the average over the sequence group divides by it again.
     def gather(output: Tensor) -> Tensor:
         return gather_forward_split_backward(
             output, tokens.group, entry.dim, "up", splits=tokens.state.splits

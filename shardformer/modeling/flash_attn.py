@@ -64,9 +64,11 @@ def redirect_flash_attn(
     @functools.wraps(original)
     def kernel(*args: Any, **kwargs: Any) -> Any:
         attend = running()
+        # The function serves other models, and other modules of this one, as before.
         if attend is None:
             return original(*args, **kwargs)
         given = dict(signature.bind(*args, **kwargs).arguments)
+        # What the function takes as **kwargs was given by name all the same.
         given |= given.pop(rest, {}) if rest else {}
         q, k, v = (given.pop(name) for name in list(given)[:3])
         options = {name: _take(given, names, signature) for name, names in _OPTIONS.items()}
@@ -118,6 +120,7 @@ def _lengths(name: str, options: dict[str, Any]) -> Lengths | None:
     segments = tuple(end - start for start, end in pairwise(_numbers(options["cu_k"])))
     if len(set(segments)) == 1:
         return Lengths(segments, segments[0], queries)
+    # Two segments for a sample: what is seen of it, and the padding behind.
     pairs = list(zip(segments[::2], segments[1::2], strict=False))
     totals = {sum(pair) for pair in pairs}
     if len(segments) % 2 or len(totals) != 1:

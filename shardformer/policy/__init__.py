@@ -99,6 +99,7 @@ def find_policy(model: nn.Module) -> Policy:
                 f"{name} has no policy, but its part {path!r} is a {type(module).__name__}, which has: shard that "
                 f"(shardformer.shard(model.get_submodule({path!r}), plan)) and call the whole as before"
             )
+    # Without a cutoff there always is one, and it shows how such a name is written.
     closest = difflib.get_close_matches(name, model_names(), n=1, cutoff=0.0)
     raise ValueError(
         f"no policy for {name}; the closest is {closest[0]}'s. There are policies for {', '.join(model_names())}; for "
@@ -113,6 +114,7 @@ def has_policy(model: nn.Module) -> bool:
 
 
 def _policies_of(model: nn.Module) -> list[Policy]:
+    # A user's subclass computes what its base does, unless its structure says otherwise.
     classes = {cls.__name__ for cls in type(model).__mro__}
     return [policy for policy in _POLICIES if classes & set(policy.models)]
 
@@ -121,6 +123,7 @@ def _misfit(model: nn.Module, policy: Policy) -> str | None:
     """Why a model that has the right name does not have the structure that the policy speaks of."""
     for setting, reason in policy.unfit:
         value = getattr(getattr(model, "config", None), setting, getattr(model, setting, None))
+        # A setting that is off, or that the model does not know, is in nobody's way.
         if value is not None and value is not False:
             return f"its {setting} is {value!r}, and {reason}"
     for path in policy.paths:

@@ -76,6 +76,7 @@ def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def _whole(tensor: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # An optimizer's count of steps is a single number, however its parameter is cut.
     if found is None or tensor.dim() == 0:
         return tensor
     cut, group = found
@@ -117,6 +118,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         cut = cuts.get(_WRAPPERS.sub("", name))
         whole = _whole(tensor, cut)
+        # What was gathered is a copy already.
         found[name] = whole.clone() if cut is None else whole
     return found
 

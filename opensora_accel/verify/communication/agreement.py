@@ -92,12 +92,14 @@ def _fit(one: Call, two: Call, first: int, other: int) -> bool:
     """Whether two ranks' calls are the two sides of one collective."""
     if one.kind != two.kind:
         return False
+    # It carries nothing that could differ.
     if one.kind == "barrier":
         return True
     if (one.dtype, one.peer) != (two.dtype, two.peer):
         return False
     if one.kind in _SAME_BYTES:
         return one.input_bytes == two.input_bytes
+    # Where no sizes are known, the kinds are all that can be compared.
     if one.sent_to is None or one.received_from is None or two.sent_to is None or two.received_from is None:
         return True
     # An all-to-all: what each sends to the other is what the other expects of it.

@@ -132,6 +132,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     parallel_states.reset()
     _forget_groups()
     with (
+        # A recording draws numbers, and the caller's must go on as if it had not.
         torch.random.fork_rng(devices=[]),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", LazyChunks),  # it is indexed only
         # The arena that a model opens here may be made of fake tensors: nobody else may meet it.
@@ -196,11 +197,13 @@ class OtherRanks(TorchDispatchMode):
         return result
 
     def _exchange(self, outputs: Sequence[Tensor], given: Tensor, ranks: tuple[int, ...]) -> None:
+        # Counts and sizes are int64. In place of all else this rank's own data serves.
         if given.dtype != torch.int64 or isinstance(given, FakeTensor):
             return
         mine = self.given.setdefault(ranks, [])
         mine.append(given.clone())  # the caller may write over it
         rounds = self._known.get(ranks, [])
+        # What was told the last time may have led to one more exchange, of which nothing is known yet.
         told = rounds[len(mine) - 1] if len(mine) <= len(rounds) else {}
         for rank, output in zip(ranks, outputs, strict=True):
             if rank in told and told[rank].numel() == output.numel():
