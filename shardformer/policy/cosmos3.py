@@ -13,7 +13,9 @@ COSMOS3 = Policy(
         "return_dict"
     ),
     split_inputs=(
+        # There is no batch: dim 0 holds the tokens.
         SplitInput("layers.0", "gen_seq", dim=0),
+        # Cosines and sines of the text, then of what is generated: the latter two follow the tokens.
         SplitInput("layers.*", "rotary_emb", index=2, dim=0),
         SplitInput("layers.*", "rotary_emb", index=3, dim=0),
     ),

@@ -11,6 +11,7 @@ MINIMAX_H3 = Policy(
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
+        # Every token's row in a table of modulations, which is whole on every rank.
         SplitInput("transformer_blocks.*", "adaln_indices", dim=0),
         SplitInput("norm_out", "timestep_indices", dim=0),
     ),

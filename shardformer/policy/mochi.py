@@ -7,6 +7,7 @@ MOCHI = Policy(
     arguments=(
         "hidden_states encoder_hidden_states timestep encoder_attention_mask attention_kwargs return_dict"
     ),
+    # Angles are made for the whole clip, and a rank needs those of its tokens.
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),
