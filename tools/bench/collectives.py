@@ -1,9 +1,9 @@
 """Times this toolkit's collectives beside Open-Sora's scheme, and counts the bytes that each puts on the wire.
 
 Claim: an all-to-all of one tensor of 64 MB per rank on two gloo ranks of one machine is at least 1.5 times faster
-than cutting it into a list, `dist.all_to_all`, and concatenating (Open-Sora's scheme). The ratio that counts makes
-our result contiguous first, because it may be a strided view where the peer's never is. And every operation sends what
-theory says it must, and not a byte more.
+than cutting it into a list, `dist.all_to_all`, and concatenating (Open-Sora's scheme). Our result is made contiguous
+within the time, because it may be a strided view where the peer's never is. And every operation sends what theory
+says it must, and not a byte more.
 
 Outside the claim, because there is no such peer: where pieces differ in size gloo's list `all_to_all` raises, so
 Open-Sora's scheme does not run on it, and "plain" sends the pieces one by one (isend and irecv). The three tensors of
@@ -11,7 +11,10 @@ Open-Sora's scheme does not run on it, and "plain" sends the pieces one by one (
 that divide and that do not, against the plain way to write them.
 
 Before the clock starts, each side's result and gradient must equal the other's bit for bit, and one run is counted:
-the bytes in every c10d call, on the busiest rank (sizes that a call exchanges by itself are shown apart).
+the bytes in every c10d call, on the busiest rank (sizes that a call exchanges by itself are counted apart). In the
+table "ratio" is plain over ours; above 1, ours is faster.
+
+    python tools/bench/collectives.py --only all_to_all --ranks 4 --megabytes 16
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from typing import Any
 
 import harness
 import torch
-from harness import Note, Report, Table, make_claim
+from harness import Report, make_claim, make_table
 from peers.open_sora import plain_all_to_all, plain_gather, plain_ring, plain_split
-from ranks import Job, World, count_traffic, run_tasks, slowest_rank
+from ranks import Job, World, count_traffic, run_tasks
 from torch import Tensor
 
 from opensora_accel.communications import (
@@ -39,19 +42,8 @@ from opensora_accel.communications import (
     split_forward_gather_backward,
 )
 
-PROGRAM = "python tools/bench/collectives.py"
 LEAST_RATIO = 1.5
 HEAD_DIM = 128
-EXAMPLES = f"""\
-examples, from the repository root:
-  {PROGRAM}                        two gloo ranks, 64 MB, about two minutes
-  {PROGRAM} --only "all_to_all"    only the cases whose name holds this text
-  {PROGRAM} --ranks 4 --megabytes 16
-  {PROGRAM} --device cuda          NCCL, one rank per GPU, two or more GPUs
-
-how to read the table: times are medians in milliseconds over the rounds, with the quartiles in brackets. "ratio" is
-plain / ours with our result made contiguous; above 1, ours is faster. "sent" is what the busiest rank put on the wire
-in one run, and "theory" the least that the operation must send from it."""
 
 Operation = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -128,28 +120,20 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
     width = setting.heads * HEAD_DIM
     tokens = ranks * max(ranks, size_bytes // (setting.batch * width * dtype.itemsize)) - setting.uneven
     shares = share_sizes(tokens, ranks)
-    rows_bytes = shares[rank] * width * dtype.itemsize
-    if setting.operation == "ring_exchange":
+    if not setting.operation.startswith("all_to_all"):
         dim = 1 if setting.uneven else None
+        ways: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
+            "split": (lambda x: split_forward_gather_backward(x, None, 1, None), plain_split),
+            "gather": (lambda x: gather_forward_split_backward(x, None, 1, None), plain_gather),
+            "ring_exchange": (lambda x: ring_exchange(x, None, dim=dim), plain_ring),
+        }
+        ours_of, plain_of = ways[setting.operation]
+        num_others = 1 if setting.operation == "ring_exchange" else ranks - 1
         return Case(
-            [draw(1, shares[rank], setting.heads, HEAD_DIM)],
-            lambda x: [ring_exchange(x[0], None, dim=dim)],
-            lambda x: [plain_ring(x[0], shares)],
-            rows_bytes,
-        )
-    if setting.operation == "split":
-        return Case(
-            [draw(1, tokens, width)],
-            lambda x: [split_forward_gather_backward(x[0], None, 1, None)],
-            lambda x: [plain_split(x[0], shares)],
-            (ranks - 1) * rows_bytes,
-        )
-    if setting.operation == "gather":
-        return Case(
-            [draw(1, shares[rank], width)],
-            lambda x: [gather_forward_split_backward(x[0], None, 1, None)],
-            lambda x: [plain_gather(x[0], shares)],
-            (ranks - 1) * rows_bytes,
+            [draw(1, tokens if setting.operation == "split" else shares[rank], width)],
+            lambda x: [ours_of(x[0])],
+            lambda x: [plain_of(x[0], shares)],
+            num_others * shares[rank] * width * dtype.itemsize,
         )
     # [B, S/P, H, D] → [B, S, H/P, D] for scatter_dim 2, and the way back for scatter_dim 1.
     scatter_dim, gather_dim = setting.scatter_dim, 3 - setting.scatter_dim
@@ -157,11 +141,11 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
     shape = [setting.batch, tokens, setting.heads, HEAD_DIM]
     shape[gather_dim] = sizes[gather_dim][rank]
     # Everything but the piece that stays leaves; the gradient travels the other way and keeps the same piece.
-    each = setting.batch * HEAD_DIM * dtype.itemsize
+    each_bytes = setting.batch * HEAD_DIM * dtype.itemsize
     gathered, scattered = sizes[gather_dim], sizes[scatter_dim]
-    theory = each * gathered[rank] * (sum(scattered) - scattered[rank])
+    theory_bytes = each_bytes * gathered[rank] * (sum(scattered) - scattered[rank])
     if setting.backward:
-        theory += each * scattered[rank] * (sum(gathered) - gathered[rank])
+        theory_bytes += each_bytes * scattered[rank] * (sum(gathered) - gathered[rank])
     inputs = [draw(*shape) for _ in range(3 if "packed" in setting.operation else 1)]
 
     def ours(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -172,56 +156,37 @@ def make_case(world: World, setting: Setting, size_bytes: int) -> Case:
     def plain(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [plain_all_to_all(each, scatter_dim, gather_dim, gathered, scattered) for each in tensors]
 
-    return Case(inputs, ours, plain, theory * len(inputs))
+    return Case(inputs, ours, plain, theory_bytes * len(inputs))
 
 
-def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Measures one setting: equality, bytes, and the times of three sides."""
+def run_task(world: World, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures one setting: equality, bytes, and the times of both ways."""
     setting = Setting(**task["setting"])
     case = make_case(world, setting, task["size_bytes"])
-    gradient = [torch.randn_like(output) for output in case.plain(case.inputs)]
+    outer_gradients = [torch.randn_like(output) for output in case.plain(case.inputs)]
 
-    def run(operation: Operation, contiguous: bool) -> list[Tensor]:
+    def run(operation: Operation) -> list[Tensor]:
         """Outputs and gradients."""
-        outputs, gradients = list(operation(case.inputs)), list[Tensor]()
-        if contiguous:
-            outputs = [output.contiguous() for output in outputs]
+        outputs, gradients = [output.contiguous() for output in operation(case.inputs)], list[Tensor]()
         if setting.backward:
-            gradients = list(torch.autograd.grad(outputs, case.inputs, gradient))
-        if contiguous:
-            gradients = [each.contiguous() for each in gradients]
-        return outputs + gradients
+            gradients = list(torch.autograd.grad(outputs, case.inputs, outer_gradients))
+        return [tensor.contiguous() for tensor in outputs + gradients]
 
-    sides = {
-        "ours": partial(run, case.ours, True),
-        "ours_as_returned": partial(run, case.ours, False),
-        "plain": partial(run, case.plain, False),
-    }
-    expected = sides["plain"]()
-    for name in ("ours", "ours_as_returned"):
-        found = sides[name]()
-        if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
-            raise ValueError(f"{name} and plain differ on rank {world.rank}")
-    contiguous = all(tensor.is_contiguous() for tensor in found)
-    del found, expected
-    traffic = {name: count_traffic(sides[name]) for name in ("ours", "plain")}
-    unknown = traffic["ours"]["uncounted"] + traffic["plain"]["uncounted"]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} is not counted; say in the verifier's recorder what it sends")
-    sizes_bytes = {"theory_bytes": [float(case.theory_bytes)]}
-    for kind in ("sent_bytes", "sizes_bytes"):
-        for name, counted in traffic.items():
-            sizes_bytes[f"{name}_{kind}"] = [float(counted[kind])]
-    busiest = {key: int(value) for key, (value,) in slowest_rank(sizes_bytes, world.device).items()}
+    sides = {"ours": partial(run, case.ours), "plain": partial(run, case.plain)}
+    if not all(torch.equal(a, b) for a, b in zip(sides["ours"](), sides["plain"](), strict=True)):
+        raise ValueError(f"ours and plain differ on rank {world.rank}")
+    sizes_bytes = {"theory_bytes": [case.theory_bytes]}
+    for name, side in sides.items():
+        traffic = count_traffic(side)
+        sizes_bytes |= {f"{name}_{kind}": [traffic[kind]] for kind in ("sent_bytes", "sizes_bytes")}
+    busiest = {key: int(value) for key, (value,) in world.largest(sizes_bytes).items()}
     turns = {name: partial(harness.time_ms, side, world.device) for name, side in sides.items()}
-    times = slowest_rank(harness.take_turns(turns, task["rounds"], note), world.device)
+    times = world.largest(harness.take_turns(turns, task["rounds"]))
     return {
         "case": setting.name(world.num_ranks),
         "claimed": setting.operation == "all_to_all" and not setting.is_uneven(world.num_ranks),
-        "input_bytes": sum(input_.nbytes for input_ in case.inputs),
+        "input_bytes": sum(tensor.nbytes for tensor in case.inputs),
         "ratio": harness.ratios(times["plain"], times["ours"]),
-        "ratio_as_returned": harness.ratios(times["plain"], times["ours_as_returned"]),
-        "returned_contiguous": contiguous,
         "results_equal": True,
         **busiest,
         "bytes_match": busiest["ours_sent_bytes"] == busiest["plain_sent_bytes"] == busiest["theory_bytes"],
@@ -231,11 +196,10 @@ def run_task(world: World, task: Mapping[str, Any], note: Note) -> dict[str, Any
 
 COLUMNS = {
     "case": "case",
-    "ours, contiguous ms": "times_ms.ours",
+    "ours ms": "times_ms.ours",
     "plain ms": "times_ms.plain",
-    "ours as returned ms": "times_ms.ours_as_returned",
     "ratio": "ratio",
-    "sent MB": "ours_sent_bytes",
+    "sent MiB": "ours_sent_bytes",
     "plain": "plain_sent_bytes",
     "theory": "theory_bytes",
     "bytes match": "bytes_match",
@@ -244,24 +208,21 @@ COLUMNS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 where results differ, bytes are not those of theory, or a case fails."""
-    parser = harness.make_parser(PROGRAM, __doc__, EXAMPLES, rounds=21)
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: 2)")
+    parser = harness.make_parser("collectives", __doc__, rounds=21)
+    parser.add_argument("--ranks", type=int, nargs=1, default=[2], help="processes to start (default: 2)")
     parser.add_argument("--megabytes", type=float, default=64, help="bytes of a rank's input (default: 64)")
-    quick = {"megabytes": 1, "rounds": 3}
-    options = harness.parse_options(parser, arguments, quick, count_ranks=lambda given: given.ranks)
-    if options.ranks < 2:
-        parser.error(f"--ranks must be at least 2; got {options.ranks}")
-    by_name = {setting.name(options.ranks): setting for setting in SETTINGS}
+    options = harness.parse_options(parser, arguments, {"quick": {"megabytes": 1, "rounds": 3}})
+    (num_ranks,) = options.ranks
+    by_name = {setting.name(num_ranks): setting for setting in SETTINGS}
     chosen = [name for name in by_name if options.only in name]
     if not chosen:
         parser.error(f"--only {options.only!r} is in no case's name; they are {'; '.join(by_name)}")
     backend = "nccl" if options.device == "cuda" else "gloo"
-    report = Report(options, ranks=options.ranks, backend=backend, megabytes=options.megabytes)
+    report = Report(options, ranks=num_ranks, backend=backend, megabytes=options.megabytes)
     common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
-    tasks = [{"setting": dataclasses.asdict(by_name[name]), **common} for name in chosen]
-    job = Job("collectives", options.ranks, options.device, silence_s=120.0)
-    outcomes = run_tasks(job, tasks, lambda at: harness.say(f"collectives: {chosen[at]}"))
-    results = [outcome.by_rank[0] for outcome in outcomes if outcome.status == "done"]
+    tasks = [{"label": name, "setting": dataclasses.asdict(by_name[name]), **common} for name in chosen]
+    outcomes = run_tasks(Job("collectives", num_ranks, options.device), tasks)
+    results = [outcome.found for outcome in outcomes if outcome.status == "done"]
     claims = []
     for row in (row for row in results if row["claimed"]):
         # The times of a quick run say nothing.
@@ -270,9 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = sum(not row["bytes_match"] for row in results)
     claims.append(make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0))
     report.result |= {"results": results, "claims": claims}
-    report.show(Table.of("Collectives beside the plain way, in turns", COLUMNS, results))
+    report.show(make_table("Collectives beside the plain way, in turns", COLUMNS, results))
     report.finish()
-    failed = [pair for pair in zip(chosen, outcomes, strict=True) if pair[1].status != "done"]
+    failed = [(name, found) for name, found in zip(chosen, outcomes, strict=True) if found.status != "done"]
     for name, outcome in failed:
         print(f"error: {name} {outcome.status}: {outcome.reason}", file=sys.stderr)
     return 1 if failed or wrong else 0

@@ -1,6 +1,6 @@
 """The training step that every offload scheme runs: a stack of plain DiT blocks, its forward, loss and backward.
 
-B batch, S sequence, H heads, D head dim, C channels.
+B batch (one clip), S sequence, H heads, D head dim, C channels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# The stack's own input is as small as a model's, its hidden state is not.
+LATENT_CHANNELS = 64
 # All blocks: hidden [B, S, C], timestep embedding [B, C] → hidden [B, S, C].
 Forward = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,27 +27,23 @@ class Case:
     hidden: int
     heads: int
     tokens: int
-    batch: int
     blocks: int
     dtype: torch.dtype
     device: torch.device
-    keep_last: int
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"hidden {self.hidden}, {self.tokens} tokens, {self.blocks} blocks, batch {self.batch}, {dtype}"
-        )
+        return f"hidden {self.hidden}, {self.tokens} tokens, {self.blocks} blocks, {dtype}"
 
     @property
     def input_bytes(self) -> int:
         """Bytes of one block's input, and as many of its attention's output."""
-        return self.batch * self.tokens * self.hidden * self.dtype.itemsize
+        return self.tokens * self.hidden * self.dtype.itemsize
 
     @property
     def log_sum_exp_bytes(self) -> int:
-        return self.batch * self.tokens * self.heads * torch.float32.itemsize
+        return self.tokens * self.heads * torch.float32.itemsize
 
 
 class Block(nn.Module):
@@ -76,20 +74,17 @@ class Workload:
 
     def __init__(self, case: Case):
         self.case = case
-        latent_channels = 64  # the stack's own input is as small as a model's, its hidden state is not
         with torch.random.fork_rng(), torch.device(case.device):
             torch.manual_seed(0)
-            self.projection = nn.Linear(latent_channels, case.hidden).to(case.dtype)
+            self.projection = nn.Linear(LATENT_CHANNELS, case.hidden).to(case.dtype)
             self.blocks = nn.ModuleList(Block(case).to(case.dtype) for _ in range(case.blocks))
-            self.head = nn.Linear(case.hidden, latent_channels).to(case.dtype)
-            shape = (case.batch, case.tokens, latent_channels)
-            self.latents = torch.randn(shape, dtype=case.dtype).requires_grad_()
-            self.target = torch.randn(shape, dtype=case.dtype)
-            self.timestep = torch.randn(case.batch, case.hidden, dtype=case.dtype).requires_grad_()
+            self.head = nn.Linear(case.hidden, LATENT_CHANNELS).to(case.dtype)
+            self.latents = torch.randn(1, case.tokens, LATENT_CHANNELS, dtype=case.dtype).requires_grad_()
+            self.timestep = torch.randn(1, case.hidden, dtype=case.dtype).requires_grad_()
+            self.target = torch.randn(self.latents.shape, dtype=case.dtype)
+        modules = nn.ModuleDict({"projection": self.projection, "blocks": self.blocks, "head": self.head})
         self.differentiated = {
-            **{f"blocks.{name}": weight for name, weight in self.blocks.named_parameters()},
-            **{f"projection.{name}": weight for name, weight in self.projection.named_parameters()},
-            **{f"head.{name}": weight for name, weight in self.head.named_parameters()},
+            **dict(modules.named_parameters()),
             "latents (the input)": self.latents,
             "timestep (the input)": self.timestep,
         }

@@ -12,7 +12,6 @@ before each turn, and the slowest rank's time counts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import importlib
 import json
@@ -22,11 +21,9 @@ import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +31,6 @@ import torch
 import torch.distributed as dist
 
 WARM_UP_ROUNDS = 2
-# note(text): told of each piece of work before it starts. A rank tells its launcher in this way that it lives.
-Note = Callable[[str], None]
 
 
 def say(text: str) -> None:
@@ -46,13 +41,14 @@ def say(text: str) -> None:
 # ---- options
 
 
-def make_parser(program: str, description: str | None, examples: str, rounds: int) -> argparse.ArgumentParser:
+def make_parser(script: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
-    style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=program, description=description, epilog=examples, formatter_class=style
+        prog=f"python tools/bench/{script}.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda where every rank has a GPU")
     add("--only", default="", metavar="TEXT", help="only what has TEXT in its name")
@@ -64,48 +60,33 @@ def make_parser(program: str, description: str | None, examples: str, rounds: in
     return parser
 
 
-def positive(text: str) -> int:
-    """The type of an option.
-
-    Raises:
-        ArgumentTypeError: it is below 1.
-    """
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return int(text)
-
-
 def parse_options(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
-    quick: Mapping[str, Any],
-    cpu: Mapping[str, Any] | None = None,
-    cuda: Mapping[str, Any] | None = None,
-    count_ranks: Callable[[argparse.Namespace], int] = lambda options: 1,
+    usual: Mapping[str, Mapping[str, Any]],
 ) -> argparse.Namespace:
     """The options; exits on what cannot be, before minutes have gone into measuring.
 
     Args:
-        quick, cpu, cuda: the values of options that were left out: in a quick run, on a CPU, on a GPU.
-        count_ranks: from the options, how many ranks run at once. Each needs a GPU of its own.
+        usual: the defaults of a run on "cpu" or "cuda", and of a "quick" one, which replace the parser's own.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # What is None afterwards was left out: an option that was given its usual value must stay as it was given.
-    options = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(quick)))
-    num_ranks, num_gpus = count_ranks(options), torch.cuda.device_count()
-    options.device = options.device or ("cuda" if num_gpus >= num_ranks else "cpu")
-    if options.device == "cuda" and num_gpus < num_ranks:
+    # Read twice: the defaults of the second reading depend on what is given in the first.
+    given, _ = parser.parse_known_args(arguments)
+    ranks = getattr(given, "ranks", [1])
+    num_ranks, num_gpus = max(ranks), torch.cuda.device_count()
+    device = given.device or ("cuda" if num_gpus >= num_ranks else "cpu")
+    if device == "cuda" and num_gpus < num_ranks:
         parser.error(
             f"--device cuda needs {num_ranks} GPU(s), one for each rank, and there are {num_gpus}; "
             "use --device cpu, or fewer ranks"
         )
-    defaults = {name: parser.get_default(name) for name in quick}
-    defaults.update((cuda if options.device == "cuda" else cpu) or {})
-    if options.quick:
-        defaults.update(quick)
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    if "ranks" in given and min(ranks) < 2:
+        parser.error(f"--ranks must be at least 2: one rank has nobody to send to; got {min(ranks)}")
+    parser.set_defaults(device=device, **usual.get(device, {}))
+    if given.quick:
+        parser.set_defaults(**usual["quick"])
+    options = parser.parse_args(arguments)
     if options.rounds < 2:
         parser.error(f"--rounds must be at least 2, for quartiles; got {options.rounds}")
     if options.picture:
@@ -144,15 +125,12 @@ def time_ms(function: Callable[[], Any], device: torch.device, calls: int = 1) -
     return elapsed_ms
 
 
-def take_turns(
-    turns: Mapping[str, Callable[[], float | None]], rounds: int, note: Note = lambda text: None
-) -> dict[str, list[float]]:
+def take_turns(turns: Mapping[str, Callable[[], float | None]], rounds: int) -> dict[str, list[float]]:
     """For each side, what its turn returned in every round; a turn may return None, which is left out."""
     names, times = list(turns), {name: list[float]() for name in turns}
     for number in range(-WARM_UP_ROUNDS, rounds):
         for at in range(len(names)):
             name = names[(number + at) % len(names)]
-            note(f"{name}: round {number + 1}" if number >= 0 else f"{name}: warm-up")
             elapsed_ms = turns[name]()
             if number >= 0 and elapsed_ms is not None:
                 times[name].append(elapsed_ms)
@@ -170,7 +148,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
     return spread([one / other for one, other in zip(above, below, strict=True)])
 
 
-# ---- claims, tables, result files
+# ---- claims and tables
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "at most": lambda value, threshold: value <= threshold,
@@ -200,7 +178,7 @@ def look_up(row: Any, path: str) -> Any:
 
 def show(value: Any, path: str = "") -> str:
     """A cell: bytes in MiB, a spread as median and quartiles, nothing as a dash."""
-    if value is None or value == []:
+    if value is None:
         return "–"
     if isinstance(value, Mapping):
         return f"{value['median']:.4g} [{value['q1']:.4g}, {value['q3']:.4g}]"
@@ -211,36 +189,29 @@ def show(value: Any, path: str = "") -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cells to read in a terminal or in a document."""
+def show_error(error: float | None, digits: int = 0) -> str:
+    """None is an error that is not finite."""
+    return "NaN" if error is None else f"{error:.{digits}e}"
 
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
 
-    @classmethod
-    def of(
-        cls, title: str, columns: Mapping[str, str], rows: Iterable[Row], notes: Sequence[str] = ()
-    ) -> Table:
-        """A table of plain data; `columns` has the path of each column's value by the column's name."""
-        cells = [[show(look_up(row, path), path) for path in columns.values()] for row in rows]
-        return cls(title, list(columns), cells, notes)
+def make_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], notes: Sequence[str] = ()) -> str:
+    """Markdown, padded so that it reads in a terminal too.
 
-    def text(self) -> Iterator[str]:
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(self.header))]
-        yield f"\n{self.title}"
-        for line in lines:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        yield from (f"  {note}" for note in self.notes)
+    Args:
+        columns: the path of each column's value, by the column's name.
+    """
+    lines = [list(columns)]
+    lines += [[show(look_up(row, path), path) for path in columns.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    text = [f"### {title}", ""]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*text, "", *(f"- {note}" for note in notes), ""])
 
-    def markdown(self) -> Iterator[str]:
-        lines = [self.header, ["---"] * len(self.header), *self.rows]
-        yield from (f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), "")
-        yield from (f"- {note}" for note in self.notes)
-        yield ""
+
+# ---- result files
 
 
 class Report:
@@ -248,22 +219,23 @@ class Report:
 
     def __init__(self, options: argparse.Namespace, versions: Mapping[str, str] | None = None, **facts: Any):
         self._options = options
-        self._tables: list[Table] = []
+        self._tables: list[str] = []
         known = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         self.result: dict[str, Any] = {
-            "hardware": hardware(torch.device(options.device)),
-            "load_average_at_start": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            "versions": {**known, **(versions or {})},
+            "hardware": hardware(options.device),
+            "load_average_at_start": os.getloadavg()[0],
+            "versions": known | dict(versions or {}),
             "command": options.command,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "rounds": options.rounds,
             **facts,
             "claims": [],
         }
 
-    def show(self, table: Table) -> None:
+    def show(self, table: str) -> None:
         """Prints the table and saves all that is known: the next part may take long, and be interrupted."""
         self._tables.append(table)
-        print("\n".join(table.text()), flush=True)
+        print(table, flush=True)
         self._save()
 
     def finish(self, draw: Callable[[dict[str, Any], Path], None] | None = None) -> None:
@@ -271,9 +243,7 @@ class Report:
         words = {True: "holds", False: "DOES NOT HOLD", None: "not measured"}
         rows = [claim | {"told": words[claim["held"]]} for claim in self.result["claims"]]
         columns = {"": "told", "value": "value", "asked": "comparison", "of": "threshold", "claim": "claim"}
-        if rows:
-            self.show(Table.of("Claims", columns, rows))
-        self._save()
+        self.show(make_table("Claims", columns, rows))
         picture = self._options.picture
         if picture and draw is not None:
             picture.parent.mkdir(parents=True, exist_ok=True)
@@ -286,28 +256,27 @@ class Report:
         text = re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
         names = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
         where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {os.cpu_count()} cores"
-        lines = [f"Measured by `{result['command']}` on {where}; {names}; {result['date']}.\n"]
-        for table in self._tables:
-            lines += table.markdown()
-        contents = ((self._options.output, text), (self._options.markdown, "\n".join(lines)))
-        for path, content in contents:
+        tables = [
+            f"Measured by `{result['command']}` on {where}; {names}; {result['date']}.\n",
+            *self._tables,
+        ]
+        for path, content in ((self._options.output, text), (self._options.markdown, "\n".join(tables))):
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(content, encoding="utf-8")
 
 
-def hardware(device: torch.device) -> dict[str, Any]:
+def hardware(device: str) -> dict[str, Any]:
     """What the run was measured on."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor() or platform.machine()
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "device": device.type}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "driver": None}
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-            found["driver"] = shown.strip().partition("\n")[0]
+    text = information.read_text(encoding="utf-8") if information.exists() else ""
+    name = re.search(r"model name\s*:\s*(.*)", text)
+    found: dict[str, Any] = {
+        "cpu": name[1] if name else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "device": device,
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
     return found

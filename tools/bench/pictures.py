@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from harness import show_error
 from peers import is_ours
 from peers.side import NOT_OFFERED, SKIPPED
 
@@ -17,17 +18,19 @@ BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79
 
 
 @contextlib.contextmanager
-def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Within it, a matplotlib figure of so many inches, which is then saved."""
+def drawing(path: Path, title: str, below: str, width: float, height: float) -> Iterator[Any]:
+    """Within it, a matplotlib figure of so many inches under a headline, which is then saved."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style: Any = {"font.size": 9.5, "axes.titleweight": "bold"}
+    style: Any = {"font.size": 9.5, "axes.titleweight": "bold", "axes.titlesize": 10.5}
     style |= {"axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), dpi=140, facecolor="white")
         FigureCanvasAgg(figure)
+        figure.text(0.02, 0.955, title, fontsize=15, weight="bold")
+        figure.text(0.02, 0.945, below, va="top")
         yield figure
         figure.savefig(path)
 
@@ -39,13 +42,13 @@ Row = Mapping[str, Any]
 
 def draw_attention(result: dict[str, Any], path: Path) -> None:
     """Whose gradients are right, what a layer sends, and who computes what under a causal mask."""
-    with drawing(path, 11, 9) as figure:
+    where = (
+        f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {result['backend']}; {result['date']}"
+    )
+    below = f"against full attention on one device in fp64. {where}"
+    with drawing(path, "Attention over ranks: whose gradients are right", below, 11, 9) as figure:
         edges = {"left": 0.19, "right": 0.975, "top": 0.87, "bottom": 0.04}
         grid = figure.add_gridspec(2, 2, height_ratios=[1.5, 1], hspace=0.4, wspace=0.62, **edges)
-        title = "Attention over ranks: whose gradients are right"
-        figure.text(0.02, 0.955, title, fontsize=15, weight="bold")
-        where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {result['backend']}; {result['date']}"
-        figure.text(0.02, 0.928, f"against full attention on one device in fp64. {where}")
         _draw_errors(figure.add_subplot(grid[0, 0]), result["errors"])
         _draw_bytes(figure.add_subplot(grid[0, 1]), result["bytes"])
         layouts: tuple[TokenLayout, ...] = get_args(TokenLayout)
@@ -56,32 +59,31 @@ def draw_attention(result: dict[str, Any], path: Path) -> None:
 
 def _of_most_ranks(rows: Sequence[Row]) -> list[Row]:
     most = max((row["ranks"] for row in rows if row["status"] not in (NOT_OFFERED, SKIPPED)), default=0)
-    return [row for row in rows if row["ranks"] == most]
+    return [row for row in rows if row["ranks"] == most and row["status"] != SKIPPED]
 
 
 def _name_sides(axes: Any, sides: Sequence[str], title: str, rows: Sequence[Row]) -> None:
     where = f"{rows[0]['ranks']} ranks" if rows else "not measured"
-    axes.set_title(f"{title}; {where}", loc="left", fontsize=10.5)
+    axes.set_title(f"{title}; {where}", loc="left")
     axes.set_yticks(range(len(sides)), sides)
     axes.set_ylim(len(sides) - 0.45, -0.55)
-    for label in axes.get_yticklabels():
-        label.set_weight("bold" if is_ours(label.get_text()) else "normal")
+    for side, label in zip(sides, axes.get_yticklabels(), strict=True):
+        label.set_weight("bold" if is_ours(side) else "normal")
 
 
 def _draw_errors(axes: Any, all_rows: Sequence[Row]) -> None:
-    rows = [row for row in _of_most_ranks(all_rows) if row["status"] != SKIPPED]
-    sides = list(dict.fromkeys(row["side"] for row in rows if row["status"] not in (NOT_OFFERED, SKIPPED)))
+    rows = _of_most_ranks(all_rows)
+    sides = list(dict.fromkeys(row["side"] for row in rows if row["status"] != NOT_OFFERED))
     cases = list(dict.fromkeys(row["problem"]["name"] for row in rows))
-    for row in rows:
-        x, text = cases.index(row["problem"]["name"]), row["status"]
-        colour = "#FFFFFF" if row["status"] == NOT_OFFERED else "#C9C9C9"
-        if row["status"] == "done":
-            text = "NaN" if row["worst"] is None else f"{row['worst']:.0e}"
-            colour = "#9FD3C1" if row["right"] else RED
-        if row["side"] in sides:
-            y = sides.index(row["side"])
-            axes.barh(y, 0.94, left=x, height=0.9, color=colour)
-            axes.text(x + 0.47, y, text.replace(NOT_OFFERED, "–"), ha="center", va="center", fontsize=7.2)
+    for row in (row for row in rows if row["side"] in sides):
+        x, y = cases.index(row["problem"]["name"]), sides.index(row["side"])
+        text, colour = row["status"], "#C9C9C9"
+        if text == NOT_OFFERED:
+            text, colour = "–", "#FFFFFF"
+        elif text == "done":
+            text, colour = show_error(row["worst"]), "#9FD3C1" if row["right"] else RED
+        axes.barh(y, 0.94, left=x, height=0.9, color=colour)
+        axes.text(x + 0.47, y, text, ha="center", va="center", fontsize=7.2)
     _name_sides(axes, sides, "largest error of out, dq, dk, dv", rows)
     axes.set_xticks([at + 0.47 for at in range(len(cases))], [case.replace(" ", "\n", 1) for case in cases])
     axes.tick_params(axis="x", labelsize=7.5)
@@ -102,67 +104,67 @@ def _draw_layout(axes: Any, layout: TokenLayout) -> None:
     """Queries down, keys across, 16 tokens on 4 ranks; a score that is computed has the colour of its rank."""
     scores = []
     for rank, colour in enumerate((BLUE, ORANGE, GREEN, PURPLE)):
-        keys_seen = [row + 1 for row in positions(16, 4, rank, layout).tolist()]
-        axes.barh([number - 1 for number in keys_seen], keys_seen, height=0.94, color=colour)
+        queries = positions(16, 4, rank, layout).tolist()
+        keys_seen = [query + 1 for query in queries]
+        axes.barh(queries, keys_seen, height=0.94, color=colour)
         scores.append(str(sum(keys_seen)))
     axes.set(ylim=(16, -1), aspect="equal", xticks=[], yticks=[])
-    axes.set_title(f"{layout}, causal\nscores a rank: {', '.join(scores)}", fontsize=9.5, loc="left")
+    axes.set_title(f"{layout}, causal\nscores a rank: {', '.join(scores)}", loc="left")
 
 
 # ---- offload
 
 # The schemes that a claim or the headline of the picture compares.
 REFERENCE, OFFLOADED = "full", "full+offload"
-PANELS = (
-    ("none", "no checkpointing", GREY),
-    (REFERENCE, "checkpointing", ORANGE),
-    (OFFLOADED, "checkpointing\n+ our offload", BLUE),
-    ("selective+offload", "attention kept too\n+ our offload", PURPLE),
-    ("save_on_cpu", "checkpointing\n+ save_on_cpu", GREEN),
-)
+PANELS = {
+    "none": ("no checkpointing", GREY),
+    REFERENCE: ("checkpointing", ORANGE),
+    OFFLOADED: ("checkpointing\n+ our offload", BLUE),
+    "selective+offload": ("attention kept too\n+ our offload", PURPLE),
+    "save_on_cpu": ("checkpointing\n+ save_on_cpu", GREEN),
+}
 
 
 def draw_offload(result: dict[str, Any], path: Path) -> None:
     """Memory over the step for each scheme of the last case, and what ran when on the three queues."""
-    case = result["cases"][-1]
-    schemes, on_cpu = case["schemes"], case["device"] == "cpu"
-    panels = [panel for panel in PANELS if "timeline" in schemes.get(panel[0], {})]
-    if not panels:
+    case, hardware = result["cases"][-1], result["hardware"]
+    schemes = {name: case["schemes"][name] for name in PANELS if "timeline" in case["schemes"].get(name, {})}
+    if not schemes:
         return  # nothing was measured that could be drawn
-    highest = max(schemes[name]["peak_bytes"] for name, *_ in panels)
+    ours, alone = (schemes.get(name, {}).get("resident_bytes", 0) for name in (OFFLOADED, REFERENCE))
+    title = (
+        f"Offload frees {1 - ours / alone:.0%} of what checkpointing keeps" if ours and alone else "Memory"
+    )
+    where = hardware.get("gpu") or f"{hardware['cpu']} (accounting only: copies cannot hide)"
+    below = f"One training step of a stack of DiT blocks on {where}\n{case['name']}"
+    # Without checkpointing leaves the picture.
+    highest = max(
+        scheme["peak_bytes"] for name, scheme in schemes.items() if name != "none" or len(schemes) < 2
+    )
     scale, unit = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
-    peaks = [schemes[name]["peak_bytes"] / scale for name, *_ in panels if name != "none" or len(panels) == 1]
-    with drawing(path, 10, 7.4) as figure:
+    with drawing(path, title, below, 10, 7.4) as figure:
         edges = {"left": 0.085, "right": 0.985, "top": 0.79, "bottom": 0.1}
-        grid = figure.add_gridspec(2, len(panels), height_ratios=[1.35, 1], hspace=0.5, **edges)
-        ours, alone = (schemes.get(name, {}).get("resident_bytes", 0) for name in (OFFLOADED, REFERENCE))
-        title = "Memory"
-        if ours and alone:
-            title = f"Offload frees {1 - ours / alone:.0%} of what checkpointing keeps"
-        figure.text(0.02, 0.955, title, fontsize=15, weight="bold")
-        hardware = result["hardware"]
-        where = hardware.get("gpu") or f"{hardware['cpu']} (accounting only: copies cannot hide)"
-        figure.text(0.02, 0.9, f"One training step of a stack of DiT blocks on {where}\n{case['name']}")
-        for column, (name, label, colour) in enumerate(panels):
-            axes, scheme = figure.add_subplot(grid[0, column]), schemes[name]
-            sizes = [scheme["timeline"][f"{half}_bytes"] for half in ("forward", "backward")]
-            halves = [[size / scale for size in half] for half in sizes]
-            places = [start + at / len(half) for start, half in enumerate(halves) for at in range(len(half))]
-            axes.fill_between(places, halves[0] + halves[1], color=colour, alpha=0.4)
+        grid = figure.add_gridspec(2, len(schemes), height_ratios=[1.35, 1], hspace=0.5, **edges)
+        for column, (name, scheme) in enumerate(schemes.items()):
+            axes = figure.add_subplot(grid[0, column])
+            label, colour = PANELS[name]
+            for at, half in enumerate(("forward_bytes", "backward_bytes")):
+                sizes = [size / scale for size in scheme["timeline"][half]]
+                places = [at + index / len(sizes) for index in range(len(sizes))]
+                axes.fill_between(places, sizes, color=colour, alpha=0.4)
             axes.axvline(1, ymax=0.8, color="black", linewidth=0.8)
             axes.axhline(alone / scale, color=ORANGE, linewidth=1, linestyle="--")
-            # Without checkpointing leaves the picture.
-            axes.set(xlim=(0, 2), ylim=(0, 1.45 * max(peaks)))
+            top = 1.45 * highest / scale
+            axes.set(xlim=(0, 2), ylim=(0, top))
             axes.set_xticks([0.5, 1.5], ["forward", "backward"])
-            figures = [f"{scheme[f'{key}_bytes'] / scale:.2f}" for key in ("peak", "resident")]
-            axes.set_title(label, fontsize=10.5, color=colour)
-            text = f"peak {figures[0]} {unit}\nafter forward {figures[1]}"
-            axes.text(1, 1.43 * max(peaks), text, ha="center", va="top")
+            axes.set_title(label, color=colour)
+            peak, resident = (f"{scheme[f'{key}_bytes'] / scale:.2f}" for key in ("peak", "resident"))
+            axes.text(1, top, f"peak {peak} {unit}\nafter forward {resident}", ha="center", va="top")
         note = "the step's operations, in order; dashed: what checkpointing alone keeps after the forward"
         figure.text(0.53, 0.43, note, ha="center")
         if "queues" in schemes.get(OFFLOADED, {}):
             share = schemes[OFFLOADED]["copy_time_hidden_share"]
-            how = "they do not overlap on a CPU" if on_cpu or share is None else f"{share:.1%} hidden"
+            how = "they do not overlap on a CPU" if share is None else f"{share:.1%} hidden"
             _draw_queues(figure.add_subplot(grid[1, :]), schemes[OFFLOADED]["queues"], how)
 
 
@@ -173,12 +175,10 @@ def _draw_queues(axes: Any, queues: Mapping[str, Any], how: str) -> None:
         # A copy is drawn wide enough to be seen.
         bars = [(start, max(stop - start, 0.0025 * end)) for start, stop in queues[f"{key}_ms"]]
         axes.broken_barh(bars, (2 - row - 0.32, 0.64), facecolors=colour, edgecolors="white", linewidth=0.4)
-    last = ""
-    for (start, _), label in zip(queues["compute_ms"], queues["labels"], strict=False):
-        if label != last:
-            axes.text(start, 2.4, label.replace("forward ", "").replace("backward ", "−"), fontsize=8)
-        last = label
+    # Where each block begins. On CUDA no kernel knows its block.
+    begins = dict(zip(reversed(queues["labels"]), reversed(queues["compute_ms"]), strict=False))
+    for label, (start, _) in begins.items():
+        axes.text(start, 2.4, label.replace("forward ", "").replace("backward ", "−"), fontsize=8)
     axes.set_yticks([2, 1, 0], ["compute", "copies out\n(to host)", "copies in\n(to device)"])
     axes.set_xlabel("time in the step (ms)")
-    title = f"our offload: blocks in forward, and (−) in backward; copies: {how}"
-    axes.set_title(title, loc="left", fontsize=10.5)
+    axes.set_title(f"our offload: blocks in forward, and (−) in backward; copies: {how}", loc="left")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from opensora_accel.offload import Queue
 
 # Start and end, in milliseconds.
 Interval = tuple[float, float]
+Queues = dict[str, list[Interval]]
 
 
 def merge(intervals: Iterable[Interval], gap_ms: float = 0.0) -> list[Interval]:
@@ -34,32 +34,20 @@ def merge(intervals: Iterable[Interval], gap_ms: float = 0.0) -> list[Interval]:
     return joined
 
 
-def subtract(intervals: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
-    """The time of the first that lies outside of the second."""
-    left = merge(intervals)
-    for start, end in merge(taken):
-        pieces = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b))]
-        left = [(a, b) for a, b in pieces if a < b]
-    return left
-
-
-def hidden_share(compute: Sequence[Interval], *copies: Sequence[Interval]) -> float | None:
+def hidden_share(queues: Mapping[str, Sequence[Interval]]) -> float | None:
     """The share of the copies' time that lay beside compute; None without copies."""
-
-    def length_ms(intervals: Iterable[Interval]) -> float:
-        return sum(end - start for start, end in intervals)
-
-    total_ms = sum(length_ms(merge(each)) for each in copies)
-    return 1 - sum(length_ms(subtract(each, compute)) for each in copies) / total_ms if total_ms else None
+    copies, compute = [*queues["out"], *queues["in"]], merge(queues["compute"])
+    total_ms = sum(end - start for start, end in copies)
+    beside_ms = sum(max(0.0, min(end, b) - max(start, a)) for start, end in copies for a, b in compute)
+    return beside_ms / total_ms if total_ms else None
 
 
-def split_by_queue(events: Iterable[Any]) -> dict[str, list[Interval]]:
+def split_by_queue(events: Iterable[Any]) -> Queues:
     """A profiler's events by queue, in milliseconds. Copies within the device count as compute."""
-    found: dict[str, list[Interval]] = {"compute": [], "out": [], "in": []}
+    found: Queues = {"compute": [], "out": [], "in": []}
     for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
-            event, "is_user_annotation", False
-        ):
+        is_range = getattr(event, "is_user_annotation", False)
+        if event.device_type == torch.autograd.DeviceType.CUDA and not is_range:
             key = "out" if "Memcpy DtoH" in event.name else "in" if "Memcpy HtoD" in event.name else "compute"
             found[key].append((event.time_range.start / 1000, event.time_range.end / 1000))
     return found
@@ -67,29 +55,37 @@ def split_by_queue(events: Iterable[Any]) -> dict[str, list[Interval]]:
 
 def record_on_host(
     blocks: Sequence[nn.Module], device: torch.device, run: Callable[[], None]
-) -> tuple[dict[str, list[Interval]], list[str]]:
-    """The same of one step of our engine on a CPU, where copies make compute wait; and the block of each interval."""
-    found: dict[str, list[Interval]] = {"compute": [], "out": [], "in": []}
-    marks: list[tuple[float, str]] = []  # when something else began to compute, and what
+) -> tuple[Queues, list[str]]:
+    """The same of one step of our engine on a CPU, and the block of each interval of compute."""
+    found: Queues = {"compute": [], "out": [], "in": []}
+    labels, current, since = list[str](), "", 0.0
     queues = MANAGER.engine.queues(device)
     copy_now = queues.copy
 
-    def mark(label: str) -> None:
-        marks.append((time.perf_counter() * 1000, label))
+    def switch(label: str) -> float:
+        """Something else computes from now on; "" is nothing."""
+        nonlocal current, since
+        now = time.perf_counter() * 1000
+        if current:
+            found["compute"].append((since, now))
+            labels.append(current)
+        current, since = label, now
+        return now
 
     def recorded(which: Queue, destination: Tensor, source: Tensor) -> None:
-        start = time.perf_counter() * 1000
+        label = current
+        start = switch("")
         copy_now(which, destination, source)
-        found["out" if which is Queue.OUT else "in"].append((start, time.perf_counter() * 1000))
+        found["out" if which is Queue.OUT else "in"].append((start, switch(label)))
 
     def before_forward(index: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        mark(f"forward {index}")
+        switch(f"forward {index}")
         if index == 0:
-            args[0].register_hook(lambda gradient: mark(""))
+            args[0].register_hook(lambda gradient: switch("") and None)
 
     def after_forward(index: int, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        mark("")
-        output.register_hook(lambda gradient: mark(f"backward {index}"))
+        switch("")
+        output.register_hook(lambda gradient: switch(f"backward {index}") and None)
 
     handles = []
     for index, block in enumerate(blocks):
@@ -99,24 +95,20 @@ def record_on_host(
     try:
         run()
     finally:
-        mark("")
+        switch("")
         del queues.copy  # the class's own again
         for handle in handles:
             handle.remove()
-    labels = []
-    for (start, label), (end, _) in pairwise(marks):
-        pieces = subtract([(start, end)], [*found["out"], *found["in"]]) if label else []
-        found["compute"] += pieces
-        labels += [label] * len(pieces)
     return found, labels
 
 
-def queues_to_draw(found: Mapping[str, Sequence[Interval]], labels: list[str]) -> dict[str, Any]:
-    """The intervals, counted from the step's start; what a picture could not tell apart is joined."""
+def queues_to_draw(found: Queues, labels: list[str]) -> dict[str, Any]:
+    """The intervals, counted from the step's start; kernels that a picture could not tell apart are joined."""
     bounds = [bound for intervals in found.values() for interval in intervals for bound in interval] or [0.0]
-    gap_ms = (max(bounds) - min(bounds)) / 2000
+    first = min(bounds)
+    if not labels:
+        found = found | {"compute": merge(found["compute"], (max(bounds) - first) / 2000)}
     shown: dict[str, Any] = {"labels": labels}
     for key, intervals in found.items():
-        kept = intervals if labels else merge(intervals, gap_ms if key == "compute" else 0.0)
-        shown[f"{key}_ms"] = [[round(a - min(bounds), 4), round(b - min(bounds), 4)] for a, b in kept]
+        shown[f"{key}_ms"] = [[round(a - first, 4), round(b - first, 4)] for a, b in intervals]
     return shown

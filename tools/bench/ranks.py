@@ -1,14 +1,14 @@
-"""Ranks that measure: processes which the launcher starts, listens to, and ends when they hang.
+"""Ranks that measure: processes that the launcher starts, watches, and ends when they hang.
 
-A peer may raise, abort or hang, and the run must go on. So the ranks are processes of their own that work
-through a list of tasks and write what they find to a pipe, one line of JSON for each event, which the launcher reads.
-With P = 3 ranks and tasks t0, t1, t2, where rank 1 fails in t1:
+A peer may raise, abort or hang, and the run must go on. So the ranks are processes of their own. They work through a
+list of tasks, and each writes what it finds to a file of its own, one line of JSON for each task. With P = 3 ranks and
+tasks t0, t1, t2, where rank 1 fails in t1:
 
-    rank 0   start t0, done t0, start t1, …  (waits for rank 1)
-    rank 1   start t0, done t0, start t1, failed: the reason
-    rank 2   start t0, done t0, start t1, …  (waits for rank 1)
+    rank 0   found in t0              (waits for rank 1)
+    rank 1   found in t0              why t1 failed, and ends
+    rank 2   found in t0              (waits for rank 1)
 
-t0 is done, as all three ranks say so; t1 raised. Its ranks cannot be used again: the launcher ends them and starts
+t0 is done, as three files have its line; t1 raised. These ranks cannot be used again: the launcher ends them and starts
 three new ones for t2.
 """
 
@@ -17,149 +17,119 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # ---- the launcher's side
 
-# How long ranks may take to import what they need and find each other, before the first task.
+# How long ranks may take to import what they need and find each other, in addition to the first task.
 START_S = 120.0
-# How long the other ranks may take to say what they found, once one has failed.
+# How long the other ranks may take to say why they fail, once one has.
 GRACE_S = 3.0
+POLL_S = 0.1
 REASON_LENGTH = 180
 
 
 @dataclass(frozen=True)
 class Job:
-    """How ranks are started. For each task they call `run_task(world, task, note)` of the script."""
+    """How ranks are started. For each task they call `run_task(world, task)` of the script."""
 
     script: str
     num_ranks: int
     device: str = "cpu"
-    # Ranks that say nothing for so long hang.
-    silence_s: float = 60.0
+    # A task that takes longer hangs.
+    limit_s: float = 120.0
     python: str = sys.executable
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one task: "done", or "raises", "aborts", "hangs" with the reason."""
+    """What became of one task: "done" with what rank 0 found, or "raises", "aborts", "hangs" with the reason."""
 
     status: str
     reason: str = ""
-    by_rank: Sequence[Any] = ()
+    found: Any = None
 
 
-def run_tasks(job: Job, tasks: Sequence[Mapping[str, Any]], begin: Callable[[int], None]) -> list[Outcome]:
+def run_tasks(job: Job, tasks: Sequence[Mapping[str, Any]]) -> list[Outcome]:
     """An outcome for every task. After one that fails, the rest goes on in a fresh group of ranks.
 
     Args:
-        tasks: plain data, as it travels as JSON.
-        begin: told the number of each task when it begins.
+        tasks: plain data, as it travels as JSON; the "label" of each is shown when it begins.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(tasks):
-        first = len(outcomes)
         with tempfile.TemporaryDirectory() as folder:
-            outcomes += _run_group(job, tasks[first:], Path(folder), lambda at: begin(first + at))  # noqa: B023
+            outcomes += _run_group(job, tasks[len(outcomes) :], Path(folder))
     return outcomes
 
 
-def _run_group(job: Job, tasks: Sequence[Any], folder: Path, begin: Callable[[int], None]) -> list[Outcome]:
+def _run_group(job: Job, tasks: Sequence[Mapping[str, Any]], folder: Path) -> list[Outcome]:
     """Outcomes of all tasks, or of those up to the first that fails."""
     (folder / "job.json").write_text(json.dumps(asdict(job) | {"tasks": tasks}), encoding="utf-8")
-    events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-    processes = _start_ranks(job, folder, events)
-    results: list[list[Any]] = [[] for _ in processes]
-    failures, codes, deadline = [], dict[int, int](), None
-    patience_s = max(START_S, job.silence_s)
+    processes = [_start_rank(job, folder, rank) for rank in range(job.num_ranks)]
+    num_done, is_failing = -1, False
+    deadline = time.monotonic() + START_S
     try:
-        while len(codes) < job.num_ranks and min(map(len, results)) < len(tasks):
-            try:
-                rank, event = events.get(timeout=patience_s)
-            except queue.Empty:
-                break
-            if "done" in event:
-                results[rank].append(event["done"])
-            elif "failed" in event:
-                failures.append(event["failed"])
-            elif "ended" in event:
-                codes[rank] = event["ended"]
-            elif "begun" in event and rank == 0:
-                begin(event["begun"])
-            patience_s = job.silence_s
-            if failures or any(codes.values()):
-                deadline = deadline or time.monotonic() + GRACE_S
-                patience_s = max(0.0, deadline - time.monotonic())
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            before, num_done = num_done, min(map(len, _read_results(job, folder)))
+            if before < num_done < len(tasks) and not is_failing:
+                harness.say(f"{job.num_ranks} ranks: {tasks[num_done]['label']}")
+                deadline = time.monotonic() + job.limit_s + (0 if num_done else START_S)
+            if any(process.poll() for process in processes) and not is_failing:
+                is_failing, deadline = True, time.monotonic() + GRACE_S
+            time.sleep(POLL_S)
+        codes = [process.poll() for process in processes]
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
     # Not strict: what every rank has done.
-    done = [Outcome("done", by_rank=found) for found in zip(*results, strict=False)]
+    done = [Outcome("done", found=lines[0]) for lines in zip(*_read_results(job, folder), strict=False)]
     if len(done) < len(tasks):
-        silent = Outcome("hangs", f"nothing was heard of it for {job.silence_s:g} s")
-        done.append(_failure(failures, codes, folder) if failures or codes else silent)
+        done.append(_explain_failure(job, codes, folder))
     return done
 
 
-def _start_ranks(job: Job, folder: Path, events: queue.Queue[Any]) -> list[subprocess.Popen[bytes]]:
-    """For each rank a process, and a thread that puts what it says into the queue, and last its exit status."""
-    import opensora_accel
-
-    # This package is brought into another environment, and nothing that is installed beside it.
-    (folder / "path").mkdir()
-    (folder / "path" / "opensora_accel").symlink_to(Path(opensora_accel.__file__).resolve().parent)
-    paths = [str(folder / "path"), os.getcwd(), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
+def _start_rank(job: Job, folder: Path, rank: int) -> subprocess.Popen[bytes]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        # What is measured is brought into another environment.
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "HF_HUB_OFFLINE": "1",
-        **job.environment,
     }
-
-    def listen(rank: int, reading: int, process: subprocess.Popen[bytes]) -> None:
-        with os.fdopen(reading, encoding="utf-8") as lines:
-            for line in lines:
-                if line.endswith("\n"):  # a process that is killed may leave half a line
-                    events.put((rank, json.loads(line)))
-        events.put((rank, {"ended": process.wait()}))
-
-    processes = []
-    for rank in range(job.num_ranks):
-        reading, writing = os.pipe()
-        command = [job.python, __file__, str(folder / "job.json"), str(rank), str(writing)]
+    (folder / f"results{rank}").touch()
+    with open(folder / f"stderr{rank}", "wb") as stderr:
+        command = [job.python, __file__, str(folder), str(rank)]
         nowhere = subprocess.DEVNULL
-        with open(folder / f"stderr{rank}", "wb") as stderr:
-            process = subprocess.Popen(
-                command, stdin=nowhere, stdout=nowhere, stderr=stderr, env=environment, pass_fds=[writing]
-            )
-        os.close(writing)
-        threading.Thread(target=listen, args=(rank, reading, process), daemon=True).start()
-        processes.append(process)
-    return processes
+        return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, env=environment)
 
 
-def _failure(failures: Sequence[str], codes: Mapping[int, int], folder: Path) -> Outcome:
-    """An abort, or the first reason that a rank gave which is more than having lost another."""
+def _read_results(job: Job, folder: Path) -> list[list[Any]]:
+    """For each rank what it has found so far. A rank that is killed may leave half a line."""
+    texts = [(folder / f"results{rank}").read_text(encoding="utf-8") for rank in range(job.num_ranks)]
+    return [[json.loads(line) for line in text.splitlines(True) if line.endswith("\n")] for text in texts]
+
+
+def _explain_failure(job: Job, codes: Sequence[int | None], folder: Path) -> Outcome:
+    """The first reason that a rank gave which is more than having lost another; or an abort, or a hang."""
 
     def shorten(text: str) -> str:
         """One line, without where in whose source it was said."""
@@ -171,15 +141,18 @@ def _failure(failures: Sequence[str], codes: Mapping[int, int], folder: Path) ->
         lines = [line for line in text.splitlines() if line.strip()]
         return shorten(lines[-1]) if lines else "it said nothing"
 
-    causes = [reason for reason in failures if "gloo/transport" not in reason]
-    aborted = next((rank for rank, code in codes.items() if code < 0), None)
-    if aborted is not None and not causes:
-        return Outcome("aborts", f"{signal.Signals(-codes[aborted]).name}: {last_words(aborted)}")
-    if failures:
-        return Outcome("raises", shorten([*causes, *failures][0]))
-    if not any(codes.values()):
-        return Outcome("aborts", "the ranks ended before they had told what they found")
-    return Outcome("raises", last_words(max(codes, key=lambda rank: codes[rank])))
+    reasons = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("failed*"))]
+    causes = [reason for reason in reasons if "gloo/transport" not in reason]
+    ended = {rank: code for rank, code in enumerate(codes) if code}
+    aborted = [rank for rank, code in ended.items() if code < 0]
+    if aborted and not causes:
+        rank = aborted[0]
+        return Outcome("aborts", f"{signal.Signals(-ended[rank]).name}: {last_words(rank)}")
+    if reasons:
+        return Outcome("raises", shorten([*causes, *reasons][0]))
+    if ended:
+        return Outcome("raises", last_words(min(ended)))
+    return Outcome("hangs", f"it was not done after {job.limit_s:g} s")
 
 
 # ---- a rank's side
@@ -194,32 +167,32 @@ class World:
     device: torch.device
     group: dist.ProcessGroup
 
+    def largest(self, values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """The same with the largest over all ranks in place of each number: the slowest, the busiest rank's."""
+        table = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        return dict(zip(values, table.tolist(), strict=True))
 
-def serve(job_file: Path, rank: int, writing: int) -> None:
+
+def work_through(folder: Path, rank: int) -> None:
     """Works through the tasks of a job. A task that fails ends the process: the others still wait for this rank."""
-    job = json.loads(job_file.read_text(encoding="utf-8"))
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     warnings.filterwarnings("ignore")
-    with os.fdopen(writing, "w", encoding="utf-8") as events:
-
-        def tell(**event: Any) -> None:
-            events.write(json.dumps(event) + "\n")
-            events.flush()
-
-        try:
-            run_task = importlib.import_module(job["script"]).run_task
-            world = _join_world(job, rank, job_file.parent)
-            for number, task in enumerate(job["tasks"]):
-                tell(begun=number)
+    try:
+        run_task = importlib.import_module(job["script"]).run_task
+        world = _join_world(job, rank, folder)
+        with open(folder / f"results{rank}", "a", encoding="utf-8") as results:
+            for task in job["tasks"]:
                 # No rank is in the next task while another still answers for this one.
                 dist.barrier()
-                # What a task notes says no more to the launcher than that this rank lives.
-                tell(done=run_task(world, task, lambda text: tell(note=text)))
-        except BaseException as error:  # noqa: BLE001 - whatever it was, it is this task's result
-            tell(failed=f"{type(error).__name__}: {error}")
-            # Not by way of Python's own end, which waits for what other ranks will never send.
-            os._exit(1)
+                results.write(json.dumps(run_task(world, task)) + "\n")
+                results.flush()
         dist.barrier()
-    dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 - whatever it was, it is this task's result
+        (folder / f"failed{rank}").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        os._exit(1)
+    # Not by way of Python's own end, which may wait for what other ranks will never send.
+    os._exit(0)
 
 
 def _join_world(job: Mapping[str, Any], rank: int, folder: Path) -> World:
@@ -236,33 +209,25 @@ def _join_world(job: Mapping[str, Any], rank: int, folder: Path) -> World:
     return World(rank, job["num_ranks"], device, dist.group.WORLD)
 
 
-def slowest_rank(times: Mapping[str, list[float]], device: torch.device) -> dict[str, list[float]]:
-    """The same with the largest over all ranks in place of each number."""
-    table = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return dict(zip(times, table.tolist(), strict=True))
-
-
-def count_traffic(run: Callable[[], Any]) -> dict[str, Any]:
+def count_traffic(run: Callable[[], Any]) -> dict[str, int]:
     """Calls of torch.distributed on this rank while `run` runs, and the bytes in them that other ranks get.
 
-    Sizes that ranks tell each other (int64) are counted apart from data. `uncounted` are operators whose bytes the
-    recorder does not know.
+    Sizes that ranks tell each other (int64) are counted apart from data.
+
+    Raises:
+        ValueError: an operator communicates of which the recorder does not know what it sends.
     """
     from opensora_accel.verify.communication.record import Recorder
 
     with Recorder() as recorder:
         run()
-    found: dict[str, Any] = dict.fromkeys(("collectives", "sends", "barriers", "size_exchanges"), 0)
-    found |= {"sizes_bytes": 0, "sent_bytes": 0, "uncounted": []}
+    found = dict.fromkeys(("collectives", "sends", "barriers", "sent_bytes", "sizes_bytes"), 0)
     for call in recorder.calls:
+        if call.kind == "unknown":
+            raise ValueError(f"{call.operator} is not counted; say in the verifier's recorder what it sends")
         if call.kind == "barrier":
             found["barriers"] += 1
-        elif call.kind == "unknown":
-            found["collectives"] += 1
-            found["uncounted"].append(call.operator)
-        elif call.kind != "recv" and call.dtype == "int64":
-            found["size_exchanges"] += 1
+        elif call.dtype == "int64":
             found["sizes_bytes"] += call.sent_bytes
         elif call.kind != "recv":
             found["sends" if call.kind == "send" else "collectives"] += 1
@@ -272,4 +237,4 @@ def count_traffic(run: Callable[[], Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Under its own name, so that a benchmark that imports it has the same classes.
-    importlib.import_module("ranks").serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    importlib.import_module("ranks").work_through(Path(sys.argv[1]), int(sys.argv[2]))

@@ -29,12 +29,4 @@ def _ulysses(world: World, problem: Problem, mask: Tensor | None) -> Attention:
     return Attention(lambda q, k, v: layer(q, k, v, 0, causal=problem.causal, mask=mask))
 
 
-SIDES = (
-    Side(
-        "deepspeed ulysses",
-        _ulysses,
-        package="deepspeed",
-        imports="deepspeed.sequence.layer:DistributedAttention",
-        beside=ours.ULYSSES,
-    ),
-)
+SIDES = (Side("deepspeed ulysses", _ulysses, package="deepspeed", beside=ours.ULYSSES),)

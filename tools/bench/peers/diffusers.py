@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from ranks import World
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from opensora_accel.verify.on_cpu import flash_attention_of_cuda
 from peers import ours
-from peers.side import CROSS, MASK, Attention, Problem, Side, rows_of
+from peers.side import CROSS, MASK, Attention, Problem, Side, share_of_mask
 
 _KERNELS: list[Any] = []
 
 
 def _config(world: World, problem: Problem, kind: str) -> Any:
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
-    from torch.distributed.device_mesh import init_device_mesh
 
     sizes = [problem.queries, problem.keys] + ([problem.heads] if kind == "ulysses" else [])
     options: dict[str, Any] = {f"{kind}_degree": world.num_ranks}
@@ -45,34 +45,37 @@ def _config(world: World, problem: Problem, kind: str) -> Any:
 
 
 def _make(world: World, problem: Problem, mask: Tensor | None, kind: str) -> Attention:
-    from diffusers.models import attention_dispatch
+    from diffusers.models import attention_dispatch as its
 
-    options: dict[str, Any] = {"parallel_config": _config(world, problem, kind)}
+    parallel = _config(world, problem, kind)
+    options: dict[str, Any] = {"parallel_config": parallel, "backend": "_native_flash"}
     if kind == "ulysses":
-        local_mask = None if mask is None else mask[:, rows_of(world, problem.keys, "contiguous")]
-        options |= {"attn_mask": local_mask, "backend": "native"}
-    elif world.device.type == "cuda":
-        options |= {"backend": "_native_flash"}
-    else:
-        _KERNELS.append(flash_attention_of_cuda())  # for the life of this process
-        operations: dict[str, Any] = {
-            "forward_op": attention_dispatch._native_flash_attention_forward_op,
-            "backward_op": attention_dispatch._native_flash_attention_backward_op,
-        }
-        ring = attention_dispatch._templated_context_parallel_attention
-        parallel = options["parallel_config"]
-        return Attention(lambda q, k, v: ring(q, k, v, **operations, _parallel_config=parallel))
-    return Attention(lambda q, k, v: attention_dispatch.dispatch_attention_fn(q, k, v, **options))
-
-
-def _side(kind: str, **options: Any) -> Side:
-    imports = "diffusers.models.attention_dispatch:dispatch_attention_fn"
-    return Side(
-        f"diffusers {kind}", partial(_make, kind=kind), package="diffusers", imports=imports, **options
-    )
+        options |= {"backend": "native", "attn_mask": share_of_mask(world, mask)}
+    if kind == "ulysses" or world.device.type == "cuda":
+        return Attention(lambda q, k, v: its.dispatch_attention_fn(q, k, v, **options))
+    _KERNELS.append(flash_attention_of_cuda())  # for the life of this process
+    options = {
+        "forward_op": its._native_flash_attention_forward_op,
+        "backward_op": its._native_flash_attention_backward_op,
+        "_parallel_config": parallel,
+    }
+    return Attention(lambda q, k, v: its._templated_context_parallel_attention(q, k, v, **options))
 
 
 SIDES = (
-    _side("ulysses", offers=frozenset({MASK, CROSS}), beside=ours.ULYSSES),
-    _side("ring", offers=frozenset({CROSS}), cuda_dtype="bfloat16", beside=ours.RING),
+    Side(
+        "diffusers ulysses",
+        partial(_make, kind="ulysses"),
+        package="diffusers",
+        offers=frozenset({MASK, CROSS}),
+        beside=ours.ULYSSES,
+    ),
+    Side(
+        "diffusers ring",
+        partial(_make, kind="ring"),
+        package="diffusers",
+        offers=frozenset({CROSS}),
+        cuda_dtype="bfloat16",
+        beside=ours.RING,
+    ),
 )

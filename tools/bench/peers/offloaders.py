@@ -94,15 +94,32 @@ class SynchronousStack:
     """Open-Sora's scheme, written from its description: each block's input is copied at once onto the end of one flat
     host buffer, and popped in backward, while all wait."""
 
-    def __init__(self, blocks: Sequence[nn.Module], traffic: Traffic, num_elements: int, dtype: torch.dtype):
-        self.buffer = torch.empty(num_elements, dtype=dtype, pin_memory=torch.cuda.is_available())
+    def __init__(self, blocks: Sequence[nn.Module], traffic: Traffic):
         self.blocks, self.traffic, self.top = blocks, traffic, 0
+        self.buffer = torch.empty(0)
 
     def __call__(self, hidden: Tensor, timestep: Tensor) -> Tensor:
         self.top = 0  # an aborted step leaves entries behind
+        if not self.buffer.numel():
+            num_elements, pinned = len(self.blocks) * hidden.numel(), torch.cuda.is_available()
+            self.buffer = torch.empty(num_elements, dtype=hidden.dtype, pin_memory=pinned)
         for block in self.blocks:
             hidden = _StackedCheckpoint.apply(block, self, hidden, timestep)
         return hidden
+
+    def push(self, hidden: Tensor) -> None:
+        """hidden [...]: goes to the end of the buffer."""
+        with self.traffic.on_host():
+            self.buffer[self.top : self.top + hidden.numel()].copy_(hidden.view(-1))
+        self.top += hidden.numel()
+        self.traffic.out_bytes += hidden.nbytes
+
+    def pop(self, hidden: Tensor) -> None:
+        """hidden [...]: is filled from the end of the buffer."""
+        self.top -= hidden.numel()
+        with self.traffic.on_host():
+            hidden.view(-1).copy_(self.buffer[self.top : self.top + hidden.numel()])
+        self.traffic.in_bytes += hidden.nbytes
 
 
 class _StackedCheckpoint(torch.autograd.Function):
@@ -114,20 +131,15 @@ class _StackedCheckpoint(torch.autograd.Function):
     ) -> Tensor:
         """hidden [B, S, C], timestep [B, C] → [B, S, C]."""
         ctx.block, ctx.stack, ctx.shape, ctx.device = block, stack, hidden.shape, hidden.device
-        stack.buffer[stack.top : stack.top + hidden.numel()].copy_(hidden.detach().view(-1))
-        stack.top += hidden.numel()
-        stack.traffic.out_bytes += hidden.nbytes
+        stack.push(hidden.detach())
         ctx.save_for_backward(timestep)
         with torch.no_grad():
             return block(hidden, timestep)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
-        stack = ctx.stack
-        hidden = torch.empty(ctx.shape, dtype=stack.buffer.dtype, device=ctx.device)
-        stack.top -= hidden.numel()
-        hidden.view(-1).copy_(stack.buffer[stack.top : stack.top + hidden.numel()])
-        stack.traffic.in_bytes += hidden.nbytes
+        hidden = torch.empty(ctx.shape, dtype=ctx.stack.buffer.dtype, device=ctx.device)
+        ctx.stack.pop(hidden)
         hidden.requires_grad_()
         timestep = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():

@@ -40,15 +40,16 @@ def plain_all_to_all(
         """[..., G/P, ..., N, ...] → [..., G, ..., N/P, ...]."""
         rank = dist.get_rank()
         pieces = [piece.contiguous() for piece in torch.tensor_split(tensor, len(gather_sizes), scatter_dim)]
-        shapes = [[*pieces[rank].shape] for _ in gather_sizes]
-        for shape, size in zip(shapes, gather_sizes, strict=True):
+        received = []
+        for size in gather_sizes:
+            shape = [*pieces[rank].shape]
             shape[gather_dim] = size
-        received = [tensor.new_empty(shape) for shape in shapes]
+            received.append(tensor.new_empty(shape))
         if len({piece.shape for piece in (*pieces, *received)}) == 1:
             dist.all_to_all(received, pieces)
         else:  # gloo's list all_to_all takes equal pieces only, and raises otherwise (torch 2.13)
             received[rank].copy_(pieces[rank])
-            others = [other for other in range(dist.get_world_size()) if other != rank]
+            others = [other for other in range(len(pieces)) if other != rank]
             operations = [dist.P2POp(dist.isend, pieces[other], other) for other in others]
             operations += [dist.P2POp(dist.irecv, received[other], other) for other in others]
             for work in dist.batch_isend_irecv(operations):
@@ -86,14 +87,11 @@ def _split(input_: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def plain_ring(input_: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[B, S/P, H, D] of this rank → that of the rank before."""
+    """[B, S/P, C] of this rank → that of the rank before."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     received = input_.new_empty((input_.size(0), sizes[rank - 1], *input_.shape[2:]))
-    # Even ranks send first: posted in one order, two NCCL ranks would wait for each other.
-    operations: list[Callable[[], Any]] = [
-        lambda: dist.isend(input_.contiguous(), (rank + 1) % num_ranks),
-        lambda: dist.irecv(received, (rank - 1) % num_ranks),
-    ]
-    for work in [start() for start in (operations if rank % 2 == 0 else operations[::-1])]:
+    # One batch: posted one after the other, two NCCL ranks would wait for each other.
+    sent = dist.P2POp(dist.isend, input_.contiguous(), (rank + 1) % num_ranks)
+    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, (rank - 1) % num_ranks)]):
         work.wait()
     return received

@@ -21,17 +21,16 @@ from ranks import World
 from torch import Tensor
 
 from peers import ours
-from peers.side import CAUSAL, GROUPED, MASK, Attention, Problem, Side, rows_of
+from peers.side import CAUSAL, GROUPED, MASK, Attention, Problem, Side, share_of_mask
 
 
 def _ring(world: World, problem: Problem, mask: Tensor | None) -> Attention:
     import ring_attention_pytorch as package
 
-    function = package.ring_flash_attn
-    if world.device.type == "cuda":
-        function = package.ring_flash_attn_cuda
+    on_cuda = world.device.type == "cuda"
+    function = package.ring_flash_attn_cuda if on_cuda else package.ring_flash_attn
     options: dict[str, Any] = {
-        "mask": None if mask is None else mask[:, rows_of(world, problem.keys, "contiguous")],
+        "mask": share_of_mask(world, mask),
         "causal": problem.causal,
         "bucket_size": max(1, problem.keys // world.num_ranks),
         "ring_reduce_col": True,
@@ -49,7 +48,6 @@ SIDES = (
         "ring-attention-pytorch",
         _ring,
         package="ring-attention-pytorch",
-        imports="ring_attention_pytorch",
         offers=frozenset({CAUSAL, MASK, GROUPED}),
         causal_layout="striped",
         dtype="float32",

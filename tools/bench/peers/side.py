@@ -6,7 +6,6 @@ B batch, S sequence, H heads, D head dim, P ranks.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -65,10 +64,8 @@ class Side:
     make: Callable[[World, Problem, Tensor | None], Attention]
     # Or "ours", or "best case".
     kind: str = "peer"
-    # The distribution whose version is reported. Those of `environments.INSTALLS` have an environment of their own.
+    # The distribution whose version is reported. Those of `peers.INSTALLS` have an environment of their own.
     package: str = "torch"
-    # What has to import for the side to run; with a colon, an object of that module.
-    imports: str = "torch"
     offers: frozenset[str] = EVERYTHING
     # How the sequence is spread in a causal problem; it is contiguous in every other.
     causal_layout: TokenLayout = "contiguous"
@@ -79,8 +76,8 @@ class Side:
     cuda_dtype: str = "float64"
     # The side of ours that this one is timed beside; a causal problem that is balanced, beside our zigzag.
     beside: str | None = None
-    # Why it does not run on so many ranks.
-    num_ranks_rule: Callable[[int], str | None] = lambda num_ranks: None
+    # It lays its ranks out in pairs, and asks for two pairs at least.
+    in_pairs: bool = False
 
     def layout(self, problem: Problem) -> TokenLayout:
         return self.causal_layout if problem.causal else "contiguous"
@@ -98,19 +95,19 @@ class Side:
             return f"its interface has no {' and no '.join(missing)}"
         if self.causal_only and not problem.causal:
             return "its layout is for causal attention"
-        return self.num_ranks_rule(num_ranks)
-
-    def check_import(self) -> None:
-        """Raises whatever the package raises, or ImportError where it lacks the object."""
-        module, _, name = self.imports.partition(":")
-        found = importlib.import_module(module)
-        if name and not hasattr(found, name):
-            raise ImportError(f"{module} has no {name}")
+        if self.in_pairs and (num_ranks % 2 or num_ranks < 4):
+            return "a ring of pairs needs 4, 6, … ranks"
+        return None
 
 
 def rows_of(world: World, total: int, layout: TokenLayout) -> Tensor:
     """Places in the whole sequence of this rank's tokens."""
     return positions(total, world.num_ranks, world.rank, layout)
+
+
+def share_of_mask(world: World, mask: Tensor | None, layout: TokenLayout = "contiguous") -> Tensor | None:
+    """This rank's part [B, S_kv/P] of the whole key mask [B, S_kv]."""
+    return None if mask is None else mask[:, rows_of(world, mask.size(1), layout)]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:

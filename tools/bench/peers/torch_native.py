@@ -18,11 +18,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from ranks import World
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peers import ours
@@ -31,16 +33,12 @@ from peers.side import CAUSAL, CROSS, Attention, Problem, Side, rows_of
 SEQUENCE_DIM = 2
 
 
-@contextlib.contextmanager
-def _settings(balance: bool, to_fp32: bool) -> Iterator[None]:
+def _settings(balance: bool, problem: Problem) -> Any:
+    """Within it, torch's options are these."""
     from torch.distributed.tensor.experimental._attention import _cp_options
 
-    before = _cp_options.enable_load_balance, _cp_options.convert_to_f32
-    _cp_options.enable_load_balance, _cp_options.convert_to_f32 = balance, to_fp32
-    try:
-        yield
-    finally:
-        _cp_options.enable_load_balance, _cp_options.convert_to_f32 = before
+    to_fp32 = problem.torch_dtype != torch.float64
+    return mock.patch.multiple(_cp_options, enable_load_balance=balance, convert_to_f32=to_fp32)
 
 
 class _TemplatedRing(torch.autograd.Function):
@@ -63,15 +61,11 @@ class _TemplatedRing(torch.autograd.Function):
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        saved = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors, strict=True))
-        options = {
-            "grad_out": grads[0],
-            "grad_out_name": "grad_out",
-            "is_causal": ctx.causal,
-            "dropout_p": 0.0,
-        }
+        options = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors, strict=True))
+        options |= {"grad_out": grads[0], "grad_out_name": "grad_out"}
+        options |= {"is_causal": ctx.causal, "dropout_p": 0.0}
         backward = _attention._templated_ring_attention_backward
-        return (*backward(ctx.world.group, SEQUENCE_DIM, kernel, **options, **saved), None, None)
+        return (*backward(ctx.world.group, SEQUENCE_DIM, kernel, **options), None, None)
 
 
 def _ring(world: World, problem: Problem, mask: Tensor | None) -> Attention:
@@ -82,7 +76,7 @@ def _ring(world: World, problem: Problem, mask: Tensor | None) -> Attention:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return _TemplatedRing.apply(q, k, v, world, problem.causal).transpose(1, 2)
 
-    return Attention(forward, lambda: _settings(problem.causal, problem.torch_dtype != torch.float64))
+    return Attention(forward, lambda: _settings(problem.causal, problem))
 
 
 def _context_parallel(world: World, problem: Problem, mask: Tensor | None) -> Attention:
@@ -95,7 +89,6 @@ def _context_parallel(world: World, problem: Problem, mask: Tensor | None) -> At
 def _in_context(
     world: World, problem: Problem, mask: Tensor | None, backend: SDPBackend, *, balance: bool
 ) -> Attention:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh(world.device.type, (world.num_ranks,), mesh_dim_names=("cp",))
@@ -106,7 +99,7 @@ def _in_context(
         # The context spreads the buffers that it is given and wants one; q, k and v are spread already.
         at = torch.arange(problem.queries, device=world.device)
         shared = context_parallel(mesh, buffers=[at], buffer_seq_dims=[0], no_restore_buffers={at})
-        with _settings(balance, problem.torch_dtype != torch.float64), shared, sdpa_kernel(backend):
+        with _settings(balance, problem), shared, sdpa_kernel(backend):
             yield
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,18 +109,14 @@ def _in_context(
     return Attention(forward, around)
 
 
-_MODULE = "torch.distributed.tensor.experimental"
 SIDES = (
     Side(
         "torch ring",
         _ring,
-        imports=f"{_MODULE}._context_parallel._attention:_templated_ring_attention",
         offers=frozenset({CAUSAL, CROSS}),
         causal_layout="zigzag",
         cuda_dtype="bfloat16",
         beside=ours.RING,
     ),
-    Side(
-        "torch context_parallel", _context_parallel, imports=f"{_MODULE}:context_parallel", beside=ours.RING
-    ),
+    Side("torch context_parallel", _context_parallel, beside=ours.RING),
 )

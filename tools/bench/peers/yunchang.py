@@ -70,8 +70,7 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv; the tensors are the gradient of out, q, k, v and out."""
     heads_first = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
-    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale}
-    found = cpu_flash_backward(*heads_first, softmax_lse.contiguous(), **options)
+    found = cpu_flash_backward(*heads_first, softmax_lse.contiguous(), causal=causal, scale=softmax_scale)
     return tuple(gradient.transpose(1, 2) for gradient in found)
 
 
@@ -83,34 +82,31 @@ def _backward(*args: Any, **unused: Any) -> None:
         buffer.copy_(gradient)
 
 
-def _side(name: str, make: Any, imports: str, offers: set[str], **options: Any) -> Side:
-    return Side(name, make, "peer", "yunchang", imports, frozenset(offers), **options)
-
-
-_RING = {"beside": ours.RING, "cuda_dtype": "bfloat16"}
 SIDES = (
-    _side(
+    Side(
         "yunchang ulysses",
         _ulysses,
-        "yunchang:UlyssesAttention",
-        {CAUSAL, GROUPED, CROSS},
+        package="yunchang",
+        offers=frozenset({CAUSAL, GROUPED, CROSS}),
         beside=ours.ULYSSES,
     ),
-    _side(
+    Side(
         "yunchang ring",
         _ring,
-        "yunchang.ring:zigzag_ring_flash_attn_func",
-        {CAUSAL, CROSS},
+        package="yunchang",
+        offers=frozenset({CAUSAL, CROSS}),
         causal_layout="zigzag",
         dtype="bfloat16",
-        **_RING,
+        cuda_dtype="bfloat16",
+        beside=ours.RING,
     ),
-    _side(
+    Side(
         "yunchang ring_pytorch",
         _ring_pytorch,
-        "yunchang.ring.ring_pytorch_attn:ring_pytorch_attn_func",
-        {CAUSAL},
+        package="yunchang",
+        offers=frozenset({CAUSAL}),
         dtype="float32",
-        **_RING,
+        cuda_dtype="bfloat16",
+        beside=ours.RING,
     ),
 )
