@@ -12,6 +12,7 @@ B batch, S sequence, H heads, D head dim, P ranks, N tensors that travel togethe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,18 +107,17 @@ def _wait(transfers: list[Any]) -> None:
         transfer.wait()
 
 
-def _side(name: str, function: Any, beside: str) -> Side:
-    def make(world: World, problem: Problem, mask: Tensor | None) -> Attention:
-        if (
-            problem.queries % world.num_ranks
-            or problem.heads % world.num_ranks
-            or world.device.type == "cuda"
-        ):
-            raise ValueError(
-                "the best case is written for a CPU and for sizes that divide by the number of ranks"
-            )
-        return Attention(lambda q, k, v: function.apply(q, k, v, world.group))
+def _make(world: World, problem: Problem, mask: Tensor | None, function: Any) -> Attention:
+    on_cuda = world.device.type == "cuda"
+    if on_cuda or problem.queries % world.num_ranks or problem.heads % world.num_ranks:
+        raise ValueError(
+            "the best case is written for a CPU and for sizes that divide by the number of ranks"
+        )
+    return Attention(lambda q, k, v: function.apply(q, k, v, world.group))
 
+
+def _side(name: str, function: Any, beside: str) -> Side:
+    make = partial(_make, function=function)
     return Side(name, make, kind="best case", offers=frozenset(), beside=beside)
 
 

@@ -28,30 +28,31 @@ class Traffic:
 class SaveOnCpu:
     """torch's checkpoint for each block; what it saves, its inputs, goes through torch's `save_on_cpu`."""
 
+    smallest_bytes = 1
+
     def __init__(self, blocks: Sequence[nn.Module], traffic: Traffic):
         self._blocks, self._traffic = blocks, traffic
 
-    def __call__(self, hidden: Tensor, timestep: Tensor) -> Tensor:
-        for block in self._blocks:
-            with _counted(save_on_cpu(pin_memory=torch.cuda.is_available()), self._traffic):
-                hidden = checkpoint(block, hidden, timestep, use_reentrant=False, preserve_rng_state=False)
-        return hidden
-
-
-class TorchtuneOffload:
-    """torch's checkpoint for each block within torchtune's `OffloadActivations`."""
-
-    def __init__(self, blocks: Sequence[nn.Module], traffic: Traffic):
-        from torchtune.training import OffloadActivations
-
-        self._blocks, self._traffic, self._make_hooks = blocks, traffic, OffloadActivations
+    def hooks(self) -> saved_tensors_hooks:
+        return save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def __call__(self, hidden: Tensor, timestep: Tensor) -> Tensor:
-        # A new one for each step: an aborted step leaves entries behind, which it refuses to start with.
-        with _counted(self._make_hooks(), self._traffic, smallest_bytes=1024):
+        with _counted(self.hooks(), self._traffic, self.smallest_bytes):
             for block in self._blocks:
                 hidden = checkpoint(block, hidden, timestep, use_reentrant=False, preserve_rng_state=False)
         return hidden
+
+
+class TorchtuneOffload(SaveOnCpu):
+    """The same through torchtune's `OffloadActivations`."""
+
+    smallest_bytes = 1024
+
+    def hooks(self) -> saved_tensors_hooks:
+        """New ones for each step: an aborted step leaves entries behind, which they refuse to start with."""
+        from torchtune.training import OffloadActivations
+
+        return OffloadActivations()
 
 
 def why_no_torchtune(device: torch.device) -> str | None:
@@ -64,7 +65,7 @@ def why_no_torchtune(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "its OffloadActivations asks for CUDA streams"
 
 
-def _counted(hooks: saved_tensors_hooks, traffic: Traffic, smallest_bytes: int = 1) -> saved_tensors_hooks:
+def _counted(hooks: saved_tensors_hooks, traffic: Traffic, smallest_bytes: int) -> saved_tensors_hooks:
     """The same hooks, which also count; smaller tensors stay where they are."""
     pack_hook, unpack_hook = hooks.pack_hook, hooks.unpack_hook
 
