@@ -35,6 +35,7 @@ import itertools
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,8 @@ TIMED = {
 BEST_SIZES = ((2048, 8, 64), (256, 8, 32), (64, 4, 16))
 # Least length of a turn: a shorter call is repeated.
 LEAST_MS = 20.0
+# gloo's threads let go of a tensor a moment after the transfer was waited for.
+LET_GO_S = 0.1
 
 # ---- what a rank does
 
@@ -208,6 +211,7 @@ def measure_bytes(side: Prepared) -> dict[str, Any]:
             assert node is not None, "the output needs no gradient"
             del output
             gc.collect()
+            time.sleep(LET_GO_S)
             counted["kept_bytes"] = live.now_bytes
             del node
     counted["q_bytes"] = side.inputs[0].nbytes
