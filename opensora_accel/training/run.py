@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import statistics
 from collections.abc import Sequence
@@ -45,6 +46,9 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         if started_here:
             reset(destroy_process_group=True)
+            # A group's threads end with its last holder. One that lets go of a tensor while Python shuts down would
+            # abort the process, which a launcher takes for a failed rank.
+            gc.collect()
 
 
 def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
