@@ -1,52 +1,107 @@
 """Parameters sharded by torch FSDP2 over the ranks that a Plan names.
 
-Example for P = 3 ranks (dp_shard=3, sharding="zero3"): each rank keeps a third of every weight. Before a block
-computes, its weights are gathered on all three, and dropped after it; after its backward the three gradients
-are averaged, and each rank keeps the third that belongs to its weights.
+Each rank keeps its part of every weight, of its gradient and of the optimizer's state. Before a block computes, its
+weights are gathered; after its backward the gradients are averaged, and each rank keeps the part that belongs to its
+weights. Ranks of a sequence group share the shards too, because gradients are averaged over *mixed* anyway. With
+F shards on W ranks there are W/F copies. On W = 4 ranks, a weight of rows 0…7:
 
-A rank's own third has another norm than the whole gradient. Clip by the whole one: `training.optim.clip_gradients`, or
+    sharding_factor    rank 0    rank 1    rank 2    rank 3
+    4                  0 1       2 3       4 5       6 7        FULL_SHARD, SHARD_GRAD_OP
+    2                  0…3       4…7       0…3       4…7        HYBRID_SHARD, HYBRID_SHARD_ZERO2
+    1                  0…7       0…7       0…7       0…7        NO_SHARD
+
+Precision. With precision="bf16" each rank keeps fp32 shards, gathers and computes in bf16, and adds gradients up in
+fp32. Nothing runs under torch.autocast, whose lists of operators differ between CPU and CUDA and whose cache keeps
+every gathered bf16 weight alive until the forward ends. Modules that the model keeps in fp32 (diffusers'
+`_keep_in_fp32_modules`) are gathered and computed in fp32. The model is then called as one that was loaded in bf16,
+but hidden states may come in fp32. A timestep is never rounded: bf16 has no number between 996 and 1000.
+
+A rank's own shard has another norm than the whole gradient. Clip by the whole one: `training.optim.clip_gradients`, or
 `shardformer.tensor_parallel.total_grad_norm` in a loop of your own.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import TypeVar
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
 
-from opensora_accel.parallel_states import get_mesh
+from opensora_accel.parallel_states import get_mesh, make_mesh
 from opensora_accel.plan import Plan
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# Gradients are added up in fp32, and the optimizer steps on fp32 shards.
+_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+# Arguments with the diffusion time, beside those called timestep…
+_TIMES = ("t", "time", "sigma", "sigmas")
+_AS_THEY_ARE = MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
 def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> ModelT:
     """The same model with its parameters as DTensors, gathered block by block while they are used.
 
-    Parameters are sharded over dp_shard × ring × ulysses, and replicated over dp_replicate (HSDP). Gradients are
-    averaged over *mixed*, which is what the gradient convention of `communications` asks for: the divisor stays
-    at FSDP's own default.
+    Gradients are averaged over *mixed*, which is what the gradient convention of `communications` asks for: the divisor
+    stays at FSDP's own default, whatever the sharding factor.
 
     Args:
-        plan: sharding "zero2" keeps parameters gathered between forward and backward, "zero3" does not.
-        blocks: the repeated blocks, each gathered on its own.
+        plan: sharding "zero2" keeps parameters gathered between forward and backward, "zero3" does not;
+            `sharding_factor`, `precision`, `prefetch` and `cpu_offload` say the rest.
+        blocks: the repeated blocks in the order in which they run, each gathered on its own.
 
     Raises:
-        ValueError: plan.sharding is "none".
+        ValueError: plan.sharding is "none", or bf16 is asked of a model whose own parameters are not fp32.
     """
     if plan.sharding == "none":
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
-    mesh = _parameter_mesh(plan)
-    reshard = plan.sharding == "zero3"
-    # Inner modules first: what a block holds is not gathered again with the model's own parameters.
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    # In place: the model's class becomes a subclass of its own that FSDP makes.
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    num_copies = plan.mixed // plan.num_shards
+    mesh = get_mesh("mixed") if num_copies == 1 else make_mesh(num_copies, plan.num_shards)
+    offload: OffloadPolicy = OffloadPolicy()
+    if plan.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    options: Any = {
+        "mesh": mesh,
+        "reshard_after_forward": plan.sharding == "zero3",
+        "mp_policy": _AS_THEY_ARE,
+        "offload_policy": offload,
+    }
+    kept: set[int] = set()
+    if plan.precision == "bf16":
+        _check_master_weights(model)
+        options["mp_policy"] = _BF16
+        kept = _kept_in_fp32(model)
+        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    if kept:
+        # FSDP2 gathers the parameters of one mesh together, in one dtype. A second mesh of the same ranks makes those
+        # that stay in fp32 a group of their own.
+        fp32 = _mesh_info(make_mesh(num_copies, plan.num_shards))
+        options["shard_placement_fn"] = lambda parameter: (
+            ShardPlacementResult(Shard(0), fp32) if id(parameter) in kept else None
+        )
+    # Inner modules first: what a block holds is not gathered again with the model's own parameters. FSDP2 works in
+    # place: a module's class becomes a subclass of its own.
+    modules: list[nn.Module] = [*blocks, model]
+    for module in modules:
+        unit = fully_shard(module, **options)
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            if kept and group.mesh_info is fp32:
+                group.mp_policy = _AS_THEY_ARE
+    _prefetch(blocks, plan.prefetch)
     return model
 
 
@@ -60,12 +115,63 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _parameter_mesh(plan: Plan) -> DeviceMesh:
-    """1-D over the shard ranks, or 2-D with dp_replicate in front."""
-    if plan.dp_replicate == 1:
-        return get_mesh("mixed")
-    # The ranks in the order of the job's mesh, dp_replicate outermost and tp innermost: shares of layers stay apart.
-    ranks = get_mesh().mesh.reshape(plan.dp_replicate, plan.mixed // plan.dp_replicate, plan.tp)
-    names = ("replicate", "shard", "tp")
-    mesh = DeviceMesh(get_mesh().device_type, torch.as_tensor(ranks), mesh_dim_names=names)
-    return mesh["replicate", "shard"]
+def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
+    """Says before a backward whether it is the last of a step that accumulates gradients.
+
+    Every backward reduce-scatters, so that no rank ever holds whole gradients beyond one block. Only the all-reduce
+    between copies (HSDP) waits for the last one. FSDP2's `set_requires_gradient_sync(False)` would instead keep the
+    gradients of the whole model on every rank, in fp32.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+
+
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, replicate_mesh_dim=0, shard_mesh_dim=1)
+
+
+def _check_master_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f'precision="bf16" keeps fp32 master weights, but {name} is {parameter.dtype}; call model.float() '
+                'before shardformer.shard, or set precision="fp32" to compute in the dtype that the model has'
+            )
+
+
+def _kept_in_fp32(model: nn.Module) -> set[int]:
+    """Ids of the parameters that the model's class wants in fp32, by diffusers' rule: a part of the name is listed."""
+    listed = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {id(parameter) for name, parameter in model.named_parameters() if listed & set(name.split("."))}
+
+
+def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Hidden states and text in bf16; times, and what has fewer than two dims (a length, a scale), stay as they are."""
+    names = list(inspect.signature(model.forward).parameters)
+
+    def cast(name: str, value: Any) -> Any:
+        if "timestep" in name or name in _TIMES:
+            return value
+        return tree_map_only(Tensor, _cast_tensor, value)
+
+    # More arguments than names come only where forward takes *args.
+    cast_args = tuple(
+        cast(name, value) for name, value in zip_longest(names[: len(args)], args, fillvalue="")
+    )
+    return cast_args, {name: cast(name, value) for name, value in kwargs.items()}
+
+
+def _cast_tensor(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor
+
+
+def _prefetch(blocks: Sequence[nn.Module], num_blocks: int) -> None:
+    """Gathers the next blocks while one computes: those after it in forward, those before it in backward."""
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + num_blocks])
+        before = units[max(0, index - num_blocks) : index]
+        # With an empty list FSDP2 would choose by itself; a block that is here already is not gathered again.
+        unit.set_modules_to_backward_prefetch(before[::-1] or [unit])

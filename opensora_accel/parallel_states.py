@@ -19,6 +19,7 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,8 @@ _START_TIMEOUT_S = 600.0
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}
+# What `init_parallel` was told; groups that are made later get it too.
+_group_timeout: datetime.timedelta | None = None
 
 
 def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float | None = None) -> DeviceMesh:
@@ -79,6 +82,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), or the
             timeout is no positive number.
     """
+    global _group_timeout
     timeout = _timeout(timeout_s)
     if _meshes:
         raise ValueError(
@@ -101,11 +105,34 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         _meshes[name] = mesh[axes]._flatten(name)
         _groups[name] = _meshes[name].get_group()
     _groups["tensor"] = _groups["tp"]
-    if timeout is not None:
-        # Groups do not inherit the timeout of the group that they are made from.
-        for group in _groups.values():
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    _group_timeout = timeout
+    _set_timeout(_groups.values())
     return mesh
+
+
+def make_mesh(num_outer: int, num_inner: int) -> DeviceMesh:
+    """The ranks of *mixed* as a mesh [num_outer, num_inner] with process groups of its own; 1-D where num_outer is 1.
+
+    Neighbouring ranks differ along the inner dim; the axis tp stays apart. Every rank of the job has to call.
+    """
+    # tp is the innermost axis of the job's mesh.
+    whole = get_mesh()
+    ranks = whole.mesh.reshape(num_outer, num_inner, whole["tp"].size())
+    # Naming the backend keeps torch from giving the default group to a dim that spans all ranks.
+    backends = ((dist.get_backend_config(), None),) * 3
+    mesh = DeviceMesh(
+        whole.device_type, ranks, mesh_dim_names=("replicate", "shard", "tp"), backend_override=backends
+    )
+    found = mesh["shard"] if num_outer == 1 else mesh["replicate", "shard"]
+    _set_timeout(found.get_all_groups())
+    return found
+
+
+def _set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Groups do not inherit the timeout of the group that they are made from."""
+    if _group_timeout is not None:
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(_group_timeout, group)
 
 
 def start_distributed(timeout_s: float | None = None) -> None:
@@ -311,7 +338,9 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
 
 def reset(destroy_process_group: bool = False) -> None:
     """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
+    global _group_timeout
     _groups.clear()
     _meshes.clear()
+    _group_timeout = None
     if destroy_process_group and dist.is_initialized():
         dist.destroy_process_group()

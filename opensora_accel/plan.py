@@ -15,13 +15,24 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 Checkpoint = Literal["none", "full", "selective"]
-Sharding = Literal["none", "zero2", "zero3"]
+Sharding = Literal[
+    "none", "zero2", "zero3", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
+]
 Precision = Literal["fp32", "bf16", "fp64"]
 
 MESH_AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 SEQUENCE_AXES = ("ring", "ulysses")
 MIXED_AXES = DATA_AXES + SEQUENCE_AXES
+
+# The names that FSDP's users know. A Plan stores the short ones.
+_STRATEGIES: dict[str, Sharding] = {
+    "NO_SHARD": "none",
+    "SHARD_GRAD_OP": "zero2",
+    "FULL_SHARD": "zero3",
+    "HYBRID_SHARD": "zero3",
+    "HYBRID_SHARD_ZERO2": "zero2",
+}
 
 
 def check_offload(offload: object) -> None:
@@ -63,7 +74,16 @@ class Plan:
     mlp_chunks: int = 1
     """Pieces along the tokens in which every block's MLP runs and is recomputed; 1 runs it whole."""
     sharding: Sharding = "none"
-    """Parameters: none (replicated), zero2 (gradients and optimizer sharded), zero3 (parameters too)."""
+    """Parameters: none (replicated), zero2 (gradients and optimizer sharded), zero3 (parameters too); or FSDP's names:
+    NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2."""
+    sharding_factor: int | None = None
+    """Ranks that hold one copy of the parameters between them, by default dp_shard × ring × ulysses. The data ranks are
+    then split anew between dp_replicate and dp_shard: 16 ranks as dp_shard=8 × ulysses=2 with a factor of 4 become
+    dp_replicate=4 × dp_shard=2 × ulysses=2."""
+    prefetch: int = 1
+    """Blocks whose sharded parameters are gathered ahead of the one that computes; 0 gathers each when it is needed."""
+    cpu_offload: bool = False
+    """Keep sharded parameters, their gradients and the optimizer's state in host memory."""
     precision: Precision = "fp32"
     """Compute precision. bf16 keeps fp32 master weights; fp64 is for proofs."""
 
@@ -86,6 +106,52 @@ class Plan:
             raise ValueError(
                 f"mlp_chunks must be a whole number of pieces, at least 1; got {self.mlp_chunks!r}"
             )
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        named = self.sharding
+        # A frozen dataclass has no other way to store a value that it has translated.
+        object.__setattr__(self, "sharding", _STRATEGIES.get(named, named))
+        factor = self.sharding_factor
+        if factor is not None:
+            fits = [
+                1,
+                self.ulysses,
+                *(self.sequence * n for n in range(1, self.data + 1) if self.data % n == 0),
+            ]
+            if not isinstance(factor, int) or isinstance(factor, bool) or factor not in fits:
+                raise ValueError(
+                    f"sharding_factor must be 1, ulysses ({self.ulysses}), or ring × ulysses ({self.sequence}) times a "
+                    f"divisor of the {self.data} data ranks: one of {', '.join(map(str, sorted(set(fits))))}; "
+                    f"got {factor!r}"
+                )
+            dp_shard = max(1, factor // self.sequence)
+            object.__setattr__(self, "dp_replicate", self.data // dp_shard)
+            object.__setattr__(self, "dp_shard", dp_shard)
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise ValueError(f"prefetch must be a whole number of blocks, at least 0; got {self.prefetch!r}")
+        if self.sharding == "none" and (factor or 1) > 1:
+            raise ValueError(
+                f'sharding_factor={factor} shards parameters, but sharding="{named}" keeps them whole; '
+                'set sharding="zero3" (or "zero2"), or leave sharding_factor out'
+            )
+        if self.sharding == "none" and self.cpu_offload:
+            raise ValueError(
+                f'cpu_offload keeps shards in host memory, but sharding="{named}" keeps parameters whole; '
+                'set sharding="zero3" (or "zero2")'
+            )
+        is_hybrid = 1 < self.num_shards < self.mixed
+        if named.startswith("HYBRID_SHARD") and not is_hybrid:
+            raise ValueError(
+                f'sharding="{named}" replicates shards, but all {self.mixed} ranks hold {self.num_shards} shards; '
+                "set dp_replicate, or sharding_factor between 1 and all ranks (the GPUs of one machine, say)"
+            )
+        if named in ("SHARD_GRAD_OP", "FULL_SHARD") and self.num_shards < self.mixed:
+            hybrid = "HYBRID_SHARD" if named == "FULL_SHARD" else "HYBRID_SHARD_ZERO2"
+            raise ValueError(
+                f'sharding="{named}" shards over all {self.mixed} ranks, but dp_replicate or sharding_factor asks for '
+                f'{self.num_shards}; use sharding="{hybrid}"'
+            )
         if self.dp_shard > 1 and self.sharding == "none":
             raise ValueError(
                 f'dp_shard={self.dp_shard} shards parameters, but sharding="none" keeps them whole; '
@@ -106,6 +172,24 @@ class Plan:
     def mixed(self) -> int:
         """Ranks over which gradients are averaged: data × sequence."""
         return self.data * self.sequence
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that hold one copy of the parameters between them: the sharding factor."""
+        if self.sharding == "none":
+            return 1
+        return self.sharding_factor or self.mixed // self.dp_replicate
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which parameters are sharded, outermost first: the innermost of mixed."""
+        axes, size = list[str](), 1
+        for axis in reversed(MIXED_AXES):
+            if size == self.num_shards:
+                break
+            axes.insert(0, axis)
+            size *= int(getattr(self, axis))
+        return tuple(axes)
 
     @property
     def world_size(self) -> int:

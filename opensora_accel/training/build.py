@@ -7,6 +7,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, get_type_hints
 
 import psutil
@@ -238,6 +239,13 @@ def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.
     group = get_parallel_group("mixed")
     devices = [device] if device.type == "cuda" else None
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
+
+
+def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
+    """How the model runs in bf16 on whole fp32 weights. Sharded weights are gathered in bf16, and nothing is cast."""
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=plan.precision == "bf16" and plan.sharding == "none"
+    )
 
 
 def describe(config: TrainConfig, model: nn.Module, num_tokens: int, num_videos: int) -> str:

@@ -17,8 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
+from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
@@ -181,13 +181,12 @@ class Trainer:
         return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
-        """Adds the gradients of a batch, which stay local until the last one of a step; its part of the loss."""
-        # Microbatches before the last one add to local gradients, and averaging waits for the last.
+        """Adds the gradients of a batch; its part of the loss."""
+        # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
         local: AbstractContextManager[Any] = nullcontext()
-        if isinstance(self.forward, nn.parallel.DistributedDataParallel):
-            local = nullcontext() if is_last else self.forward.no_sync()
-        elif isinstance(self.state.model, FSDPModule):
-            self.state.model.set_requires_gradient_sync(is_last)
+        if isinstance(self.forward, nn.parallel.DistributedDataParallel) and not is_last:
+            local = self.forward.no_sync()
+        set_last_microbatch(self.state.model, is_last)
         with local:
             loss = self.loss(batch) / self.config.optim.accumulation
             loss.backward()
@@ -205,8 +204,7 @@ class Trainer:
     def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B]."""
         text = self.text.encode(captions, self.device, self.dtype)
-        bf16 = self.config.plan.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+        with build.autocast(self.config.plan, self.device):
             (velocity,) = self.forward(
                 hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
             )

@@ -157,7 +157,7 @@ class TrueSize:
         text = torch.randn(batch, self.config.text.length, self.text_width)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=run.plan.precision == "bf16"):
+            with build.autocast(run.plan, torch.device("cpu")):
                 (velocity,) = forward(
                     hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
                 )

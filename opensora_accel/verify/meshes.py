@@ -226,7 +226,9 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
     # The data axis is the one over which this plan would really average.
     if not any(axis in DATA_AXES for axis in used):
         used.insert(0, "dp_shard" if plan.sharding != "none" else "dp_replicate")
-    one = plan.replace(**dict.fromkeys(MESH_AXES, 1))
+    # A factor of more than one rank belongs to the mesh that it was chosen for.
+    factor = 1 if plan.sharding_factor == 1 else None
+    one = plan.replace(**dict.fromkeys(MESH_AXES, 1), sharding_factor=factor)
     pairs = itertools.combinations(used, 2) if max_ranks >= 4 else ()
     found = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
     # Each axis alone, in sizes that make 1/P another number than 1/2 or a constant.

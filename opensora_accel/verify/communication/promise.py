@@ -22,7 +22,6 @@ from opensora_accel.verify.communication.agreement import Violation, disagreemen
 from opensora_accel.verify.communication.operators import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
 from opensora_accel.verify.communication.record_step import RankRecord, Record
 from opensora_accel.verify.meshes import (
-    SHARD_AXES,
     MeshShape,
     axes_between,
     group_of,
@@ -163,7 +162,7 @@ def missing_attention(record: Record, axis: str, degree: int) -> Iterator[Violat
 
 def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Violation]:
     """Parameters that FSDP gathers over other ranks than the plan's, or too often, or not at all."""
-    shape, shard_axes = record.shape, record.shape.used(SHARD_AXES)
+    shape, shard_axes = record.shape, record.shape.used(plan.shard_axes)
     gathers = [
         call for call in rank.calls if call.kind == "all-gather" and call.is_by_fsdp and len(call.group) > 1
     ]
