@@ -263,6 +263,11 @@ def get_mesh(name: str = "all") -> DeviceMesh:
     return _meshes[name]
 
 
+def has_mesh() -> bool:
+    """Whether `init_parallel` has made the job's mesh."""
+    return "all" in _meshes
+
+
 def get_parallel_group(name: str) -> dist.ProcessGroup:
     """The group called `name`: data, sequence, mixed, tensor, or a single mesh axis.
 

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens
+from opensora_accel.deferred import is_deferred, materialize, resume_recording
 from opensora_accel.fsdp import shard_parameters
 from opensora_accel.parallel_states import (
+    get_mesh,
     get_parallel_group,
     get_sequence_parallel_group,
     get_tensor_parallel_group,
+    has_mesh,
     has_parallel_group,
 )
 from opensora_accel.plan import Plan
@@ -77,13 +80,15 @@ def shard(
     with ExitStack() as undo:
         # From the inside out: layers are replaced before hooks are put on them, a checkpoint recomputes a block with
         # its hooks, and FSDP2 shards what all of this has left.
-        for swap in policy.norm_swaps:
-            _swap_norms(model, swap, undo)
+        with resume_recording(model):  # of a deferred model what becomes of its parameters is noted
+            for swap in policy.norm_swaps:
+                _swap_norms(model, swap, undo)
         report = None if norms is None else swap_norms(model, norms, within=policy.norms)
         if report is not None:
             undo.callback(report.undo)
         if plan.tp > 1:
-            _shard_tensors(model, plan, policy, undo)
+            with resume_recording(model):
+                _shard_tensors(model, plan, policy, undo)
         if group is not None:
             spread_tokens(model, plan, policy, Tokens(group), undo)
         if plan.mlp_chunks > 1:
@@ -92,6 +97,8 @@ def shard(
             _checkpoint(model, plan, policy, undo)
         if plan.sharding != "none":
             shard_parameters(model, plan, blocks_of(model, policy))
+        if is_deferred(model):
+            materialize(model, "cpu" if plan.cpu_offload or not has_mesh() else get_mesh().device_type)
         for name, refuse in (("__deepcopy__", refuse_copy), ("__reduce_ex__", refuse_pickle)):
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)

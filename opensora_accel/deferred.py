@@ -1,0 +1,461 @@
+"""Models that are built without memory, and get their values later, shard by shard.
+
+    with opensora_accel.deferred_init(seed=0):
+        model = WanTransformer3DModel(**config)      # 14 B parameters, and no bytes yet
+    opensora_accel.load_weights(model, folder)       # or leave it out: then the values are drawn
+    shardformer.shard(model, plan)                   # every rank makes what it holds
+
+Within the context every operation on floating-point tensors runs on the meta device and is noted down: what it
+reads, which memory it writes, and whether it draws random numbers. Later the operations that led to one parameter are
+run again, with memory, and the rank keeps its shard of the result. A Linear of 4 inputs and 2 outputs notes
+
+    0    empty(2, 4)           → memory a
+    1    uniform_(a, −½, ½)    writes a, draws
+    2    empty(2)              → memory b
+    3    uniform_(b, −½, ½)    writes b, draws
+
+and its bias is made by running 2 and 3 alone. The draws of one operation are seeded by the name of the first
+parameter that it leads to ("blocks.0.norm.weight", its first draw) and the seed of the context. So values do not depend
+on the order in which they are made, on the number of ranks, or on the Plan, and whoever runs all of it on one device
+has the same bits. At most one parameter is whole at a time, beside what leads to it.
+
+What a constructor computes from whole numbers, `arange`, numpy or its own arguments has values at once, and so have
+buffers. A constructor that looks at values which are drawn cannot be deferred, and is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_ATTRIBUTE = "_deferred"
+_aten = torch.ops.aten
+# Factories whose result may be a parameter. Those of known values, `arange` or `tensor`, make it at once.
+_FACTORIES = {
+    _aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full,
+    _aten.rand, _aten.randn, _aten.randint, _aten.randperm, _aten.normal,
+}  # fmt: skip
+# Operations that look at values.
+_READS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.equal, _aten.nonzero, _aten.masked_select}
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of the meta device: which memory it shows, and how."""
+
+    memory: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view [shape] of real memory."""
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
+
+
+@dataclass
+class _Operation:
+    run: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    results: list[_View]
+    draws: bool
+    # Memory that it needs as it was before.
+    reads: set[int]
+
+
+@dataclass
+class _Weights:
+    """One tensor of a safetensors file; any rows of it are read without the others."""
+
+    path: Path
+    name: str
+
+    def __call__(self, rows: slice = slice(None)) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            if rows == slice(None):
+                return file.get_tensor(self.name)
+            return file.get_slice(self.name)[rows]
+
+
+@dataclass(eq=False)
+class _Recording(TorchDispatchMode):
+    """The operations of one `deferred_init`, in their order."""
+
+    seed: int
+    operations: list[_Operation] = field(default_factory=list)
+    # For each memory, the operations that wrote it.
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    # Keeps memory (of no bytes) alive, so that no other gets its key.
+    alive: list[Tensor] = field(default_factory=list)
+    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __deepcopy__(self, _memo: Any) -> _Recording:
+        return self
+
+    def knows(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and not isinstance(tensor, DTensor) and _memory(tensor) in self.writers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet, schema = func.overloadpacket, func._schema
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = [tensor for tensor in tensors if self.knows(tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        written = _written(schema, args, kwargs)
+        if not known:
+            makes_floats = kwargs.get("dtype") in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+            if draws and written:
+                raise _refusal(f"it draws random numbers ({func}) into a tensor that has values already")
+            if not draws and not (packet in _FACTORIES and makes_floats):
+                return func(*args, **kwargs)
+        # Who looks at values, or takes them into a tensor that has values, gets them, if nothing in them is drawn.
+        if packet in _READS or any(not self.knows(tensor) for tensor in written):
+            real = {id(tensor): tensor for tensor in tensors}
+            for tensor in known:
+                if any(self.operations[at].draws for at in self._needed([_memory(tensor)])):
+                    raise _refusal(f"it looks at values that are drawn ({func})")
+                real[id(tensor)] = self.values([_view(tensor)], {})[0]
+            return func(*tree_map_only(Tensor, lambda t: real[id(t)], args), **kwargs)
+
+        def to_meta(tensor: Tensor) -> Tensor:
+            return tensor if tensor.is_meta else tensor.to("meta")
+
+        on_meta = tree_map_only(Tensor, to_meta, (args, kwargs))
+        device = {"device": torch.device("meta")} if any(a.name == "device" for a in schema.arguments) else {}
+        result = func(*on_meta[0], **on_meta[1] | device)
+
+        def note(tensor: Tensor) -> Any:
+            return _view(tensor) if self.knows(tensor) else tensor.detach().clone()
+
+        noted_args, noted_kwargs = tree_map_only(Tensor, note, (args, kwargs))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        reads = {_memory(tensor) for tensor in known}
+        writes = {_memory(tensor) for tensor in written} | ({_memory(tensor) for tensor in results} - reads)
+        if writes:
+            if device:
+                noted_kwargs["device"] = torch.device("cpu")
+            self._add(_Operation(func, noted_args, noted_kwargs, list(map(_view, results)), draws, reads), writes)
+        self.alive += results
+        return result
+
+    def _add(self, operation: _Operation, writes: Iterable[int]) -> None:
+        for memory in writes:
+            self.writers.setdefault(memory, []).append(len(self.operations))
+        self.operations.append(operation)
+
+    def _needed(self, memories: Iterable[int]) -> list[int]:
+        """The operations that lead to these memories, in their order."""
+        found: set[int] = set()
+        # Memory as it was before operation number `end`.
+        left = [(memory, len(self.operations)) for memory in memories]
+        seen = set(left)
+        while left:
+            memory, end = left.pop()
+            for at in self.writers.get(memory, ()):
+                if at < end:
+                    found.add(at)
+                    new = {(read, at) for read in self.operations[at].reads} - seen
+                    seen |= new
+                    left += new
+        return sorted(found)
+
+    def seeds(self, named: Iterable[tuple[str, _View]]) -> dict[int, int]:
+        """The seed of every operation that draws: from the first name that it leads to, and its place there."""
+        seeds: dict[int, int] = {}
+        for name, view in named:
+            draws = [at for at in self._needed([view.memory]) if self.operations[at].draws and at not in seeds]
+            for number, at in enumerate(draws):
+                digest = hashlib.sha256(f"{self.seed}/{name}/{number}".encode()).digest()
+                seeds[at] = int.from_bytes(digest[:8], "little") >> 1
+        return seeds
+
+    @torch.no_grad()
+    def values(self, views: Sequence[_View], seeds: dict[int, int]) -> list[Tensor]:
+        """The tensors [shape of each view] on the host, made by running again what led to them."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        for at in self._needed([view.memory for view in views]):
+            operation = self.operations[at]
+
+            def real(leaf: Any) -> Any:
+                return leaf.of(storages[leaf.memory]) if isinstance(leaf, _View) else leaf
+
+            args, kwargs = tree_map(real, (operation.args, operation.kwargs))
+            with torch.random.fork_rng(devices=[], enabled=operation.draws):
+                if operation.draws:
+                    torch.manual_seed(seeds[at])
+                result = operation.run(*args, **kwargs)
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            for view, tensor in zip(operation.results, made, strict=True):
+                storages.setdefault(view.memory, tensor.untyped_storage())
+        return [view.of(storages[view.memory]) for view in views]
+
+    def read_later(self, tensor: Tensor, weights: _Weights) -> Tensor:
+        """What takes the place of `tensor` [...] of the meta device: a tensor whose values are read from a file."""
+        found = torch.empty_like(tensor, device="meta", dtype=tensor.dtype)
+        self.alive.append(found)
+        self._add(_Operation(weights, (), {}, [_view(found)], False, set()), [_memory(found)])
+        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+    def refresh(self) -> None:
+        """Notes on each module what is still to be made, and gives values to all else that is not drawn."""
+        for module in list(self.modules):
+            deferred = vars(module).setdefault(_ATTRIBUTE, {})
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None and self.knows(tensor):
+                    deferred[name] = (self, _view(tensor))
+            for holder in (module._buffers, vars(module)):
+                for name, tensor in list(holder.items()):
+                    if isinstance(tensor, Tensor) and self.knows(tensor):
+                        self._fill(module, holder, name, tensor)
+
+    def _fill(self, module: nn.Module, holder: Any, name: str, tensor: Tensor) -> None:
+        if not any(self.operations[at].draws for at in self._needed([_memory(tensor)])):
+            holder[name] = self.values([_view(tensor)], {})[0]
+            vars(module)[_ATTRIBUTE].pop(name, None)
+        elif holder is not module._buffers:
+            raise _refusal(f"{type(module).__name__}.{name} holds drawn values, and is neither parameter nor buffer")
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _view(tensor: Tensor) -> _View:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return _View(_memory(tensor), shape, stride, int(tensor.storage_offset()), tensor.dtype)
+
+
+def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    found = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(f"this model cannot be built by deferred_init: {what}; build it without")
+
+
+@contextmanager
+def deferred_init(seed: int = 0) -> Iterator[None]:
+    """Within it, models are built without memory; `shardformer.shard` or `materialize` gives them their values.
+
+    Args:
+        seed: of the values that are drawn. The generators of the process are not touched.
+
+    Raises:
+        ValueError: a constructor looks at values that are drawn.
+    """
+    recording = _Recording(seed)
+    try:
+        with _recording(recording):
+            yield
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if "meta" in str(error):
+            error.add_note("deferred_init builds on the meta device; a constructor that needs values cannot be deferred")
+        raise
+
+
+@contextmanager
+def _recording(recording: _Recording) -> Iterator[None]:
+    def registered(module: nn.Module, _name: str, _tensor: Any) -> None:
+        recording.modules.add(module)
+
+    handles = [
+        register_module_parameter_registration_hook(registered),
+        register_module_buffer_registration_hook(registered),
+    ]
+    try:
+        with recording:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    recording.refresh()
+
+
+@contextmanager
+def resume_recording(model: nn.Module) -> Iterator[None]:
+    """What is done to the parameters of a deferred model within it, as cutting them, is done again with their values."""
+    recordings = {id(each): each for _, _, (each, _) in _deferred_tensors(model)}
+    if not recordings:
+        yield
+        return
+    if len(recordings) > 1:
+        raise ValueError("the parts of this model were built in several deferred_init; build them in one")
+    with _recording(*recordings.values()):
+        yield
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether parameters or buffers of the model still wait for their values."""
+    return any(True for _ in _deferred_tensors(model))
+
+
+def _deferred_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[_Recording, _View]]]:
+    for path, module in model.named_modules():
+        for name, source in vars(module).get(_ATTRIBUTE, {}).items():
+            yield f"{path}.{name}" if path else name, module, source
+
+
+@torch.no_grad()
+def materialize(model: ModelT, device: torch.device | str | None = None) -> ModelT:
+    """The same model with its values: of each parameter the shard that this rank holds, whole where it is not sharded.
+
+    `shardformer.shard` calls it. Parameters become other objects: build the optimizer afterwards. A tensor that got
+    other values in the meantime keeps them.
+
+    Args:
+        device: by default that of their mesh for shards, and the host for whole tensors.
+
+    Returns:
+        The model. One that is not deferred is left alone.
+
+    Communication: none; every rank makes what it holds.
+    """
+    found = list(_deferred_tensors(model))
+    if not found:
+        return model
+    seeds = {
+        id(recording): recording.seeds((name, view) for name, _, (each, view) in found if each is recording)
+        for recording in {id(each): each for _, _, (each, _) in found}.values()
+    }
+    made: dict[int, Tensor] = {}  # tied parameters stay one
+    for name, module, (recording, view) in found:
+        key = name.rpartition(".")[2]
+        holder: Any = module._parameters if key in module._parameters else module._buffers
+        tensor = holder.get(key)
+        if tensor is not None and tensor.is_meta:
+            if id(tensor) not in made:
+                value = _shard_of(tensor, recording, view, seeds[id(recording)], device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+            holder[key] = made[id(tensor)]
+    for _, module, _ in found:
+        vars(module).pop(_ATTRIBUTE, None)
+    return model
+
+
+def _shard_of(
+    tensor: Tensor, recording: _Recording, view: _View, seeds: dict[int, int], device: torch.device | str | None
+) -> Tensor:
+    """What takes the place of a tensor [...] of the meta device, of its shape, dtype and placements."""
+    if not isinstance(tensor, DTensor):
+        (whole,) = recording.values([view], seeds)
+        return whole.to(device or "cpu", tensor.dtype)
+    mesh = tensor.device_mesh
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    region = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+    last = recording.operations[recording.writers[view.memory][-1]]
+    if isinstance(last.run, _Weights) and region:
+        local = last.run(region[0])[(slice(None), *region[1:])]  # only these rows are read
+    else:
+        local = recording.values([view], seeds)[0][region]
+    # A copy, or the slice would keep the whole alive.
+    local = local.to(device or mesh.device_type, tensor.dtype, copy=True).contiguous()
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Fills a model from the safetensors of a folder in diffusers' layout, one file or several with an index.
+
+    A deferred model only notes where its values lie, and each rank reads what it holds when `shardformer.shard` or
+    `materialize` makes them: of a sharded parameter the rows of its shard. Any other model is filled at once. The
+    files may have another dtype than the model.
+
+    Raises:
+        FileNotFoundError: there are no safetensors in the folder.
+        ValueError: names or shapes do not fit; nothing was changed.
+    """
+    weights = _find_weights(Path(folder))
+    sources = {name: (module, source) for name, module, source in _deferred_tensors(model)}
+    targets = model.state_dict(keep_vars=True)
+    missing, unknown = sorted(targets.keys() - weights.keys()), sorted(weights.keys() - targets.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
+            f"{unknown[:5]}; build the model from the config.json of that folder, and add adapters after loading"
+        )
+    for name, tensor in targets.items():
+        shape = _shape_in(weights[name])
+        expected = sources[name][1][1].shape if name in sources else tuple(tensor.shape)
+        if shape != expected:
+            raise ValueError(
+                f"{name} is {list(shape)} in {weights[name].path} and {list(expected)} in this {type(model).__name__}; "
+                "build the model from the config.json of that folder"
+            )
+    later: dict[int, Tensor] = {}  # tied parameters stay one
+    for name, tensor in targets.items():
+        if name in sources:
+            module, (recording, _) = sources[name]
+            key = name.rpartition(".")[2]
+            if id(tensor) not in later:
+                later[id(tensor)] = recording.read_later(tensor, weights[name])
+            holder: Any = module._parameters if key in module._parameters else module._buffers
+            holder[key] = later[id(tensor)]
+            vars(module)[_ATTRIBUTE][key] = recording, _view(later[id(tensor)])
+        elif isinstance(tensor, DTensor):
+            mesh, local = tensor.device_mesh, tensor.to_local()
+            shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+            region = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+            local.copy_(weights[name](region[0])[(slice(None), *region[1:])] if region else weights[name]())
+        else:
+            tensor.copy_(weights[name]())
+
+
+def _find_weights(folder: Path) -> dict[str, _Weights]:
+    from safetensors import safe_open
+
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        return {name: _Weights(folder / Path(file).name, name) for name, file in names.items()}
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: _Weights(path, name) for name in file.keys()}
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"
+        )
+    return found
+
+
+def _shape_in(weights: _Weights) -> tuple[int, ...]:
+    from safetensors import safe_open
+
+    with safe_open(weights.path, framework="pt") as file:
+        return tuple(file.get_slice(weights.name).get_shape())
