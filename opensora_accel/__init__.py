@@ -12,14 +12,27 @@ from opensora_accel.plan import Plan
 
 if TYPE_CHECKING:
     from opensora_accel.aliases import install_as
+    from opensora_accel.deferred import deferred_init, load_weights, materialize
     from opensora_accel.parallel_states import init_parallel
 
-__all__ = ["Plan", "__version__", "init_parallel", "install_as"]
+__all__ = [
+    "Plan",
+    "__version__",
+    "deferred_init",
+    "init_parallel",
+    "install_as",
+    "load_weights",
+    "materialize",
+]
 
 __version__ = "0.1.0"
 
 
-_LAZY = {"init_parallel": "opensora_accel.parallel_states", "install_as": "opensora_accel.aliases"}
+_LAZY = {
+    "init_parallel": "opensora_accel.parallel_states",
+    "install_as": "opensora_accel.aliases",
+    **dict.fromkeys(("deferred_init", "load_weights", "materialize"), "opensora_accel.deferred"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -87,18 +87,18 @@ class _Operation:
 
 @dataclass
 class _Weights:
-    """One tensor of a safetensors file; any rows of it are read without the others."""
+    """One tensor of a safetensors file; any part of it is read without the rest."""
 
     path: Path
     name: str
 
-    def __call__(self, rows: slice = slice(None)) -> Tensor:
+    def __call__(self, dtype: torch.dtype, region: tuple[slice, ...] = ()) -> Tensor:
+        """[...] or the part of it, as `dtype`."""
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            if rows == slice(None):
-                return file.get_tensor(self.name)
-            return file.get_slice(self.name)[rows]
+            found: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
+            return found.to(dtype)
 
 
 @dataclass(eq=False)
@@ -127,14 +127,24 @@ class _Recording(TorchDispatchMode):
         packet, schema = func.overloadpacket, func._schema
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [tensor for tensor in tensors if self.knows(tensor)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         written = _written(schema, args, kwargs)
         if not known:
-            makes_floats = kwargs.get("dtype") in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+            makes_floats = kwargs.get("dtype") in (
+                None,
+                torch.float16,
+                torch.bfloat16,
+                torch.float32,
+                torch.float64,
+            )
+            if generator is not None or (not draws and not (packet in _FACTORIES and makes_floats)):
+                return func(*args, **kwargs)
             if draws and written:
                 raise _refusal(f"it draws random numbers ({func}) into a tensor that has values already")
-            if not draws and not (packet in _FACTORIES and makes_floats):
-                return func(*args, **kwargs)
+        if generator is not None:
+            raise _refusal(
+                f"it draws by a generator of its own ({func}) into a tensor that waits for its values"
+            )
         # Who looks at values, or takes them into a tensor that has values, gets them, if nothing in them is drawn.
         if packet in _READS or any(not self.knows(tensor) for tensor in written):
             real = {id(tensor): tensor for tensor in tensors}
@@ -161,7 +171,9 @@ class _Recording(TorchDispatchMode):
         if writes:
             if device:
                 noted_kwargs["device"] = torch.device("cpu")
-            self._add(_Operation(func, noted_args, noted_kwargs, list(map(_view, results)), draws, reads), writes)
+            self._add(
+                _Operation(func, noted_args, noted_kwargs, list(map(_view, results)), draws, reads), writes
+            )
         self.alive += results
         return result
 
@@ -190,7 +202,9 @@ class _Recording(TorchDispatchMode):
         """The seed of every operation that draws: from the first name that it leads to, and its place there."""
         seeds: dict[int, int] = {}
         for name, view in named:
-            draws = [at for at in self._needed([view.memory]) if self.operations[at].draws and at not in seeds]
+            draws = [
+                at for at in self._needed([view.memory]) if self.operations[at].draws and at not in seeds
+            ]
             for number, at in enumerate(draws):
                 digest = hashlib.sha256(f"{self.seed}/{name}/{number}".encode()).digest()
                 seeds[at] = int.from_bytes(digest[:8], "little") >> 1
@@ -220,7 +234,7 @@ class _Recording(TorchDispatchMode):
         """What takes the place of `tensor` [...] of the meta device: a tensor whose values are read from a file."""
         found = torch.empty_like(tensor, device="meta", dtype=tensor.dtype)
         self.alive.append(found)
-        self._add(_Operation(weights, (), {}, [_view(found)], False, set()), [_memory(found)])
+        self._add(_Operation(weights, (tensor.dtype,), {}, [_view(found)], False, set()), [_memory(found)])
         return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
     def refresh(self) -> None:
@@ -240,7 +254,9 @@ class _Recording(TorchDispatchMode):
             holder[name] = self.values([_view(tensor)], {})[0]
             vars(module)[_ATTRIBUTE].pop(name, None)
         elif holder is not module._buffers:
-            raise _refusal(f"{type(module).__name__}.{name} holds drawn values, and is neither parameter nor buffer")
+            raise _refusal(
+                f"{type(module).__name__}.{name} holds drawn values, and is neither parameter nor buffer"
+            )
 
 
 def _memory(tensor: Tensor) -> int:
@@ -282,7 +298,9 @@ def deferred_init(seed: int = 0) -> Iterator[None]:
             yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
         if "meta" in str(error):
-            error.add_note("deferred_init builds on the meta device; a constructor that needs values cannot be deferred")
+            error.add_note(
+                "deferred_init builds on the meta device; a constructor that needs values cannot be deferred"
+            )
         raise
 
 
@@ -306,7 +324,7 @@ def _recording(recording: _Recording) -> Iterator[None]:
 
 @contextmanager
 def resume_recording(model: nn.Module) -> Iterator[None]:
-    """What is done to the parameters of a deferred model within it, as cutting them, is done again with their values."""
+    """What is done to a deferred model's parameters within it, as cutting them, is done again with their values."""
     recordings = {id(each): each for _, _, (each, _) in _deferred_tensors(model)}
     if not recordings:
         yield
@@ -367,25 +385,37 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
 
 
 def _shard_of(
-    tensor: Tensor, recording: _Recording, view: _View, seeds: dict[int, int], device: torch.device | str | None
+    tensor: Tensor,
+    recording: _Recording,
+    view: _View,
+    seeds: dict[int, int],
+    device: torch.device | str | None,
 ) -> Tensor:
     """What takes the place of a tensor [...] of the meta device, of its shape, dtype and placements."""
     if not isinstance(tensor, DTensor):
         (whole,) = recording.values([view], seeds)
         return whole.to(device or "cpu", tensor.dtype)
-    mesh = tensor.device_mesh
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    region = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+    mesh, region = tensor.device_mesh, _region(tensor)
     last = recording.operations[recording.writers[view.memory][-1]]
-    if isinstance(last.run, _Weights) and region:
-        local = last.run(region[0])[(slice(None), *region[1:])]  # only these rows are read
+    if any(part.start == part.stop for part in region):
+        local = torch.empty([part.stop - part.start for part in region])  # this rank holds none of it
+    elif isinstance(last.run, _Weights):
+        local = last.run(tensor.dtype, region)  # nothing else is read
     else:
         local = recording.values([view], seeds)[0][region]
-    # A copy, or the slice would keep the whole alive.
+    # A copy, or the part would keep the whole alive.
     local = local.to(device or mesh.device_type, tensor.dtype, copy=True).contiguous()
     return DTensor.from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _region(tensor: DTensor) -> tuple[slice, ...]:
+    """The part of the whole tensor that this rank holds."""
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
 
 
 @torch.no_grad()
@@ -428,12 +458,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             holder[key] = later[id(tensor)]
             vars(module)[_ATTRIBUTE][key] = recording, _view(later[id(tensor)])
         elif isinstance(tensor, DTensor):
-            mesh, local = tensor.device_mesh, tensor.to_local()
-            shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-            region = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
-            local.copy_(weights[name](region[0])[(slice(None), *region[1:])] if region else weights[name]())
+            tensor.to_local().copy_(weights[name](tensor.dtype, _region(tensor)))
         else:
-            tensor.copy_(weights[name]())
+            tensor.copy_(weights[name](tensor.dtype))
 
 
 def _find_weights(folder: Path) -> dict[str, _Weights]:
@@ -443,10 +470,10 @@ def _find_weights(folder: Path) -> dict[str, _Weights]:
     if indices:
         names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
         return {name: _Weights(folder / Path(file).name, name) for name, file in names.items()}
-    found = {}
+    found = dict[str, _Weights]()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: _Weights(path, name) for name in file.keys()}
+            found |= {name: _Weights(path, name) for name in file.keys()}  # noqa: SIM118 (no dict)
     if not found:
         raise FileNotFoundError(
             f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"

@@ -143,7 +143,8 @@ def _check_master_weights(model: nn.Module) -> None:
 
 def _kept_in_fp32(model: nn.Module) -> set[int]:
     """Ids of the parameters that the model's class wants in fp32, by diffusers' rule: a part of the name is listed."""
-    listed = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    listed = getattr(model, "_keep_in_fp32_modules", None) or ()
+    listed = {listed} if isinstance(listed, str) else set(listed)
     return {id(parameter) for name, parameter in model.named_parameters() if listed & set(name.split("."))}
 
 

@@ -57,6 +57,9 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A DTensor shows the bytes of the whole. Its operation is taken apart first, and comes back with local tensors.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
         outputs = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor):
