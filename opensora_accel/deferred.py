@@ -392,6 +392,11 @@ def _shard_of(
     device: torch.device | str | None,
 ) -> Tensor:
     """What takes the place of a tensor [...] of the meta device, of its shape, dtype and placements."""
+    if view.shape != tensor.shape:
+        raise ValueError(
+            f"a tensor of {list(view.shape)} became one of {list(tensor.shape)} while it had no values; call "
+            "opensora_accel.materialize(model) before what changes it"
+        )
     if not isinstance(tensor, DTensor):
         (whole,) = recording.values([view], seeds)
         return whole.to(device or "cpu", tensor.dtype)
@@ -437,7 +442,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     if missing or unknown:
         raise ValueError(
             f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
-            f"{unknown[:5]}; build the model from the config.json of that folder, and add adapters after loading"
+            f"{unknown[:5]}; copy the folder again, whole, build the model from its config.json, and add adapters "
+            "afterwards"
         )
     for name, tensor in targets.items():
         shape = _shape_in(weights[name])

@@ -13,9 +13,11 @@ from typing import Any, get_type_hints
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 
 import shardformer
+from opensora_accel.deferred import deferred_init, is_deferred, load_weights, resume_recording
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
@@ -24,8 +26,8 @@ from opensora_accel.training.encoders import (
     check_multiple,
     in_one_line,
     latent_shape,
-    load_pretrained,
     read_description,
+    unloadable,
 )
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
@@ -52,7 +54,9 @@ def local_device() -> torch.device:
 def build_model(
     config: TrainConfig, codec: Codec, text_width: int, dtype: torch.dtype
 ) -> tuple[nn.Module, tuple[int, int, int, int]]:
-    """The transformer in fp32, with the same weights on every rank, and the latent shape [C, t, h, w] of a clip.
+    """The transformer, which waits for its weights, and the latent shape [C, t, h, w] of a clip.
+
+    `parallelize` makes them: of sharded parameters each rank its own shards.
 
     `dtype` is what the model will run in.
 
@@ -81,12 +85,14 @@ def build_model(
     shape = check_sizes(config, codec, outline)
     _check_memory(config, outline, dtype)
     _try_shapes(outline, shape, config.text.length, text_width, source)
+    with deferred_init(config.seed):
+        model = cls.from_config(arguments)
     if config.model.path:
-        return load_pretrained(cls, "model.path", config.model.path, torch_dtype=torch.float32), shape
-    # The same weights on every rank, and the generators where they were.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return cls(**arguments), shape
+        try:
+            load_weights(model, config.model.path)
+        except SafetensorError as error:
+            raise unloadable(cls, "model.path", config.model.path, error) from error
+    return model, shape
 
 
 def _try_shapes(
@@ -151,7 +157,7 @@ def derived_arguments(num_channels: int, text_width: int) -> dict[str, int]:
 
 
 def _check_memory(config: TrainConfig, outline: nn.Module, dtype: torch.dtype) -> None:
-    """Every rank of this machine builds the whole model on the host before it is sharded, and decodes its clips there.
+    """Every rank of this machine makes its shards of the model on the host, and decodes its clips there.
 
     Communication: an object all-gather each. One verdict, before any rank has taken memory: a rank that refused alone
     would leave the others waiting.
@@ -160,7 +166,7 @@ def _check_memory(config: TrainConfig, outline: nn.Module, dtype: torch.dtype) -
     available = psutil.virtual_memory().available
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
     num_elements = num_parameters + sum(buffer.numel() for buffer in outline.buffers())
-    needed = dtype.itemsize * num_elements * num_ranks
+    needed = dtype.itemsize * num_elements * num_ranks // config.plan.num_shards
     if any(from_all_ranks(needed > available)):
         raise ValueError(
             f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
@@ -228,9 +234,12 @@ def tokens_per_sample(shape: tuple[int, int, int, int], model: Any) -> int:
 
 def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
     """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*."""
-    model = model.train().to(device)
+    model.train()
     if model.dtype != DTYPES[plan.precision]:
-        model = model.to(DTYPES[plan.precision])
+        with resume_recording(model):  # of a model that waits for its weights
+            model.to(DTYPES[plan.precision])
+    if not is_deferred(model):
+        model.to(device)
     if plan.precision == "fp64":
         lift_casts(model)
     shardformer.shard(model, plan)
