@@ -12,8 +12,9 @@ from opensora_accel.plan import Plan
 
 if TYPE_CHECKING:
     from opensora_accel.aliases import install_as
-    from opensora_accel.deferred import deferred_init, load_weights, materialize
+    from opensora_accel.deferred import deferred_init, materialize
     from opensora_accel.parallel_states import init_parallel
+    from opensora_accel.weights import load_weights
 
 __all__ = [
     "Plan",
@@ -31,7 +32,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "init_parallel": "opensora_accel.parallel_states",
     "install_as": "opensora_accel.aliases",
-    **dict.fromkeys(("deferred_init", "load_weights", "materialize"), "opensora_accel.deferred"),
+    "deferred_init": "opensora_accel.deferred",
+    "load_weights": "opensora_accel.weights",
+    "materialize": "opensora_accel.deferred",
 }
 
 

@@ -26,12 +26,11 @@ buffers. A constructor that looks at values which are drawn cannot be deferred, 
 from __future__ import annotations
 
 import hashlib
-import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,22 +82,8 @@ class _Operation:
     draws: bool
     # Memory that it needs as it was before.
     reads: set[int]
-
-
-@dataclass
-class _Weights:
-    """One tensor of a safetensors file; any part of it is read without the rest."""
-
-    path: Path
-    name: str
-
-    def __call__(self, dtype: torch.dtype, region: tuple[slice, ...] = ()) -> Tensor:
-        """[...] or the part of it, as `dtype`."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="pt") as file:
-            found: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
-            return found.to(dtype)
+    # Makes a part of its only result without the rest, where that can be had.
+    part: Callable[[tuple[slice, ...]], Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -230,11 +215,11 @@ class _Recording(TorchDispatchMode):
                 storages.setdefault(view.memory, tensor.untyped_storage())
         return [view.of(storages[view.memory]) for view in views]
 
-    def read_later(self, tensor: Tensor, weights: _Weights) -> Tensor:
-        """What takes the place of `tensor` [...] of the meta device: a tensor whose values are read from a file."""
-        found = torch.empty_like(tensor, device="meta", dtype=tensor.dtype)
+    def replace(self, tensor: Tensor, part: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
+        """What takes the place of `tensor` [...] of the meta device: its values come from `part(region)`."""
+        found = torch.empty_like(tensor, device="meta")
         self.alive.append(found)
-        self._add(_Operation(weights, (tensor.dtype,), {}, [_view(found)], False, set()), [_memory(found)])
+        self._add(_Operation(part, ((),), {}, [_view(found)], False, set(), part), [_memory(found)])
         return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
     def refresh(self) -> None:
@@ -400,12 +385,12 @@ def _shard_of(
     if not isinstance(tensor, DTensor):
         (whole,) = recording.values([view], seeds)
         return whole.to(device or "cpu", tensor.dtype)
-    mesh, region = tensor.device_mesh, _region(tensor)
+    mesh, region = tensor.device_mesh, region_of(tensor)
     last = recording.operations[recording.writers[view.memory][-1]]
     if any(part.start == part.stop for part in region):
         local = torch.empty([part.stop - part.start for part in region])  # this rank holds none of it
-    elif isinstance(last.run, _Weights):
-        local = last.run(tensor.dtype, region)  # nothing else is read
+    elif last.part is not None:
+        local = last.part(region)
     else:
         local = recording.values([view], seeds)[0][region]
     # A copy, or the part would keep the whole alive.
@@ -415,80 +400,35 @@ def _shard_of(
     )
 
 
-def _region(tensor: DTensor) -> tuple[slice, ...]:
-    """The part of the whole tensor that this rank holds."""
+def region_of(tensor: DTensor) -> tuple[slice, ...]:
+    """The part of the whole tensor [...] that this rank holds."""
     shape, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
 
 
-@torch.no_grad()
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fills a model from the safetensors of a folder in diffusers' layout, one file or several with an index.
+def replace_later(
+    model: nn.Module, parts: Mapping[str, Callable[[torch.dtype, tuple[slice, ...]], Tensor]]
+) -> None:
+    """Gives parameters and buffers that wait for their values another source.
 
-    A deferred model only notes where its values lie, and each rank reads what it holds when `shardformer.shard` or
-    `materialize` makes them: of a sharded parameter the rows of its shard. Any other model is filled at once. The
-    files may have another dtype than the model.
-
-    Raises:
-        FileNotFoundError: there are no safetensors in the folder.
-        ValueError: names or shapes do not fit; nothing was changed.
+    Args:
+        parts: by name, a function of a dtype and of the region that is wanted, () for all of it.
     """
-    weights = _find_weights(Path(folder))
-    sources = {name: (module, source) for name, module, source in _deferred_tensors(model)}
-    targets = model.state_dict(keep_vars=True)
-    missing, unknown = sorted(targets.keys() - weights.keys()), sorted(weights.keys() - targets.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
-            f"{unknown[:5]}; copy the folder again, whole, build the model from its config.json, and add adapters "
-            "afterwards"
-        )
-    for name, tensor in targets.items():
-        shape = _shape_in(weights[name])
-        expected = sources[name][1][1].shape if name in sources else tuple(tensor.shape)
-        if shape != expected:
-            raise ValueError(
-                f"{name} is {list(shape)} in {weights[name].path} and {list(expected)} in this {type(model).__name__}; "
-                "build the model from the config.json of that folder"
-            )
-    later: dict[int, Tensor] = {}  # tied parameters stay one
-    for name, tensor in targets.items():
-        if name in sources:
-            module, (recording, _) = sources[name]
-            key = name.rpartition(".")[2]
-            if id(tensor) not in later:
-                later[id(tensor)] = recording.read_later(tensor, weights[name])
-            holder: Any = module._parameters if key in module._parameters else module._buffers
-            holder[key] = later[id(tensor)]
-            vars(module)[_ATTRIBUTE][key] = recording, _view(later[id(tensor)])
-        elif isinstance(tensor, DTensor):
-            tensor.to_local().copy_(weights[name](tensor.dtype, _region(tensor)))
-        else:
-            tensor.copy_(weights[name](tensor.dtype))
+    made: dict[int, Tensor] = {}  # tied parameters stay one
+    for name, module, (recording, _) in list(_deferred_tensors(model)):
+        if name not in parts:
+            continue
+        key = name.rpartition(".")[2]
+        holder: Any = module._parameters if key in module._parameters else module._buffers
+        tensor = holder[key]
+        if id(tensor) not in made:
+            made[id(tensor)] = recording.replace(tensor, partial(parts[name], tensor.dtype))
+        holder[key] = made[id(tensor)]
+        vars(module)[_ATTRIBUTE][key] = recording, _view(made[id(tensor)])
 
 
-def _find_weights(folder: Path) -> dict[str, _Weights]:
-    from safetensors import safe_open
-
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if indices:
-        names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
-        return {name: _Weights(folder / Path(file).name, name) for name, file in names.items()}
-    found = dict[str, _Weights]()
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: _Weights(path, name) for name in file.keys()}  # noqa: SIM118 (no dict)
-    if not found:
-        raise FileNotFoundError(
-            f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"
-        )
-    return found
-
-
-def _shape_in(weights: _Weights) -> tuple[int, ...]:
-    from safetensors import safe_open
-
-    with safe_open(weights.path, framework="pt") as file:
-        return tuple(file.get_slice(weights.name).get_shape())
+def deferred_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every parameter and buffer that waits for its values, by name."""
+    return {name: view.shape for name, _, (_, view) in _deferred_tensors(model)}

@@ -1,10 +1,13 @@
 """Sharded parameters: the training of one device, in the plan's precision, with the collectives that were asked for."""
 
+import contextlib
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
@@ -149,6 +152,45 @@ def test_every_microbatch_leaves_shards_and_copies_wait_for_the_last(ranks):
         assert found[:2] == [gathered + scattered] * 2
         assert found[2] == sorted([*gathered, *scattered, ("all-reduce", "float32")])
         assert unsharded == 0 and dtypes == {torch.float32}
+
+
+@contextlib.contextmanager
+def watching_gathers(found):
+    """Notes at every gather how many blocks' parameters are whole, or on their way."""
+    unshard = FSDPParamGroup.unshard
+    groups = []
+
+    def watched(self, *args, **kwargs):
+        result = unshard(self, *args, **kwargs)
+        if "blocks" in (self._module_fqn or "") and self not in groups:
+            groups.append(self)
+        whole = {
+            each._module_fqn for each in groups if each.is_unsharded or each._all_gather_result is not None
+        }
+        found.append(len(whole))
+        return result
+
+    with mock.patch.object(FSDPParamGroup, "unshard", watched):
+        yield
+
+
+def gathered_blocks(plan):
+    init_parallel(plan)
+    model = shardformer.shard(wan(torch.float32, layers=6), plan)
+    inputs, target = batch(0, 0, slice(0, 1), torch.float32)
+    found = []
+    with watching_gathers(found):
+        for _ in range(2):
+            (out,) = model(**inputs, return_dict=False)
+            (out.float() - target).square().mean().backward()
+    return max(found)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("checkpoint", ["full", "none"])
+def test_no_more_blocks_are_whole_than_prefetch_asks_for(ranks, prefetch, checkpoint):
+    plan = Plan(ulysses=2, sharding="FULL_SHARD", prefetch=prefetch, checkpoint=checkpoint, precision="bf16")
+    assert ranks(2, gathered_blocks, plan) == [prefetch + 1] * 2
 
 
 def bf16_beside_one_device(plan):

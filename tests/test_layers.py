@@ -30,7 +30,13 @@ LAYERS = [
     {"opensora_accel.offload"},
     {"opensora_accel.communications"},
     {"opensora_accel", "opensora_accel.parallel_states"},
-    {"opensora_accel.plan", "opensora_accel.wrapping", "opensora_accel.flash_attn"},
+    {"opensora_accel.weights"},
+    {
+        "opensora_accel.plan",
+        "opensora_accel.deferred",
+        "opensora_accel.wrapping",
+        "opensora_accel.flash_attn",
+    },
 ]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""
 

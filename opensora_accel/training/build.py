@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 import shardformer
-from opensora_accel.deferred import deferred_init, is_deferred, load_weights, resume_recording
+from opensora_accel.deferred import deferred_init, is_deferred, resume_recording
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
@@ -31,6 +31,7 @@ from opensora_accel.training.encoders import (
 )
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
+from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
 
 # The type of the weights; bf16 computes in bf16 on fp32 weights.

@@ -1,0 +1,99 @@
+"""Weights of a folder in diffusers' layout, read into a model part by part.
+
+A folder holds one safetensors file, or several with an index that names the file of each tensor. A rank of P = 3 that
+holds rows 2 and 3 of a weight [6, 4] reads those two rows. So each byte is read once for all ranks of a machine that
+share a copy, and no rank ever holds a whole tensor of which it keeps a part.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opensora_accel.deferred import deferred_shapes, region_of, replace_later
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of a safetensors file."""
+
+    path: Path
+    name: str
+
+    def read(self, dtype: torch.dtype, region: tuple[slice, ...] = ()) -> Tensor:
+        """[...], or a region of it, as `dtype`."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            found: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
+            return found.to(dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return tuple(file.get_slice(self.name).get_shape())
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Fills a model from the safetensors of a folder in diffusers' layout, one file or several with an index.
+
+    A deferred model (`deferred_init`) only notes where its values lie, and each rank reads what it holds when
+    `shardformer.shard` or `materialize` makes them. Any other model is filled at once. The files may have another dtype
+    than the model.
+
+    Communication: none; every rank reads what it holds.
+
+    Raises:
+        FileNotFoundError: there are no safetensors in the folder.
+        ValueError: names or shapes do not fit; nothing was changed.
+    """
+    stored, targets, waiting = _find(Path(folder)), model.state_dict(keep_vars=True), deferred_shapes(model)
+    missing, unknown = sorted(targets.keys() - stored.keys()), sorted(stored.keys() - targets.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
+            f"{unknown[:5]}; copy the folder again, whole, build the model from its config.json, and add adapters "
+            "afterwards"
+        )
+    for name, tensor in targets.items():
+        shape, expected = stored[name].shape, waiting.get(name, tuple(tensor.shape))
+        if shape != expected:
+            raise ValueError(
+                f"{name} is {list(shape)} in {stored[name].path} and {list(expected)} in this {type(model).__name__}; "
+                "build the model from the config.json of that folder"
+            )
+    replace_later(model, {name: stored[name].read for name in waiting if name in stored})
+    for name in targets.keys() - waiting.keys():
+        tensor, read = targets[name], partial(stored[name].read, targets[name].dtype)
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(read(region_of(tensor)))
+        else:
+            tensor.copy_(read())
+
+
+def _find(folder: Path) -> dict[str, _Stored]:
+    from safetensors import safe_open
+
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        # The name alone: an index leads nowhere else.
+        return {name: _Stored(folder / Path(file).name, name) for name, file in names.items()}
+    found = dict[str, _Stored]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: _Stored(path, name) for name in file.keys()}  # noqa: SIM118 (no dict)
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"
+        )
+    return found
