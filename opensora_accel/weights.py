@@ -20,7 +20,7 @@ from opensora_accel.deferred import deferred_shapes, region_of, replace_later
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """One tensor of a safetensors file."""
 
     path: Path
@@ -56,7 +56,11 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         FileNotFoundError: there are no safetensors in the folder.
         ValueError: names or shapes do not fit; nothing was changed.
     """
-    stored, targets, waiting = _find(Path(folder)), model.state_dict(keep_vars=True), deferred_shapes(model)
+    stored, targets, waiting = (
+        find_stored(Path(folder)),
+        model.state_dict(keep_vars=True),
+        deferred_shapes(model),
+    )
     missing, unknown = sorted(targets.keys() - stored.keys()), sorted(stored.keys() - targets.keys())
     if missing or unknown:
         raise ValueError(
@@ -80,18 +84,23 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             tensor.copy_(read())
 
 
-def _find(folder: Path) -> dict[str, _Stored]:
+def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
+    """The tensors of a folder by name, in one file `STEM.safetensors` or several.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
     from safetensors import safe_open
 
-    indices = sorted(folder.glob("*.safetensors.index.json"))
+    indices = sorted(folder.glob(f"{stem}.safetensors.index.json"))
     if indices:
         names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
         # The name alone: an index leads nowhere else.
-        return {name: _Stored(folder / Path(file).name, name) for name, file in names.items()}
-    found = dict[str, _Stored]()
-    for path in sorted(folder.glob("*.safetensors")):
+        return {name: Stored(folder / Path(file).name, name) for name, file in names.items()}
+    found = dict[str, Stored]()
+    for path in sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")}):
         with safe_open(path, framework="pt") as file:
-            found |= {name: _Stored(path, name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            found |= {name: Stored(path, name) for name in file.keys()}  # noqa: SIM118 (no dict)
     if not found:
         raise FileNotFoundError(
             f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"

@@ -196,7 +196,8 @@ IO_ERRORS = [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT]
 @pytest.mark.parametrize("number", some(IO_ERRORS, errno.ENOSPC), ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "optimizer.safetensors", "state.json"])
 def test_an_error_of_the_file_system_is_one_line(run, config_file, tmp_path, monkeypatch, name, number):
-    from opensora_accel.training import metrics, saved_state
+    from opensora_accel.training import metrics
+    from opensora_accel.training.saved_state import save
 
     def fail(*args, **options):
         raise OSError(number, os.strerror(number), str(args[-1] if name == "optimizer.safetensors" else name))
@@ -204,9 +205,9 @@ def test_an_error_of_the_file_system_is_one_line(run, config_file, tmp_path, mon
     def save_file(entries, path, **options):
         return fail(path) if path.name == name else original(entries, path, **options)
 
-    original, write_text = saved_state.save_file, Path.write_text
+    original, write_text = save.save_file, Path.write_text
     if name == "optimizer.safetensors":
-        monkeypatch.setattr(saved_state, "save_file", save_file)
+        monkeypatch.setattr(save, "save_file", save_file)
     elif name == "metrics.jsonl":
         monkeypatch.setattr(metrics.json, "dumps", fail)
     else:

@@ -12,7 +12,7 @@ import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.verify.communication.fake_world import fake_world
-from opensora_accel.weights import _Stored
+from opensora_accel.weights import Stored
 from shardformer.policy import find_policy, model_names
 from shardformer.tensor_parallel import full_state_dict
 from tests.models import wan
@@ -260,14 +260,14 @@ def test_what_cannot_be_deferred_is_refused(build, reason):
 
 def test_only_the_rows_of_a_shard_are_read(tmp_path, monkeypatch):
     wan_model().save_pretrained(tmp_path)
-    read, call = [], _Stored.read
+    read, call = [], Stored.read
 
     def counted(self, dtype, region=()):
         found = call(self, dtype, region)
         read.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(_Stored, "read", counted)
+    monkeypatch.setattr(Stored, "read", counted)
     plan = Plan(ulysses=4, sharding="FULL_SHARD")
     with fake_world(1, 4):
         init_parallel(plan, "cpu")

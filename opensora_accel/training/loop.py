@@ -33,9 +33,9 @@ from opensora_accel.training.samples import sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
     TOKENIZER,
+    Saver,
     TrainState,
     load_state,
-    save_state,
     set_newer_aside,
 )
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
@@ -82,6 +82,7 @@ class Trainer:
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
         self._saved: tuple[int, Path] | None = None
+        self.saver = Saver()
         if saved is not None and record is not None:
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
@@ -110,9 +111,11 @@ class Trainer:
         with StopRequest() as stop, tracker or nullcontext():
             while self.state.step < self.config.steps:
                 started = time.perf_counter()
-                metrics = self.step(lambda: any_rank(stop.requested))
+                # A save that failed beside the training ends it here, on all ranks.
+                metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
                 seconds = time.perf_counter() - started
                 if metrics is None:
+                    self.saver.wait()
                     self._save_and_say_how_to_go_on()
                     return losses
                 losses.append(metrics["loss"])
@@ -127,6 +130,7 @@ class Trainer:
                     self.offload.show_decisions()
                 if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
                     self.save()
+            self.saver.wait()
             stopping = any_rank(stop.requested)
         if self.config.num_samples and not stopping:
             strip = self.write_samples()
@@ -220,14 +224,15 @@ class Trainer:
             if self.is_first:
                 print(f"saving step {step}", flush=True)
             self.save()
+            self.saver.wait()
         if self.is_first and self._saved is not None:
             print(f"stopped after step {step}; go on with --resume {self._saved[1]}", flush=True)
 
     def save(self) -> Path:
-        """Writes a saved state of the present step; every rank has to call.
+        """Starts to write a saved state of the present step, beside the next steps; every rank has to call.
 
         Raises:
-            OSError: on all ranks, where it cannot be written.
+            OSError: on all ranks, where it cannot be written, or the one before could not be.
         """
         folder = self.output / FOLDER / f"step_{self.state.step:06d}"
         extra = {
@@ -236,7 +241,7 @@ class Trainer:
             "data": self.loader.state_dict(),
         }
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
-        save_state(folder, self.state, extra, texts, self.config.keep_checkpoints)
+        self.saver.save(folder, self.state, extra, texts, self.config.keep_checkpoints)
         self._saved = self.state.step, folder
         if self.is_first:
             self.offload.write()

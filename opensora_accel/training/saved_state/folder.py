@@ -1,10 +1,14 @@
-"""What a run leaves on disk to go on from: written whole, verified before it is read, agreed on by all ranks.
+"""The folders of saved states: their names, their manifests, which one a run goes on from, which ones are removed.
 
-A saved state is one folder, `checkpoints/step_000300`, of safetensors and JSON under a manifest of SHA-256 sums, and
-nothing in it can execute. It holds whole tensors, so a run may go on with any mesh: P = 3 ranks that hold thirds of a
-weight gather it, rank 0 writes it, and on 2 ranks each reads the whole and keeps its half. The weights are model
-folders of diffusers, `transformer` and, averaged, `transformer_ema`. A folder gets its final name
-when it is whole, and older ones are removed after that.
+`checkpoints/step_000300` is a saved state once it has a manifest, which lists the SHA-256 sum of every file:
+
+    manifest.json
+    state.json                                              step, configuration, data position, plan
+    optimizer.safetensors                                   or optimizer-00001-of-00003.safetensors, …
+    transformer/config.json                                 a model folder of diffusers
+    transformer/diffusion_pytorch_model.safetensors         or …-00001-of-00003.safetensors, and an index
+    transformer_ema/…                                       the same, averaged
+    tokenizer.json
 
 Ranks on different machines may see different folders, because a listing on a network file system can be old. Each rank
 looks for itself, tells the others what it sees, and all of them take the same saved state or fail together.
@@ -18,20 +22,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-
-from opensora_accel.training.optim import EMA
-from opensora_accel.training.ranks import from_all_ranks, from_first_rank, is_first_rank
+from opensora_accel.training.ranks import from_all_ranks, is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +38,14 @@ AUTO = "auto"
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-OPTIMIZER = "optimizer.safetensors"
 TOKENIZER = "tokenizer.json"
-_CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
-MODEL_CONFIG, MODEL_WEIGHTS = f"transformer/{_CONFIG}", f"transformer/{_WEIGHTS}"
-AVERAGED_CONFIG, AVERAGED_WEIGHTS = f"transformer_ema/{_CONFIG}", f"transformer_ema/{_WEIGHTS}"
-_REQUIRED = (STATE, OPTIMIZER, MODEL_CONFIG, MODEL_WEIGHTS)
-_OPTIONAL = (AVERAGED_CONFIG, AVERAGED_WEIGHTS, TOKENIZER)
+CONFIG = "config.json"
+# Tensors lie in STEM.safetensors, or in several files of that name with numbers.
+WEIGHTS_STEM, OPTIMIZER_STEM = "diffusion_pytorch_model", "optimizer"
+MODEL, AVERAGED = "transformer", "transformer_ema"
+MODEL_WEIGHTS = f"{MODEL}/{WEIGHTS_STEM}.safetensors"
+PARTIAL = ".partial"
 _STEP = re.compile(r"step_\d+")
-_PARTIAL = ".partial"
-_ADAM_ENTRIES = ("exp_avg", "exp_avg_sq", "step")
 _TAKE_ANOTHER = "resume from another saved state of this run"
 _SHARE_THE_FOLDER = (
     "--output must lie on a file system that all machines share; if it does, wait a minute for its listing and "
@@ -61,114 +53,14 @@ _SHARE_THE_FOLDER = (
 )
 
 
-@dataclass
-class TrainState:
-    """What a run is, beyond its configuration."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    ema: EMA | None
-    step: int = 0
-
-
-# Saving
-
-
-def save_state(
-    folder: Path, state: TrainState, extra: Mapping[str, Any], texts: Mapping[str, str], keep: int
-) -> None:
-    """Writes `folder` whole or not at all, and then removes all but the newest `keep` that the same run wrote.
-
-    Args:
-        extra: JSON values stored beside the step (configuration, data position, the run's id under "run").
-        texts: further files by name.
-
-    Communication: sharded tensors are gathered one by one, so every rank has to call; rank 0 writes.
-
-    Raises:
-        OSError: on all ranks, where the folder cannot be written; what was saved before is left as it was.
-    """
-    weights = _gather(state.model.state_dict())
-    moments = {
-        f"{name}.{entry}": state.optimizer.state[parameter][entry]
-        for name, parameter in state.model.named_parameters()
-        for entry in _ADAM_ENTRIES
-        if entry in state.optimizer.state.get(parameter, {})
-    }
-    tensors = {MODEL_WEIGHTS: weights, OPTIMIZER: _gather(moments)}
-    # What `from_pretrained` of diffusers reads, without the class that FSDP makes and paths of this machine.
-    values = json.loads(state.model.to_json_string())  # type: ignore[operator]
-    values.pop("_name_or_path", None)
-    values["_class_name"] = _class_name(state.model)
-    config = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    record = {
-        "step": state.step,
-        "model_class": _class_name(state.model),
-        "ema_updates": state.ema.num_updates if state.ema is not None else 0,
-        **extra,
-    }
-    files = {STATE: json.dumps(record, indent=2) + "\n", MODEL_CONFIG: config, **texts}
-    if state.ema is not None:
-        tensors[AVERAGED_WEIGHTS] = {**weights, **_gather(state.ema.weights)}
-        files[AVERAGED_CONFIG] = config
-
-    def write() -> None:
-        try:
-            _write_folder(folder, tensors, files)
-        except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"the saved state {folder} could not be saved ({error}); make room for it or make its place writable, "
-                "and go on from the newest whole one with --resume"
-            ) from error
-        _remove_old(folder, extra.get("run"), keep)
-
-    from_first_rank(write)
-
-
-def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On rank 0 every tensor whole, on the host; elsewhere nothing is kept."""
-    kept = {}
-    for name, tensor in tensors.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dist.get_rank() == 0:
-            kept[name] = full.detach().to("cpu", copy=True).contiguous()
-    return kept
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(model).__name__.removeprefix("FSDP")
-
-
-def _write_folder(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], files: Mapping[str, str]
-) -> None:
-    _remove_partial(folder.parent)
-    partial = folder.with_name(folder.name + _PARTIAL)
-    partial.mkdir(parents=True)
-    try:
-        for name in (*tensors, *files):
-            (partial / name).parent.mkdir(exist_ok=True)
-        for name, entries in tensors.items():
-            save_file(dict(entries), partial / name, metadata={"format": "pt"})
-        for name, text in files.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        sums = {name: _sha256(partial / name) for name in sorted([*tensors, *files])}
-        (partial / MANIFEST).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
-        # Only what is whole gets the name; what had it before is kept under another one.
-        set_aside(folder)
-        partial.rename(folder)
-    finally:
-        _remove_partial(folder.parent)  # what a full disk has left; nothing, where all went well
-
-
-def _remove_partial(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Removes what a save left that did not end; a link of that name is removed and not followed."""
-    for path in folder.glob(f"step_*{_PARTIAL}"):
-        if _STEP.fullmatch(path.name.removesuffix(_PARTIAL)):
+    for path in folder.glob(f"step_*{PARTIAL}"):
+        if _STEP.fullmatch(path.name.removesuffix(PARTIAL)):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
-def _remove_old(newest: Path, run: Any, keep: int) -> None:
+def remove_old(newest: Path, run: Any, keep: int) -> None:
     """Removes all but the newest `keep` saved states beside `newest` that this run wrote, by its id.
 
     Links stay: what they lead to was put elsewhere to be kept. Files that the manifest does not list stay too. What
@@ -193,9 +85,6 @@ def _remove_old(newest: Path, run: Any, keep: int) -> None:
                     place.rmdir()
         except OSError as error:
             logger.warning("the old saved state %s could not be removed: %s", path, error)
-
-
-# Reading
 
 
 def list_saved_states(folder: Path) -> list[Path]:
@@ -243,8 +132,19 @@ def read_manifest(folder: Path) -> dict[str, str]:
     for name in sums:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{path} lists {name!r}, which is outside of the saved state; {_TAKE_ANOTHER}")
-    unlisted = [name for name in _REQUIRED if name not in sums]
-    unlisted += [name for name in _OPTIONAL if name not in sums and os.path.lexists(folder / name)]
+    # Whatever a saved state is read from: without it, or with a file that nobody vouches for, it is none.
+    needed = {
+        STATE: STATE,
+        f"{OPTIMIZER_STEM}.safetensors": OPTIMIZER_STEM,
+        f"{MODEL}/{CONFIG}": f"{MODEL}/{CONFIG}",
+        MODEL_WEIGHTS: f"{MODEL}/{WEIGHTS_STEM}",
+    }
+    unlisted = [name for name, stem in needed.items() if not any(listed.startswith(stem) for listed in sums)]
+    read = [folder / TOKENIZER, *folder.glob(f"{OPTIMIZER_STEM}*.safetensors")]
+    for model in (MODEL, AVERAGED):
+        read += [folder / model / CONFIG, *folder.glob(f"{model}/{WEIGHTS_STEM}*")]
+    found = [path.relative_to(folder).as_posix() for path in read if os.path.lexists(path)]
+    unlisted += [name for name in found if name not in sums and name not in unlisted]
     if unlisted:
         raise ValueError(
             f"{path} does not list {', '.join(unlisted)}: whether they are as they were written cannot be told; "
@@ -266,7 +166,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} is no saved state (it has no {MANIFEST}){hint}")
     for name, expected in read_manifest(folder).items():
         path = folder / name
-        if not path.is_file() or _sha256(path) != expected:
+        if not path.is_file() or sha256_of(path) != expected:
             what = "was changed since it was written" if path.is_file() else "is missing"
             raise ValueError(f"{path} {what}; {_TAKE_ANOTHER}")
     record = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -279,7 +179,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -335,7 +235,7 @@ def _agreed_record(folder: Path) -> dict[str, Any]:
     error: ValueError | OSError | None = None
     try:
         record = read_record(folder)
-        seen = f"manifest {_sha256(folder / MANIFEST)}"
+        seen = f"manifest {sha256_of(folder / MANIFEST)}"
     except (ValueError, OSError) as failure:
         error, seen = failure, f"error: {failure}"
     # Every rank tells what it found before any of them raises, so that all raise together.
@@ -365,64 +265,4 @@ def run_of(folder: Path) -> Path:
             return path.parent.parent
     raise ValueError(
         f"the saved state {folder} lies in no run (no folder {FOLDER} is above it); say with --output where to go on"
-    )
-
-
-# Loading
-
-
-def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> None:
-    """Fills model, optimizer and EMA from a saved state that `read_record` has found whole.
-
-    Raises:
-        ValueError: the saved state belongs to another model; nothing was changed.
-    """
-    weights = load_file(folder / MODEL_WEIGHTS)
-    _check_same_model(folder, record, state.model, weights)
-    for name, tensor in state.model.state_dict().items():
-        _fill(tensor.detach(), weights[name])
-    moments = load_file(folder / OPTIMIZER)
-    for name, parameter in state.model.named_parameters():
-        if f"{name}.step" in moments:
-            entries = state.optimizer.state[parameter]
-            entries["step"] = moments[f"{name}.step"].clone()
-            for entry in ("exp_avg", "exp_avg_sq"):
-                entries[entry] = torch.zeros_like(parameter, requires_grad=False)
-                _fill(entries[entry], moments[f"{name}.{entry}"])
-    if state.ema is not None:
-        saved = folder / AVERAGED_WEIGHTS
-        averaged = load_file(saved) if saved.is_file() else weights
-        for name, weight in state.ema.weights.items():
-            _fill(weight, averaged[name])
-        state.ema.num_updates = record["ema_updates"]
-    state.step = record["step"]
-
-
-@torch.no_grad()
-def _fill(target: Tensor, whole: Tensor) -> None:
-    """Copies a whole tensor into a parameter or into this rank's shard of it."""
-    if isinstance(target, DTensor):
-        # src_data_rank=None: every rank has read the file, so each cuts its own shard.
-        whole = distribute_tensor(
-            whole.to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None
-        )
-    target.copy_(whole)
-
-
-def _check_same_model(
-    folder: Path, record: Mapping[str, Any], model: nn.Module, weights: Mapping[str, Tensor]
-) -> None:
-    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    different = [name for name in {**mine, **saved} if mine.get(name) != saved.get(name)]
-    if not different:
-        return
-    shown = "; ".join(
-        f"{name}: {saved.get(name, 'absent')} in the saved state, {mine.get(name, 'absent')} here"
-        for name in different[:3]
-    )
-    raise ValueError(
-        f"{folder} is of another model ({record.get('model_class')}, {len(different)} tensors differ from this "
-        f"{_class_name(model)}): {shown}. Resume with the saved configuration (leave out --model options), or "
-        "start a new run in another --output"
     )

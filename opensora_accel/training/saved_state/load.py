@@ -1,0 +1,73 @@
+"""Reads a saved state into a run of any Plan: each rank the rows that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opensora_accel.deferred import region_of
+from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM
+from opensora_accel.training.saved_state.save import TrainState, class_name
+from opensora_accel.weights import Stored, find_stored
+
+
+def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> None:
+    """Fills model, optimizer and EMA from a saved state that `read_record` has found whole.
+
+    Communication: none.
+
+    Raises:
+        ValueError: the saved state belongs to another model; nothing was changed.
+    """
+    weights = find_stored(folder / MODEL, WEIGHTS_STEM)
+    _check_same_model(folder, record, state.model, weights)
+    for name, tensor in state.model.state_dict().items():
+        _fill(tensor.detach(), weights[name])
+    moments = find_stored(folder, OPTIMIZER_STEM)
+    for name, parameter in state.model.named_parameters():
+        if f"{name}.step" in moments:
+            entries = state.optimizer.state[parameter]
+            entries["step"] = moments[f"{name}.step"].read(torch.float32)
+            for entry in ("exp_avg", "exp_avg_sq"):
+                entries[entry] = torch.zeros_like(parameter, requires_grad=False)
+                _fill(entries[entry], moments[f"{name}.{entry}"])
+    if state.ema is not None:
+        # A run without averages goes on with them from its weights.
+        averaged = find_stored(folder / AVERAGED, WEIGHTS_STEM) if (folder / AVERAGED).is_dir() else weights
+        for name, weight in state.ema.weights.items():
+            _fill(weight, averaged[name])
+        state.ema.num_updates = record["ema_updates"]
+    state.step = record["step"]
+
+
+@torch.no_grad()
+def _fill(target: Tensor, stored: Stored) -> None:
+    """Reads a tensor [...], or this rank's shard of it."""
+    if isinstance(target, DTensor):
+        target.to_local().copy_(stored.read(target.dtype, region_of(target)))
+    else:
+        target.copy_(stored.read(target.dtype))
+
+
+def _check_same_model(
+    folder: Path, record: Mapping[str, Any], model: nn.Module, weights: Mapping[str, Stored]
+) -> None:
+    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    saved = {name: stored.shape for name, stored in weights.items()}
+    different = [name for name in {**mine, **saved} if mine.get(name) != saved.get(name)]
+    if not different:
+        return
+    shown = "; ".join(
+        f"{name}: {saved.get(name, 'absent')} in the saved state, {mine.get(name, 'absent')} here"
+        for name in different[:3]
+    )
+    raise ValueError(
+        f"{folder} is of another model ({record.get('model_class')}, {len(different)} tensors differ from this "
+        f"{class_name(model)}): {shown}. Resume with the saved configuration (leave out --model options), or "
+        "start a new run in another --output"
+    )
