@@ -20,13 +20,14 @@ export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 
-.PHONY: help train test prove bench lint clean
+.PHONY: help train test prove bench faults lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
 	@echo "make test    run every behaviour once"
 	@echo "make prove   run every test: all matrices, defects, peers and launchers (PART=verify: those of tests/verify)"
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
+	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
 	@echo "make lint    ruff and mypy"
 
 train: .venv/.train data/bunny/metadata.jsonl
@@ -37,6 +38,10 @@ test: .venv/.dev data/bunny/metadata.jsonl
 
 prove: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) tests/$(PART) $(ARGS)
+
+faults: .venv/.dev data/bunny/metadata.jsonl
+	$(BIN)/python -m pytest -s -k "fault or killed or damage or grow or full or stopped or not_come or signal or finite or fuzz" \
+	  tests/training tests/communications/test_waiting.py tests/test_cli.py $(ARGS)
 
 bench: .venv/.dev
 	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done

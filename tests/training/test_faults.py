@@ -1,0 +1,239 @@
+"""What happens to a run: ranks killed in a step or a save, files damaged, disks full. It goes on, or says why not.
+
+Each case ends in a run that is, bit for bit, the one that nothing happened to, and that lost no more than the steps
+since its newest saved state. `make faults` runs all of them and prints how many of each kind there were.
+"""
+
+import collections
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opensora_accel import Plan
+from opensora_accel.training.loop import Trainer
+from opensora_accel.training.saved_state import find_saved_state, list_saved_states, read_record, save
+from opensora_accel.verify.pool import RankError
+from tests.tiers import PROVE
+from tests.training.runs import tiny_config
+from tests.training.test_layouts import everything
+
+SAVE_EVERY, STEPS = 2, 8
+PLAN = Plan(dp_shard=2, sharding="FULL_SHARD")
+COUNTS = collections.Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted():
+    yield
+    print("\n" + ", ".join(f"{number} × {kind}" for kind, number in COUNTS.items()))
+
+
+def config_of(clips, output):
+    return tiny_config(clips, output, PLAN, steps=STEPS, save_every=SAVE_EVERY, timeout_s=20.0)
+
+
+def go_on(config):
+    """Goes on from the newest whole saved state, as a launcher that starts the ranks again; the first step, the end."""
+    from opensora_accel.parallel_states import init_parallel, reset
+
+    init_parallel(config.plan)  # ranks agree on a saved state before they build the run
+    found = find_saved_state("auto", Path(config.output))
+    reset()
+    trainer = Trainer(config, *(found or (None, None)))
+    start = trainer.state.step
+    trainer.train()
+    return start, everything(trainer)[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, clips, tmp_path_factory):
+    return ranks(2, go_on, config_of(clips, tmp_path_factory.mktemp("undisturbed") / "run"))[0][1]
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(config, rank, num_batches, delay_s):
+    """The rank is killed so long after it began its n-th batch."""
+    trainer = Trainer(config)
+    loss, begun = trainer.loss, []
+
+    def timed(batch):
+        begun.append(batch)
+        if dist.get_rank() == rank and len(begun) == num_batches:
+            threading.Timer(delay_s, die).start()
+        return loss(batch)
+
+    trainer.loss = timed
+    trainer.train()
+
+
+def check_it_goes_on(ranks, config, undisturbed, least):
+    for start, held in ranks(2, go_on, config):
+        assert start >= least, "more was lost than the steps since the last save"
+        assert all(torch.equal(held[key], tensor) for key, tensor in undisturbed.items())
+    folder = Path(config.output) / "checkpoints"
+    assert not list(folder.glob("*.partial"))
+    for saved in list_saved_states(folder):
+        read_record(saved)
+
+
+MOMENTS = [(seed, seed % 2, 2 + seed % 6) for seed in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "rank", "num_batches"), [pytest.param(*m, marks=() if m[0] == 1 else PROVE) for m in MOMENTS]
+)
+def test_a_rank_killed_at_a_random_moment(ranks, clips, tmp_path, undisturbed, seed, rank, num_batches):
+    config = config_of(clips, tmp_path / "run")
+    delay_s = random.Random(seed).uniform(0, 0.05)
+    with pytest.raises(RankError) as caught:
+        ranks(2, die_after, config, rank, num_batches, delay_s)
+    assert f"rank {rank}" in str(caught.value)
+    COUNTS["rank killed at a random moment"] += 1
+    # What was saved before the batch began, but for the save that was under way.
+    check_it_goes_on(
+        ranks, config, undisturbed, least=max(0, (num_batches - 1) // SAVE_EVERY - 1) * SAVE_EVERY
+    )
+
+
+class Deaths:
+    """Kills this process before the n-th operation on files that a save makes."""
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def wrap(self, function):
+        def counted(*args, **kwargs):
+            if "checkpoints" in str(args[0]) or "checkpoints" in str(args[-1]):
+                self.count += 1
+                if self.count == self.at:
+                    die()
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def die_in_a_save(config, rank, at):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if int(os.environ.get("RANK", "0")) == rank:
+        deaths = Deaths(at)
+        for name in ("mkdir", "write_text", "rename", "unlink", "rmdir", "open"):
+            setattr(Path, name, deaths.wrap(getattr(Path, name)))
+        save.save_file, save._flush = deaths.wrap(save.save_file), deaths.wrap(save._flush)
+    Trainer(config).train()
+    return deaths.count if int(os.environ.get("RANK", "0")) == rank else None
+
+
+SAVE_KILLS = [(rank, at) for rank, most in ((0, 40), (1, 10)) for at in range(1, most + 1)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "at"),
+    [pytest.param(*kill, marks=() if kill in ((0, 30), (1, 3)) else PROVE) for kill in SAVE_KILLS],
+)
+def test_a_rank_killed_in_a_save(ranks, clips, tmp_path, undisturbed, rank, at):
+    config = config_of(clips, tmp_path / "run")
+    try:
+        counts = ranks(2, die_in_a_save, config, rank, at)
+    except RankError as error:
+        assert f"rank {rank}" in str(error)
+        COUNTS["rank killed in a save"] += 1
+    else:
+        pytest.skip(f"a run makes {counts[rank]} operations only")
+    check_it_goes_on(ranks, config, undisturbed, least=0)
+
+
+@pytest.fixture(scope="module")
+def whole_run(ranks, clips, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "run"
+    ranks(2, go_on, config_of(clips, output))
+    return output
+
+
+def test_damage_to_any_file_is_named_and_the_state_before_is_taken(parallel_registry, whole_run, tmp_path):
+    draws = random.Random(0)
+    newest, before = (f"step_{step:06d}" for step in (STEPS, STEPS - SAVE_EVERY))
+    files = [path for path in sorted((whole_run / "checkpoints" / newest).rglob("*")) if path.is_file()]
+    for number in range(100):
+        output = tmp_path / str(number)
+        shutil.copytree(whole_run / "checkpoints", output / "checkpoints")
+        path = output / files[number % len(files)].relative_to(whole_run)
+        content = bytearray(path.read_bytes())
+        kind = ("a bit flipped", "truncated", "grown", "swapped")[number // len(files) % 4]
+        if kind == "a bit flipped":
+            content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
+        elif kind == "truncated":
+            del content[draws.randrange(len(content)) :]
+        elif kind == "grown":
+            content += b"}"
+        else:
+            other = output / files[(number + 1) % len(files)].relative_to(whole_run)
+            content = other.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            read_record(output / "checkpoints" / newest)
+        assert path.name in str(caught.value), (kind, path.name)
+        folder, _ = find_saved_state("auto", output)
+        assert folder.name == before
+        COUNTS[f"file {kind}"] += 1
+        shutil.rmtree(output)
+
+
+def run_under_a_limit(config, limit_bytes):
+    """What a rank says whose files may not grow further."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        Trainer(config).train()
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return None
+
+
+def test_files_that_cannot_grow(ranks, clips, tmp_path, undisturbed):
+    config = config_of(clips, tmp_path / "run")
+    for text in ranks(2, run_under_a_limit, config, 100_000):
+        assert "could not be saved" in text and "make room for it" in text
+    COUNTS["file that cannot grow"] += 1
+    check_it_goes_on(ranks, config, undisturbed, least=0)
+
+
+@pytest.mark.prove
+def test_a_full_disk(ranks, clips, tmp_path, undisturbed):
+    output = tmp_path / "disk"
+    output.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", output], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        config = config_of(clips, output / "run")
+        for text in ranks(2, full_disk, config):
+            assert "No space left on device" in text and "make room for it" in text
+        COUNTS["full disk"] += 1
+        subprocess.run(["mount", "-o", "remount,size=64m", output], check=True)
+        check_it_goes_on(ranks, config, undisturbed, least=0)
+    finally:
+        subprocess.run(["umount", output], check=True)
+
+
+def full_disk(config):
+    try:
+        Trainer(config).train()
+    except OSError as error:
+        return str(error)
+    return None
