@@ -163,6 +163,8 @@ class OptimConfig:
     """Steps of linear warm-up."""
     clip_norm: NotNegative = 1.0
     """Gradients are scaled down to this norm over all parameters; 0 does not clip."""
+    skip_factor: NotNegative = 0.0
+    """Skip a step whose gradient norm is more than so many times the median of the 100 before; 0 skips none of them."""
     accumulation: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Global batches per optimizer step."""
     ema_decay: Share = 0.999

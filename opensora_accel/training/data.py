@@ -62,6 +62,7 @@ class Batch:
     frames: Tensor
     captions: list[str]
     positions: list[int]
+    files: list[str]
 
 
 class GlobalBatchSampler(Sampler[list[Key]]):
@@ -230,6 +231,7 @@ class ClipLoader:
             torch.stack([sample.frames for sample in samples if sample.frames is not None]),
             [sample.caption for sample in samples],
             [sample.position for sample in samples],
+            [sample.file for sample in samples],
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import logging
 import math
+import statistics
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,7 +30,7 @@ from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, 
 from opensora_accel.training.metrics import OffloadLog, Tracker
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
 from opensora_accel.training.output import CONFIG, SAMPLES, write_text
-from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
+from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
@@ -43,6 +45,9 @@ from opensora_accel.training.video import UnreadableVideo, Video, read_clip
 logger = logging.getLogger(__name__)
 
 _MAX_SKIPPED_STEPS = 10
+# Gradient norms that the next one is compared with, and how few of them say nothing yet.
+_NUM_NORMS, _FEWEST_NORMS = 100, 20
+_MAX_SHOWN_FILES = 8
 
 
 class Trainer:
@@ -89,6 +94,7 @@ class Trainer:
             self._saved = self.state.step, saved
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
+        self._norms = deque[float]((record or {}).get("norms", ()), maxlen=_NUM_NORMS)
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
 
@@ -96,7 +102,7 @@ class Trainer:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
 
         Raises:
-            ValueError: ten steps in a row had gradients that are not finite.
+            ValueError: ten steps in a row were skipped.
             OSError: the output cannot be written.
         """
         losses: list[float] = []
@@ -147,7 +153,7 @@ class Trainer:
         Communication: that of the model, and an all-reduce of the loss.
 
         Raises:
-            ValueError: this is the tenth step in a row whose gradients are not finite.
+            ValueError: this is the tenth step in a row that was skipped.
         """
         config, state = self.config.optim, self.state
         rate = learning_rate(config, state.step, self.config.steps)
@@ -155,34 +161,67 @@ class Trainer:
             group["lr"] = rate
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total, files = torch.zeros((), dtype=torch.float64, device=self.device), list[str]()
         for micro in range(config.accumulation):
             if interrupted():
                 state.optimizer.zero_grad()
                 self.loader.load_state_dict(position)
                 return None
-            total += self._backward(next(self.loader), is_last=micro == config.accumulation - 1)
+            batch = next(self.loader)
+            files += batch.files
+            total += self._backward(batch, is_last=micro == config.accumulation - 1)
+        own_loss = total.clone()
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
         dist.all_reduce(total)
         norm = clip_gradients(state.model, config.clip_norm)
         # The norm is equal on all ranks, so that all of them step, or none.
-        is_finite = math.isfinite(norm)
-        if is_finite:
+        reason = self._why_skip(norm)
+        if reason is None:
+            self._norms.append(norm)
             state.optimizer.step()
             if state.ema is not None:
                 state.ema.update()
         state.optimizer.zero_grad()
         state.step += 1
-        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
-        if not is_finite and self.is_first:
-            logger.warning("step %d skipped: its gradient norm is %s", state.step, norm)
+        self.skipped_in_a_row = 0 if reason is None else self.skipped_in_a_row + 1
+        if reason is not None:
+            self._tell_of_skipped(reason, own_loss, files)
+        return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
+
+    def _why_skip(self, norm: float) -> str | None:
+        """Why the optimizer must not step with gradients of this norm; None where it may."""
+        if not math.isfinite(norm):
+            return f"its gradient norm is {norm}"
+        factor = self.config.optim.skip_factor
+        if factor and len(self._norms) >= _FEWEST_NORMS and norm > factor * statistics.median(self._norms):
+            times = norm / statistics.median(self._norms)
+            return (
+                f"its gradient norm is {norm:.3g}, {times:.1f} times the median of {len(self._norms)} steps"
+            )
+        return None
+
+    def _tell_of_skipped(self, reason: str, own_loss: Tensor, files: Sequence[str]) -> None:
+        """Names the clips of a step that was skipped; `own_loss` is this rank's, a scalar.
+
+        Communication: an object all-gather.
+
+        Raises:
+            ValueError: on all ranks, where ten steps in a row were skipped.
+        """
+        by_rank = from_all_ranks((bool(own_loss.isfinite()), list(files)))
+        # The clips of ranks whose loss is not finite are to blame; where all are finite, any may be.
+        blamed = [of_rank for is_finite, of_rank in by_rank if not is_finite] or [of for _, of in by_rank]
+        names = list(dict.fromkeys(file for of_rank in blamed for file in of_rank))
+        shown = ", ".join(names[:_MAX_SHOWN_FILES]) + (", …" if len(names) > _MAX_SHOWN_FILES else "")
+        told = f"step {self.state.step} skipped: {reason}; its clips: {shown}"
+        if self.is_first:
+            logger.warning("%s", told)
         # One bad batch is no reason to end a run; a run of them will not recover by itself.
         if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
             raise ValueError(
-                f"{_MAX_SKIPPED_STEPS} steps in a row had gradients that are not finite; lower --optim.lr, "
+                f"{_MAX_SKIPPED_STEPS} steps in a row were skipped ({told}); lower --optim.lr, look at these clips, "
                 "or resume from an earlier saved state"
             )
-        return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
         """Adds the gradients of a batch; its part of the loss."""
@@ -239,6 +278,7 @@ class Trainer:
             "run": self._run_id,
             "config": dataclasses.asdict(self.config),
             "data": self.loader.state_dict(),
+            "norms": list(self._norms),
         }
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         self.saver.save(folder, self.state, extra, texts, self.config.keep_checkpoints)

@@ -51,6 +51,7 @@ GOOD: dict[str, list[Any]] = {
     "optim.schedule": ["constant", "cosine"],
     "optim.warmup_steps": [0, 1, HUGE],
     "optim.clip_norm": [0, 1e-9, 1e9],
+    "optim.skip_factor": [0, 1e-9, 1e9],
     "optim.accumulation": [1, 2],
     "optim.ema_decay": [0.0, 0.5, 0.99999],
     "model.class_name": [
@@ -105,6 +106,7 @@ BAD: dict[str, list[Any]] = {
     "optim.schedule": ["linear", "", None, 3],
     "optim.warmup_steps": [-1, 0.5, NAN],
     "optim.clip_norm": [-1, NAN, INF],
+    "optim.skip_factor": [-1, NAN, INF],
     "optim.accumulation": [0, -1, HUGE, 1.5],
     "optim.ema_decay": [-0.1, 1.0, NAN, INF],
     "model.class_name": ["", "Wan", "MochiTransformer3DModel", "os.system", 3],

@@ -338,6 +338,43 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, folder, tmp_path):
     assert ranks(1, not_finite, tiny_config(folder, tmp_path)) == [0]
 
 
+def told_of(config, steps, spoil):
+    """What rank 0 tells of 25 steps of which rank 1's loss is spoiled in some; the norms that are remembered."""
+    from opensora_accel.training import loop
+
+    trainer, told = loop.Trainer(config), []
+    original, warning = trainer.loss, loop.logger.warning
+    loop.logger.warning = lambda text, *values: told.append(text % values)
+
+    def loss(batch):
+        # One rank's samples alone, as a broken clip is.
+        is_broken = trainer.state.step in steps and dist.get_rank() == 1
+        return original(batch) * (spoil if is_broken else 1.0)
+
+    trainer.loss = loss
+    try:
+        for _ in range(25):
+            trainer.step()
+    finally:
+        loop.logger.warning = warning
+    return told, list(trainer._norms)
+
+
+def test_a_spike_is_skipped_and_its_clips_are_named(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path, Plan(dp_replicate=2), steps=30, **{"optim.skip_factor": 20.0})
+    (told, norms), (nothing, others) = ranks(2, told_of, config, [3, 22], 1000.0)
+    # The fourth step has too few before it to be compared with.
+    (line,) = told
+    assert "step 23 skipped: its gradient norm is" in line and "times the median of 22 steps" in line
+    assert 2 <= line.count(".mp4") <= 4 and nothing == [] and norms == others and len(norms) == 24
+
+
+def test_clips_of_the_rank_whose_loss_is_not_finite_are_named(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path, Plan(dp_replicate=2), steps=30)
+    (line,) = ranks(2, told_of, config, [1], float("nan"))[0][0]
+    assert "step 2 skipped: its gradient norm is nan; its clips: " in line and 1 <= line.count(".mp4") <= 2
+
+
 def bf16(config):
     from opensora_accel.training.loop import Trainer
 
