@@ -81,6 +81,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         "offload_policy": offload,
     }
     kept: set[int] = set()
+    fp32: FSDPMeshInfo | None = None
     if plan.precision == "bf16":
         _check_master_weights(model)
         options["mp_policy"] = _BF16
@@ -90,16 +91,19 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         # FSDP2 gathers the parameters of one mesh together, in one dtype. A second mesh of the same ranks makes those
         # that stay in fp32 a group of their own.
         fp32 = _mesh_info(make_mesh(num_copies, plan.num_shards))
-        options["shard_placement_fn"] = lambda parameter: (
-            ShardPlacementResult(Shard(0), fp32) if id(parameter) in kept else None
-        )
+
+    def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult:
+        shard = _shard_dim(parameter, plan.num_shards)
+        return shard if fp32 is None or id(parameter) not in kept else ShardPlacementResult(shard, fp32)
+
+    options["shard_placement_fn"] = placement
     # Inner modules first: what a block holds is not gathered again with the model's own parameters. FSDP2 works in
     # place: a module's class becomes a subclass of its own.
     modules: list[nn.Module] = [*blocks, model]
     for module in modules:
         unit = fully_shard(module, **options)
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            if kept and group.mesh_info is fp32:
+            if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
     _prefetch(blocks, plan.prefetch)
     return model
@@ -124,6 +128,19 @@ def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
+
+
+def _shard_dim(parameter: nn.Parameter, num_shards: int) -> Shard:
+    """Rows, unless there are so few that most ranks would hold, and gather, padding alone.
+
+    A table [1, 6, 5120] cut into rows for 1,024 ranks travels as 1,024 rows. Cut along its last dim each rank holds
+    [1, 6, 5]. FSDP2 takes another dim than the first only where it divides.
+    """
+    if parameter.dim() and parameter.size(0) < num_shards:
+        for dim in range(1, parameter.dim()):
+            if parameter.size(dim) % num_shards == 0:
+                return Shard(dim)
+    return Shard(0)
 
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:

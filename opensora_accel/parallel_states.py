@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable
@@ -347,5 +348,19 @@ def reset(destroy_process_group: bool = False) -> None:
     _groups.clear()
     _meshes.clear()
     _group_timeout = None
+    _forget_meshes()
     if destroy_process_group and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps the meshes that it has seen, and takes an equal one for them, whose groups have ended."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    propagate = getattr(tensor.DTensor._op_dispatcher.sharding_propagator, "propagate_op_sharding", None)
+    clear = getattr(getattr(propagate, "cache", None), "cache_clear", None)
+    if clear is not None:
+        clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
+        torch._C._clear_DTensor_sharding_propagator_cache()

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -103,16 +102,6 @@ class LazyChunks:
         return self._tensor.narrow(self._dim, index * self._size, min(self._size, left))
 
 
-def _forget_groups() -> None:
-    """DTensor keeps the meshes that it has seen, whose groups are known by name: those of another world are gone."""
-    propagate = getattr(DTensor._op_dispatcher.sharding_propagator, "propagate_op_sharding", None)
-    clear = getattr(getattr(propagate, "cache", None), "cache_clear", None)
-    if clear is not None:
-        clear()
-    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
-        torch._C._clear_DTensor_sharding_propagator_cache()
-
-
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """Within it this process is `rank` of a world whose other ranks do not exist; afterwards all is as before.
@@ -130,7 +119,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
             "and a recording needs to make its own; record in a process of its own, or destroy_process_group() first"
         )
     parallel_states.reset()
-    _forget_groups()
     with (
         # A recording draws numbers, and the caller's must go on as if it had not.
         torch.random.fork_rng(devices=[]),
@@ -145,7 +133,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
             yield
         finally:
             parallel_states.reset(destroy_process_group=True)
-            _forget_groups()
 
 
 class _Finished(dist.Work):
