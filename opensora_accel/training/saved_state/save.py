@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from opensora_accel.training.saved_state.folder import (
 
 _ADAM_ENTRIES = ("exp_avg", "exp_avg_sq", "step")
 _POLL_S = 0.05
+_ROUND_BYTES = 2**26
 
 
 @dataclass
@@ -177,10 +177,12 @@ class Saver:
                 self._staged[names[stem][rank]] = {}
             for name, whole in _exchange(entries, owners[stem]):
                 file = names[stem][rank]
-                buffer = before.get(file, {}).get(name)
-                if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
-                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                self._staged[file][name] = buffer.copy_(whole, non_blocking=True)
+                if whole.is_cuda:
+                    buffer = before.get(file, {}).get(name)
+                    if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
+                        buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+                    whole = buffer.copy_(whole, non_blocking=True)
+                self._staged[file][name] = whole
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -243,8 +245,12 @@ def _owners(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The rank that writes each tensor: the one with the fewest bytes so far, of those that can have it whole."""
     sizes_bytes: dict[int, int] = dict.fromkeys(range(dist.get_world_size()), 0)
     owners = {}
+    holders: dict[Any, list[int]] = {}  # by mesh: to read the ranks of one takes as long as a small save
     for name, tensor in tensors.items():
-        ranks = tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else sizes_bytes
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        if mesh not in holders:
+            holders[mesh] = list(sizes_bytes) if mesh is None else mesh.mesh.flatten().tolist()
+        ranks = holders[mesh]
         owner = min(ranks, key=lambda rank: (sizes_bytes[rank], rank))
         sizes_bytes[owner] += tensor.numel() * tensor.element_size()
         owners[name] = owner
@@ -263,16 +269,16 @@ def _file_names(stem: str, owners: Any) -> dict[int, str]:
 
 
 def _exchange(tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors [...] that this rank owns, whole.
+    """The tensors [...] that this rank owns, whole, in memory of their own.
 
-    Communication: for each round in which every rank of a copy gets one tensor, an all-to-all of its shards.
+    Communication: all-to-alls of shards between the ranks of a copy, in rounds of 64 MiB a rank.
     """
     rank = dist.get_rank()
     sharded: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             if owners[name] == rank:
-                yield name, tensor.detach()
+                yield name, tensor.detach().clone()
         elif tensor.placements[-1] != Shard(0) or any(not p.is_replicate() for p in tensor.placements[:-1]):
             whole = tensor.full_tensor()  # all ranks of its mesh take part
             if owners[name] == rank:
@@ -282,19 +288,43 @@ def _exchange(tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> Itera
             sharded.setdefault((group, tensor.dtype), {})[name] = tensor
     for (group, _dtype), entries in sharded.items():
         members = dist.get_process_group_ranks(group)
-        queues = [[name for name in entries if owners[name] == member] for member in members]
-        for names in zip_longest(*queues):  # one tensor for each rank of this copy, or None
-            sent = [entries[name].to_local().flatten() if name else None for name in names]
-            like = next(tensor for tensor in sent if tensor is not None)
-            given = torch.cat([like.new_empty(0) if tensor is None else tensor for tensor in sent])
-            own = names[group.rank()]
-            received_sizes = _shard_sizes(entries[own], len(members)) if own else [0] * len(members)
-            received = given.new_empty(sum(received_sizes))
-            sent_sizes = [0 if tensor is None else tensor.numel() for tensor in sent]
-            dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=group)
-            if own:
-                # Shards are runs of rows: one after another they are the whole tensor.
-                yield own, received.view(entries[own].shape)
+        by_owner = [[name for name in entries if owners[name] == member] for member in members]
+        for names in _rounds(by_owner, entries):
+            yield from _exchange_round(names, entries, group)
+
+
+def _rounds(by_owner: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Iterator[list[list[str]]]:
+    """For each rank of a copy the next tensors that it gets, of few enough bytes to hold them twice."""
+    left = [list(names) for names in by_owner]
+    while any(left):
+        names: list[list[str]] = [[] for _ in left]
+        for taken, rest in zip(names, left, strict=True):
+            size_bytes = 0
+            while rest and (not taken or size_bytes < _ROUND_BYTES):
+                taken.append(rest.pop(0))
+                size_bytes += tensors[taken[-1]].numel() * tensors[taken[-1]].element_size()
+        yield names
+
+
+def _exchange_round(
+    names: Sequence[Sequence[str]], tensors: Mapping[str, DTensor], group: dist.ProcessGroup
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors [...] that are this rank's in this round. Communication: one all-to-all of shards."""
+    own = names[group.rank()]
+    given = torch.cat([tensors[name].to_local().flatten() for of_rank in names for name in of_rank])
+    sent_sizes = [sum(tensors[name].to_local().numel() for name in of_rank) for of_rank in names]
+    # Elements of each of our tensors, by the rank that holds them.
+    shares = [_shard_sizes(tensors[name], group.size()) for name in own]
+    received_sizes = [sum(share[rank] for share in shares) for rank in range(group.size())]
+    received = given.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=group)
+    from_rank = [
+        part.split([share[rank] for share in shares])
+        for rank, part in enumerate(received.split(received_sizes))
+    ]
+    for number, name in enumerate(own):
+        # Shards are runs of rows: one after another they are the whole tensor.
+        yield name, torch.cat([parts[number] for parts in from_rank]).view(tensors[name].shape)
 
 
 def _shard_sizes(tensor: DTensor, num_ranks: int) -> list[int]:
