@@ -52,6 +52,8 @@ _FACTORIES = {
     _aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full,
     _aten.rand, _aten.randn, _aten.randint, _aten.randperm, _aten.normal,
 }  # fmt: skip
+# What may be a parameter; None is the default dtype.
+_FLOATS = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Operations that look at values.
 _READS = {_aten._local_scalar_dense, _aten.is_nonzero, _aten.equal, _aten.nonzero, _aten.masked_select}
 
@@ -115,13 +117,7 @@ class _Recording(TorchDispatchMode):
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         written = _written(schema, args, kwargs)
         if not known:
-            makes_floats = kwargs.get("dtype") in (
-                None,
-                torch.float16,
-                torch.bfloat16,
-                torch.float32,
-                torch.float64,
-            )
+            makes_floats = kwargs.get("dtype") in _FLOATS
             if generator is not None or (not draws and not (packet in _FACTORIES and makes_floats)):
                 return func(*args, **kwargs)
             if draws and written:
