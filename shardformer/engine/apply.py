@@ -53,7 +53,7 @@ class _Applied:
 def shard(
     model: ModelT, plan: Plan, *, policy: Policy | None = None, norms: Literal["strict", "fast"] | None = None
 ) -> ModelT:
-    """The same model, run as the plan says over the registered groups.
+    """The same model, run as the plan says over the registered groups; one that waits for its values gets them.
 
     Every rank still calls it with the whole input and gets the whole output, and the training step around it does
     not change: average gradients over the mixed group (DDP's and FSDP's default).
@@ -61,7 +61,8 @@ def shard(
     Args:
         model: of a class that has a policy, or any with `policy`.
         plan: sequence degrees split the tokens, `checkpoint`, `offload` and `mlp_chunks` act on the blocks,
-            `sharding` on the parameters. `precision` is for the training loop: the model's dtype stays.
+            `sharding` on the parameters, which `precision` "bf16" gathers and computes with in bf16. Whole parameters
+            keep their dtype: then `precision` is for the training loop.
         policy: a table for a model that `shardformer.policy` does not know.
         norms: swaps norms for lighter kernels: "strict" to the last bit of what they compute, "fast" with other
             rounding too. `shardformer.norms_of(model)` tells what was done and why.
