@@ -43,8 +43,11 @@ def compared(name, tokens, heads, masked, causal, backend):
     return worst_error((b, a, a) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("seen", some(["all", "masked", "masked and causal"], "all", "masked and causal"))
-@pytest.mark.parametrize(("tokens", "heads"), [((12, 12), (4, 4)), ((13, 13), (5, 5)), ((7, 7), (6, 2))])
+@pytest.mark.parametrize("seen", some(["all", "masked", "masked and causal"], "masked and causal"))
+@pytest.mark.parametrize(
+    ("tokens", "heads"),
+    [pytest.param((12, 12), (4, 4), marks=PROVE), ((13, 13), (5, 5)), ((7, 7), (6, 2))],
+)
 @pytest.mark.parametrize("name", ["ulysses", "ring"])
 def test_compiled_in_one_graph(ranks, name, tokens, heads, seen):
     masked, causal = "masked" in seen, "causal" in seen
