@@ -97,6 +97,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         return shard if fp32 is None or id(parameter) not in kept else ShardPlacementResult(shard, fp32)
 
     options["shard_placement_fn"] = placement
+    model.register_forward_hook(_without_views)
     # Inner modules first: what a block holds is not gathered again with the model's own parameters. FSDP2 works in
     # place: a module's class becomes a subclass of its own.
     modules: list[nn.Module] = [*blocks, model]
@@ -183,6 +184,15 @@ def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _cast_tensor(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor
+
+
+def _without_views(_model: nn.Module, _args: Any, output: Any) -> Any:
+    """The output in memory of its own.
+
+    A hook on the output gathers the parameters again for backward. On a view, as an unpatchified latent is, `out += 1`
+    would drop that hook without a word.
+    """
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 
 def _prefetch(blocks: Sequence[nn.Module], num_blocks: int) -> None:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import time
+import warnings
 from unittest import mock
 
 import pytest
@@ -193,6 +194,32 @@ def gathered_blocks(plan):
 def test_no_more_blocks_are_whole_than_prefetch_asks_for(ranks, prefetch, checkpoint):
     plan = Plan(ulysses=2, sharding="FULL_SHARD", prefetch=prefetch, checkpoint=checkpoint, precision="bf16")
     assert ranks(2, gathered_blocks, plan) == [prefetch + 1] * 2
+
+
+def changed_in_place(plan):
+    """Largest relative error of the gradients where the output is changed in place, and FSDP's warnings."""
+    inputs, target = batch(0, 0, slice(0, 1))
+
+    def step(model):
+        (out,) = model(**inputs, return_dict=False)
+        out -= target
+        out.square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = step(make_model())
+    init_parallel(plan)
+    model = shardformer.shard(make_model(), plan)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        grads = whole(model, step(model))
+    return max(relative_errors(grads, expected).values()), [
+        str(each.message) for each in told if "view" in str(each)
+    ]
+
+
+def test_the_output_may_be_changed_in_place(ranks):
+    for error, told in ranks(2, changed_in_place, Plan(ulysses=2, sharding="FULL_SHARD")):
+        assert error < RELATIVE[torch.float64] and told == []
 
 
 def bf16_beside_one_device(plan):
