@@ -327,6 +327,10 @@ def _deferred_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[
             yield f"{path}.{name}" if path else name, module, source
 
 
+def _holder(module: nn.Module, key: str) -> Any:
+    return module._parameters if key in module._parameters else module._buffers
+
+
 @torch.no_grad()
 def materialize(model: ModelT, device: torch.device | str | None = None) -> ModelT:
     """The same model with its values: of each parameter the shard that this rank holds, whole where it is not sharded.
@@ -352,7 +356,7 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
     made: dict[int, Tensor] = {}  # tied parameters stay one
     for name, module, (recording, view) in found:
         key = name.rpartition(".")[2]
-        holder: Any = module._parameters if key in module._parameters else module._buffers
+        holder = _holder(module, key)
         tensor = holder.get(key)
         if tensor is not None and tensor.is_meta:
             if id(tensor) not in made:
@@ -417,7 +421,7 @@ def replace_later(
         if name not in parts:
             continue
         key = name.rpartition(".")[2]
-        holder: Any = module._parameters if key in module._parameters else module._buffers
+        holder = _holder(module, key)
         tensor = holder[key]
         if id(tensor) not in made:
             made[id(tensor)] = recording.replace(tensor, partial(parts[name], tensor.dtype))

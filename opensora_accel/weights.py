@@ -56,11 +56,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         FileNotFoundError: there are no safetensors in the folder.
         ValueError: names or shapes do not fit; nothing was changed.
     """
-    stored, targets, waiting = (
-        find_stored(Path(folder)),
-        model.state_dict(keep_vars=True),
-        deferred_shapes(model),
-    )
+    stored, targets = find_stored(Path(folder)), model.state_dict(keep_vars=True)
+    waiting = deferred_shapes(model)
     missing, unknown = sorted(targets.keys() - stored.keys()), sorted(stored.keys() - targets.keys())
     if missing or unknown:
         raise ValueError(

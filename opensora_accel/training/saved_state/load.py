@@ -29,10 +29,14 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
     for name, tensor in state.model.state_dict().items():
         _fill(tensor.detach(), weights[name])
     moments = find_stored(folder, OPTIMIZER_STEM)
+    fused = state.optimizer.defaults.get("fused")
     for name, parameter in state.model.named_parameters():
         if f"{name}.step" in moments:
             entries = state.optimizer.state[parameter]
-            entries["step"] = moments[f"{name}.step"].read(torch.float32)
+            # The fused kernel counts steps on the device, the others on the host.
+            entries["step"] = (
+                moments[f"{name}.step"].read(torch.float32).to(parameter.device if fused else "cpu")
+            )
             for entry in ("exp_avg", "exp_avg_sq"):
                 entries[entry] = torch.zeros_like(parameter, requires_grad=False)
                 _fill(entries[entry], moments[f"{name}.{entry}"])

@@ -66,7 +66,7 @@ class Saver:
     # What became of the save, on rank 0: the error, if there was one.
     _error: Exception | None = None
     _num_saves: int = 0
-    # Host memory of this rank's tensors, by file and name; the next save uses it again.
+    # Host memory of this rank's tensors, by file and name; the next save uses it again where it is page-locked.
     _staged: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def save(
@@ -105,7 +105,7 @@ class Saver:
                     files[f"{stem}.safetensors.index.json"] = _index(tensors[stem], by_name, names[stem])
         writers = sorted({rank for by_owner in names.values() for rank in by_owner} | {0})
         partial = folder.with_name(folder.name + PARTIAL)
-        from_first_rank(lambda: _told(folder, lambda: _make_partial(partial)))
+        from_first_rank(lambda: _with_remedy(folder, lambda: _make_partial(partial)))
         self._num_saves += 1
 
         self._thread = threading.Thread(
@@ -120,11 +120,8 @@ class Saver:
         self, folder: Path, files: Mapping[str, str], writers: Sequence[int], run: Any, keep: int
     ) -> None:
         """What a thread does: this rank's files, and on rank 0 the rest once all ranks have told of theirs."""
-        partial, key, told = (
-            folder.with_name(folder.name + PARTIAL),
-            f"save/{self._num_saves}",
-            dict[str, Any](),
-        )
+        partial, key = folder.with_name(folder.name + PARTIAL), f"save/{self._num_saves}"
+        told: dict[str, Any] = {}
         try:
             told["sums"] = _write_tensors(partial, self._staged)
         except Exception as error:  # noqa: BLE001 - rank 0 must hear of it, whatever it is
@@ -133,7 +130,7 @@ class Saver:
         if dist.get_rank() != 0:
             return
         try:
-            _told(folder, lambda: self._finish(folder, partial, files, key, writers))
+            _with_remedy(folder, lambda: self._finish(folder, partial, files, key, writers))
             remove_old(folder, run, keep)
         except Exception as error:  # noqa: BLE001 - it is raised where the main thread waits
             self._error = error
@@ -155,6 +152,8 @@ class Saver:
             return
         self._thread.join()
         self._thread = None
+        if not torch.cuda.is_available():
+            self._staged = {}  # only page-locked memory is worth keeping
 
         def outcome() -> None:
             error, self._error = self._error, None
@@ -354,7 +353,7 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _told(folder: Path, run: Any) -> None:
+def _with_remedy(folder: Path, run: Any) -> None:
     """Runs it; an error says what can be done."""
     try:
         run()
