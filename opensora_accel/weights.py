@@ -86,6 +86,7 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: there are none.
+        ValueError: files of a set are missing, or two files hold one name.
     """
     from safetensors import safe_open
 
@@ -94,10 +95,22 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
         names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
         # The name alone: an index leads nowhere else.
         return {name: Stored(folder / Path(file).name, name) for name, file in names.items()}
+    paths = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})
     found = dict[str, Stored]()
-    for path in sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")}):
+    for path in paths:
+        base, _, count = path.stem.rpartition("-of-")
+        prefix = base.rpartition("-")[0]
+        if count.isdecimal() and len(list(folder.glob(f"{prefix}-*-of-{count}.safetensors"))) != int(count):
+            raise ValueError(
+                f"files {prefix}-…-of-{count} are missing in {folder}; copy the folder again, whole"
+            )
         with safe_open(path, framework="pt") as file:
-            found |= {name: Stored(path, name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            for name in file.keys():  # noqa: SIM118 (no dict)
+                if name in found:
+                    raise ValueError(
+                        f"{name} lies in {found[name].path.name} and in {path.name} of {folder}; leave one of them"
+                    )
+                found[name] = Stored(path, name)
     if not found:
         raise FileNotFoundError(
             f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"

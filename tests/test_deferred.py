@@ -303,3 +303,18 @@ def test_the_index_names_files_of_its_own_folder(tmp_path):
     model = nn.Linear(2, 2)
     load_weights(model, tmp_path)
     assert model.weight.eq(1).all()
+
+
+def test_a_folder_with_half_of_its_files_or_two_variants_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match="files model-…-of-00002 are missing"):
+        load_weights(model, tmp_path)
+    save_file({"bias": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    load_weights(model, tmp_path)
+    assert model.weight.eq(1).all() and model.bias.eq(1).all()
+    save_file({"bias": torch.zeros(2)}, tmp_path / "model.fp16.safetensors")
+    with pytest.raises(
+        ValueError, match=r"bias lies in model-00002-of-00002\.safetensors and in model\.fp16\.safetensors"
+    ):
+        load_weights(model, tmp_path)
