@@ -40,8 +40,7 @@ prove: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) tests/$(PART) $(ARGS)
 
 faults: .venv/.dev data/bunny/metadata.jsonl
-	$(BIN)/python -m pytest -s -k "fault or killed or damage or grow or full or stopped or not_come or signal or finite or fuzz" \
-	  tests/training tests/communications/test_waiting.py tests/test_cli.py $(ARGS)
+	$(PYTEST) -m faults $(ARGS)
 
 bench: .venv/.dev
 	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done

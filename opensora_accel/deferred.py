@@ -35,8 +35,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -385,7 +387,8 @@ def _shard_of(
     if not isinstance(tensor, DTensor):
         (whole,) = recording.values([view], seeds)
         return whole.to(device or "cpu", tensor.dtype)
-    mesh, region = tensor.device_mesh, region_of(tensor)
+    mesh = tensor.device_mesh
+    region = region_of(tensor.shape, mesh, tensor.placements)
     last = recording.operations[recording.writers[view.memory][-1]]
     if any(part.start == part.stop for part in region):
         local = torch.empty([part.stop - part.start for part in region])  # this rank holds none of it
@@ -400,12 +403,13 @@ def _shard_of(
     )
 
 
-def region_of(tensor: DTensor) -> tuple[slice, ...]:
-    """The part of the whole tensor [...] that this rank holds."""
-    shape, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
+def region_of(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], rank: int | None = None
+) -> tuple[slice, ...]:
+    """The part of a sharded tensor of this whole shape that a rank of its mesh holds, by default this one."""
+    coordinate: list[int] = (mesh.mesh == (mesh.get_rank() if rank is None else rank)).nonzero()[0].tolist()
+    local_shape, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, local_shape, strict=True))
 
 
 def replace_later(

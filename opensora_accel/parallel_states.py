@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
+from opensora_accel.watch import start_watch
 
 __all__ = [
     "get_data_parallel_group",
@@ -77,7 +78,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         device_type: "cuda" or "cpu"; by default cuda where every rank of this machine has a GPU of its own (and
             the process group, where one exists, can use it).
         timeout_s: how long a collective may wait, in every group of the job; by default
-            OPENSORA_ACCEL_TIMEOUT, or else torch's own (30 minutes for gloo, 10 for NCCL).
+            OPENSORA_ACCEL_TIMEOUT, or else that of the process group (torch's own is 30 minutes for gloo, 10 for NCCL).
 
     Raises:
         ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), or the
@@ -106,8 +107,11 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         _meshes[name] = mesh[axes]._flatten(name)
         _groups[name] = _meshes[name].get_group()
     _groups["tensor"] = _groups["tp"]
-    _group_timeout = timeout
+    # Somebody who started torch.distributed with a timeout meant it for every group.
+    world = dist.distributed_c10d._get_default_group()
+    _group_timeout = timeout or world._get_backend(torch.device(device_type)).options._timeout
     _set_timeout(_groups.values())
+    start_watch()
     return mesh
 
 

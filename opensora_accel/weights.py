@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import deferred_shapes, region_of, replace_later
+from opensora_accel.retry import retried
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,12 @@ class Stored:
         """[...], or a region of it, as `dtype`."""
         from safetensors import safe_open
 
-        with safe_open(self.path, framework="pt") as file:
-            found: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
-            return found.to(dtype)
+        def read() -> Tensor:
+            with safe_open(self.path, framework="pt") as file:
+                found: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
+                return found.to(dtype)
+
+        return retried(read, f"reading {self.path}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +80,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     for name in targets.keys() - waiting.keys():
         tensor, read = targets[name], partial(stored[name].read, targets[name].dtype)
         if isinstance(tensor, DTensor):
-            tensor.to_local().copy_(read(region_of(tensor)))
+            tensor.to_local().copy_(read(region_of(tensor.shape, tensor.device_mesh, tensor.placements)))
         else:
             tensor.copy_(read())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import os
@@ -27,6 +28,29 @@ def ranks():
     pool = RankPool(preload=["diffusers.models.transformers.transformer_wan"])
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def fault(record_property):
+    """`fault(kind, number)` counts cases that ended as they should; their sums are printed at the end."""
+
+    def count(kind, number=1):
+        record_property("fault", (kind, number))
+
+    return count
+
+
+def pytest_terminal_summary(terminalreporter):
+    counts = collections.Counter()
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "fault":
+                kind, number = value
+                counts[kind] += number
+    if counts:
+        terminalreporter.section("faults that ended as they should")
+        for kind, number in sorted(counts.items()):
+            terminalreporter.write_line(f"{number:5} × {kind}")
 
 
 @pytest.fixture

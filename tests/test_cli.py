@@ -317,7 +317,8 @@ def test_an_error_under_torchrun_is_one_line_a_rank(config_file, tmp_path):
     assert "ValueError: the rule that was broken" in summary and "To enable traceback" not in summary, summary
 
 
-def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path):
+@pytest.mark.faults
+def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path, fault):
     (tmp_path / "dies_once.py").write_text(DIES_ONCE)
     launcher = [*TWO_RANKS, "--max-restarts", "1", tmp_path / "dies_once.py", "train"]
     output = tmp_path / "run"
@@ -326,6 +327,7 @@ def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path):
     assert f"resuming {output}/checkpoints/step_000002" in done.stdout
     rows = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert rows == [1, 2, 3, 4] and not (output / "earlier_1").exists()
+    fault("a rank that fails under torchrun --max-restarts")
 
 
 def test_doctor_runs(run):
@@ -404,8 +406,9 @@ def too_slow(_number, _frame):
     raise TimeoutError("this configuration hangs")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("case", some(CASES, *CASES[:12]), ids=str)
-def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, monkeypatch, case):
+def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, monkeypatch, case, fault):
     monkeypatch.chdir(tmp_path)
     values = asdict(tiny_config(clips, tmp_path / "run", steps=1, log_every=1))
     values["flow"]["sample_steps"] = 1
@@ -431,6 +434,7 @@ def test_any_configuration_runs_or_is_refused_in_one_line(run, clips, tmp_path, 
         is_short = len(lines) == 1 or ("the first reasons" in lines[0] and len(lines) <= 7)
         assert status == 2 and is_short and lines[0].startswith("error: ") and len(lines[0]) > 20, text
         assert [path.name for path in tmp_path.iterdir()] == ["run.json"], "something was written"
+    fault("a right configuration that runs" if case.is_good else "a wrong configuration that is refused")
 
 
 def test_every_option_is_fuzzed():

@@ -36,6 +36,8 @@ LAYERS = [
         "opensora_accel.deferred",
         "opensora_accel.wrapping",
         "opensora_accel.flash_attn",
+        "opensora_accel.watch",
+        "opensora_accel.retry",
     },
 ]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""

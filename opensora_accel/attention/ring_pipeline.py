@@ -143,7 +143,7 @@ class RingPipeline:
 
     def _wait(self, works: list[dist.Work]) -> None:
         try:
-            finish(works, self._group, operation="ring attention")
+            finish(works, self._group, self._own.device, operation="ring attention")
         except Exception:
             self._is_broken = True  # a neighbour is gone
             raise

@@ -75,7 +75,7 @@ class _RingExchange(torch.autograd.Function):
         shape[dim] = moved[group.rank()]
         received = input_.new_empty(shape)
         works = start_shift(input_.contiguous(), received, group, shift=shift, operation="ring_exchange")
-        finish(works, group, operation="ring_exchange")
+        finish(works, group, input_.device, operation="ring_exchange")
         return received
 
     @staticmethod

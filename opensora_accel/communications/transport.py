@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,12 +73,16 @@ def start_shift(
         return dist.batch_isend_irecv(messages)
 
 
-def finish(works: list[dist.Work], group: dist.ProcessGroup, *, operation: str) -> None:
-    """Waits for each message and takes it off the list.
+def finish(works: list[dist.Work], group: dist.ProcessGroup, device: torch.device, *, operation: str) -> None:
+    """Waits for each message between devices of this kind, and takes it off the list.
 
     It leaves the list before it is waited for: Ctrl-C is raised where the wait returns, and a second wait for one
     message would never end.
     """
+    backend = group._get_backend(device)
+    is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
     with waiting(operation, group):
         while works:
-            works.pop(0).wait()
+            work = works.pop(0)
+            # A message of gloo knows the timeout that its group was made with, and none that was set since.
+            work.wait(backend.options._timeout) if is_gloo else work.wait()

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from opensora_accel.retry import retried
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
@@ -134,7 +135,8 @@ class VideoFolder(Dataset[Sample]):
         video, config = self.videos[video_index], self.config
         frames = error = None
         try:
-            frames = read_clip(
+            read = partial(
+                read_clip,
                 Path(config.folder) / video.file,
                 self._start(video, position),
                 config.num_frames,
@@ -142,6 +144,7 @@ class VideoFolder(Dataset[Sample]):
                 height=config.height,
                 width=config.width,
             )
+            frames = retried(read, f"reading {video.file}")
         except UnreadableVideo as failure:
             error = str(failure)
         return Sample(position, video_index, video.file, video.caption, frames, error)

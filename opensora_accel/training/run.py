@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import statistics
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from opensora_accel.training.config import TrainConfig, config_from_dict, differences, load_config
 from opensora_accel.training.output import check_inputs, claim, move_aside
 from opensora_accel.training.ranks import from_first_rank, is_first_rank
-from opensora_accel.training.saved_state import AUTO, NEWEST, find_saved_state, run_of
+from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, find_saved_state, run_of
 
 _SHOWN_STEPS = 20
 
@@ -44,6 +45,10 @@ def run(arguments: Sequence[str]) -> int:
         report_failure(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         raise
     finally:
+        # Where the training failed a save may be under way; it ends soon, or as soon as the ranks that it needs do.
+        for thread in threading.enumerate():
+            if thread.name == SAVING:
+                thread.join(1.0)
         if started_here:
             reset(destroy_process_group=True)
             # A group's threads end with its last holder. One that lets go of a tensor while Python shuts down would

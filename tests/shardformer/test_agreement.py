@@ -55,13 +55,15 @@ def with_different(what):
         ("weights", "weights: blocks.1.ffn.net.2.bias"),
     ],
 )
-def test_every_rank_hears_what_differs(ranks, what, name):
+@pytest.mark.faults
+def test_every_rank_hears_what_differs(ranks, what, name, fault):
     for message in ranks(2, with_different, what):
         assert (
             "rank 0 and rank 1 of a sequence group called WanTransformer3DModel with different " + name
             in message
         )
         assert ("get_data_parallel_group().rank()" in message) != (what == "weights")
+    fault("inputs that differ between the ranks of a sequence")
 
 
 def after_the_first_steps(debug):

@@ -4,8 +4,8 @@ Each case ends in a run that is, bit for bit, the one that nothing happened to, 
 since its newest saved state. `make faults` runs all of them and prints how many of each kind there were.
 """
 
-import collections
 import contextlib
+import dataclasses
 import io
 import os
 import random
@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,22 +22,17 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel import Plan
+from opensora_accel.communications.waiting import waiting
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import find_saved_state, list_saved_states, read_record, save
-from opensora_accel.verify.pool import RankError
+from opensora_accel.verify.pool import RankError, RankPool
 from tests.tiers import PROVE
 from tests.training.runs import tiny_config
 from tests.training.test_layouts import everything
 
 SAVE_EVERY, STEPS = 2, 8
 PLAN = Plan(dp_shard=2, sharding="FULL_SHARD")
-COUNTS = collections.Counter()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counted():
-    yield
-    print("\n" + ", ".join(f"{number} × {kind}" for kind, number in COUNTS.items()))
+pytestmark = pytest.mark.faults
 
 
 def config_of(clips, output):
@@ -96,17 +92,58 @@ MOMENTS = [(seed, seed % 2, 2 + seed % 6) for seed in range(20)]
 @pytest.mark.parametrize(
     ("seed", "rank", "num_batches"), [pytest.param(*m, marks=() if m[0] == 1 else PROVE) for m in MOMENTS]
 )
-def test_a_rank_killed_at_a_random_moment(ranks, clips, tmp_path, undisturbed, seed, rank, num_batches):
+def test_a_rank_killed_at_a_random_moment(
+    ranks, clips, tmp_path, undisturbed, seed, rank, num_batches, fault
+):
     config = config_of(clips, tmp_path / "run")
     delay_s = random.Random(seed).uniform(0, 0.05)
     with pytest.raises(RankError) as caught:
         ranks(2, die_after, config, rank, num_batches, delay_s)
     assert f"rank {rank}" in str(caught.value)
-    COUNTS["rank killed at a random moment"] += 1
     # What was saved before the batch began, but for the save that was under way.
     check_it_goes_on(
         ranks, config, undisturbed, least=max(0, (num_batches - 1) // SAVE_EVERY - 1) * SAVE_EVERY
     )
+    fault("a rank killed at a random moment")
+
+
+def hang(config, how):
+    """In its fifth batch rank 1 is stopped, or never comes back; what both ranks say, after how many seconds."""
+    trainer = Trainer(config)
+    loss, begun, store = trainer.loss, [], dist.distributed_c10d._get_default_store()
+
+    def stuck(batch):
+        begun.append(time.monotonic())
+        if dist.get_rank() == 1 and len(begun) == 5:
+            store.set("pid", str(os.getpid()))
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            store.wait(["told"])
+        return loss(batch)
+
+    trainer.loss = stuck
+    with pytest.raises(RuntimeError) as caught, waiting("a step", dist.group.WORLD):
+        trainer.train()
+    seconds = time.monotonic() - begun[-1]
+    if dist.get_rank() == 0:
+        os.kill(int(store.get("pid")), signal.SIGCONT)
+        store.set("told", "")
+    return str(caught.value), seconds
+
+
+HANG_TIMEOUT_S = 4.0
+
+
+@pytest.mark.parametrize("how", ["stopped", "gone another way"])
+def test_a_rank_that_hangs(ranks, clips, tmp_path, undisturbed, how, fault):
+    config = dataclasses.replace(config_of(clips, tmp_path / "run"), timeout_s=HANG_TIMEOUT_S)
+    with RankPool(2, collective_timeout_s=HANG_TIMEOUT_S, grace_s=60) as impatient:
+        told, seconds = impatient(2, hang, config, how)[0]
+    silent = "rank 1 did not come and does not answer: it has ended, or is stopped"
+    assert (silent if how == "stopped" else f"rank 1 did not come: it is at {__file__}:") in told
+    assert seconds < HANG_TIMEOUT_S + 5
+    check_it_goes_on(ranks, config, undisturbed, least=SAVE_EVERY)
+    fault(f"a rank that hangs: {how}")
 
 
 class Deaths:
@@ -145,16 +182,16 @@ SAVE_KILLS = [(rank, at) for rank, most in ((0, 40), (1, 10)) for at in range(1,
     ("rank", "at"),
     [pytest.param(*kill, marks=() if kill in ((0, 30), (1, 3)) else PROVE) for kill in SAVE_KILLS],
 )
-def test_a_rank_killed_in_a_save(ranks, clips, tmp_path, undisturbed, rank, at):
+def test_a_rank_killed_in_a_save(ranks, clips, tmp_path, undisturbed, rank, at, fault):
     config = config_of(clips, tmp_path / "run")
     try:
         counts = ranks(2, die_in_a_save, config, rank, at)
     except RankError as error:
         assert f"rank {rank}" in str(error)
-        COUNTS["rank killed in a save"] += 1
     else:
         pytest.skip(f"a run makes {counts[rank]} operations only")
     check_it_goes_on(ranks, config, undisturbed, least=0)
+    fault("a rank killed in a save")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +201,9 @@ def whole_run(ranks, clips, tmp_path_factory):
     return output
 
 
-def test_damage_to_any_file_is_named_and_the_state_before_is_taken(parallel_registry, whole_run, tmp_path):
+def test_damage_to_any_file_is_named_and_the_state_before_is_taken(
+    parallel_registry, whole_run, tmp_path, fault
+):
     draws = random.Random(0)
     newest, before = (f"step_{step:06d}" for step in (STEPS, STEPS - SAVE_EVERY))
     files = [path for path in sorted((whole_run / "checkpoints" / newest).rglob("*")) if path.is_file()]
@@ -189,7 +228,7 @@ def test_damage_to_any_file_is_named_and_the_state_before_is_taken(parallel_regi
         assert path.name in str(caught.value), (kind, path.name)
         folder, _ = find_saved_state("auto", output)
         assert folder.name == before
-        COUNTS[f"file {kind}"] += 1
+        fault(f"a file of a saved state: {kind}")
         shutil.rmtree(output)
 
 
@@ -209,16 +248,16 @@ def run_under_a_limit(config, limit_bytes):
     return None
 
 
-def test_files_that_cannot_grow(ranks, clips, tmp_path, undisturbed):
+def test_files_that_cannot_grow(ranks, clips, tmp_path, undisturbed, fault):
     config = config_of(clips, tmp_path / "run")
     for text in ranks(2, run_under_a_limit, config, 100_000):
         assert "could not be saved" in text and "make room for it" in text
-    COUNTS["file that cannot grow"] += 1
     check_it_goes_on(ranks, config, undisturbed, least=0)
+    fault("files that cannot grow")
 
 
 @pytest.mark.prove
-def test_a_full_disk(ranks, clips, tmp_path, undisturbed):
+def test_a_full_disk(ranks, clips, tmp_path, undisturbed, fault):
     output = tmp_path / "disk"
     output.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", output], capture_output=True)
@@ -228,9 +267,9 @@ def test_a_full_disk(ranks, clips, tmp_path, undisturbed):
         config = config_of(clips, output / "run")
         for text in ranks(2, full_disk, config):
             assert "No space left on device" in text and "make room for it" in text
-        COUNTS["full disk"] += 1
         subprocess.run(["mount", "-o", "remount,size=64m", output], check=True)
         check_it_goes_on(ranks, config, undisturbed, least=0)
+        fault("a full disk")
     finally:
         subprocess.run(["umount", output], check=True)
 

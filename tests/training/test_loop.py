@@ -257,11 +257,13 @@ def saved_steps(output):
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", some(["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"], "SIGTERM"))
-def test_a_signal_saves_and_stops_all_ranks(ranks, folder, tmp_path, name):
+def test_a_signal_saves_and_stops_all_ranks(ranks, folder, tmp_path, name, fault):
     config = tiny_config(folder, tmp_path, Plan(ulysses=2), steps=9)
     found = ranks(2, in_a_terminal, config, 4, [(getattr(signal, name), 0)])
     assert [len(losses) for losses in found] == [4, 4] and saved_steps(tmp_path) == ["step_000004"]
+    fault(f"{name} sent to a rank")
 
 
 def test_one_ctrl_c_that_comes_twice_is_one(ranks, folder, tmp_path):
@@ -272,10 +274,12 @@ def test_one_ctrl_c_that_comes_twice_is_one(ranks, folder, tmp_path):
     assert saved_steps(tmp_path) == ["step_000004"]
 
 
-def test_a_second_ctrl_c_stops_at_once(ranks, folder, tmp_path):
+@pytest.mark.faults
+def test_a_second_ctrl_c_stops_at_once(ranks, folder, tmp_path, fault):
     config = tiny_config(folder, tmp_path, steps=9)
     signals = [(signal.SIGINT, 0.3), (signal.SIGINT, 0)]
     assert ranks(1, stopped, config, 4, signals) == ["interrupted"] and saved_steps(tmp_path) == []
+    fault("Ctrl-C twice")
 
 
 def under_nohup(config):
@@ -334,8 +338,10 @@ def not_finite(config):
     return trainer.skipped_in_a_row
 
 
-def test_a_step_that_is_not_finite_is_skipped(ranks, folder, tmp_path):
+@pytest.mark.faults
+def test_a_step_that_is_not_finite_is_skipped(ranks, folder, tmp_path, fault):
     assert ranks(1, not_finite, tiny_config(folder, tmp_path)) == [0]
+    fault("steps that are not finite")
 
 
 def told_of(config, steps, spoil):
@@ -360,19 +366,23 @@ def told_of(config, steps, spoil):
     return told, list(trainer._norms)
 
 
-def test_a_spike_is_skipped_and_its_clips_are_named(ranks, folder, tmp_path):
+@pytest.mark.faults
+def test_a_spike_is_skipped_and_its_clips_are_named(ranks, folder, tmp_path, fault):
     config = tiny_config(folder, tmp_path, Plan(dp_replicate=2), steps=30, **{"optim.skip_factor": 20.0})
     (told, norms), (nothing, others) = ranks(2, told_of, config, [3, 22], 1000.0)
     # The fourth step has too few before it to be compared with.
     (line,) = told
     assert "step 23 skipped: its gradient norm is" in line and "times the median of 22 steps" in line
     assert 2 <= line.count(".mp4") <= 4 and nothing == [] and norms == others and len(norms) == 24
+    fault("a loss spike")
 
 
-def test_clips_of_the_rank_whose_loss_is_not_finite_are_named(ranks, folder, tmp_path):
+@pytest.mark.faults
+def test_clips_of_the_rank_whose_loss_is_not_finite_are_named(ranks, folder, tmp_path, fault):
     config = tiny_config(folder, tmp_path, Plan(dp_replicate=2), steps=30)
     (line,) = ranks(2, told_of, config, [1], float("nan"))[0][0]
     assert "step 2 skipped: its gradient norm is nan; its clips: " in line and 1 <= line.count(".mp4") <= 2
+    fault("a batch whose loss is NaN")
 
 
 def bf16(config):

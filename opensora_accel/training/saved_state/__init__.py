@@ -9,8 +9,8 @@ diffusers as they lie. P = 3 ranks that hold thirds of four weights w0 … w3:
     rank 1    sends its thirds of w0, w2    receives the other thirds of w1        writes w1
     rank 2    sends its thirds of w0, w1    receives the other thirds of w2        writes w2
 
-The step waits only until these copies lie in host memory. Files are written by a thread of each rank, into a folder
-that gets its name when it is whole; older ones are removed after that.
+The step waits only until each rank has copied its shards to host memory. Threads exchange them and write the files,
+into a folder that gets its name when it is whole; older ones are removed after that.
 """
 
 from opensora_accel.training.saved_state.folder import (
@@ -26,13 +26,14 @@ from opensora_accel.training.saved_state.folder import (
     set_newer_aside,
 )
 from opensora_accel.training.saved_state.load import load_state
-from opensora_accel.training.saved_state.save import Saver, TrainState
+from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState
 
 __all__ = [
     "AUTO",
     "FOLDER",
     "MODEL_WEIGHTS",
     "NEWEST",
+    "SAVING",
     "TOKENIZER",
     "Saver",
     "TrainState",

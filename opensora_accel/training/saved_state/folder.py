@@ -25,6 +25,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from opensora_accel.retry import retried
 from opensora_accel.training.ranks import from_all_ranks, is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -180,8 +181,11 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return retried(read, f"reading {path}")
 
 
 def find_saved_state(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:

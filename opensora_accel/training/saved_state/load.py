@@ -53,7 +53,8 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
 def _fill(target: Tensor, stored: Stored) -> None:
     """Reads a tensor [...], or this rank's shard of it."""
     if isinstance(target, DTensor):
-        target.to_local().copy_(stored.read(target.dtype, region_of(target)))
+        region = region_of(target.shape, target.device_mesh, target.placements)
+        target.to_local().copy_(stored.read(target.dtype, region))
     else:
         target.copy_(stored.read(target.dtype))
 

@@ -1,19 +1,27 @@
 """Writes saved states beside the training.
 
-Each tensor gets an owner, the rank that has the fewest bytes to write so far, and the ranks of one copy exchange their
-shards so that every owner holds its tensors whole. That is one all-to-all for each tensor that the busiest rank owns.
-Then the step goes on. Threads write the files, and rank 0's waits for the others through torch's store, not through a
-collective, which training could not run beside. It writes the manifest last and gives the folder its name.
+A step waits only while every rank copies the shards that it holds to host memory, page-locked on a GPU, where not even
+that is waited for. A thread of each rank does the rest while training goes on. Each tensor has an owner, the rank with
+the fewest bytes to write so far; the ranks of its copy send their shards there, over a group of gloo that nothing else
+uses, and the owner writes the tensor whole. Rank 0's thread hears through torch's store how the others fared, writes
+the manifest last and gives the folder its name. P = 2, one weight of 4 rows and one of 2:
+
+    rank 0    stages rows 0, 1 and row 0    receives rows 2, 3 of the first     writes the first
+    rank 1    stages rows 2, 3 and row 1    receives row 0 of the second        writes the second
 """
 
 from __future__ import annotations
 
+import datetime
+import heapq
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +30,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
+from opensora_accel.deferred import region_of
+from opensora_accel.retry import retried
 from opensora_accel.training.optim import EMA
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
@@ -40,10 +52,12 @@ from opensora_accel.training.saved_state.folder import (
     set_aside,
     sha256_of,
 )
+from opensora_accel.watch import BACKGROUND
 
+# The name of the threads that write.
+SAVING = "saved state"
 _ADAM_ENTRIES = ("exp_avg", "exp_avg_sq", "step")
 _POLL_S = 0.05
-_ROUND_BYTES = 2**26
 
 
 @dataclass
@@ -56,18 +70,42 @@ class TrainState:
     step: int = 0
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor goes, and where it comes from."""
+
+    owner: int
+    # The ranks that hold the copy which is written: the owner's. Without a mesh the owner has it whole.
+    holders: frozenset[int]
+    shape: torch.Size
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    def region(self, rank: int) -> tuple[slice, ...]:
+        """The part of the tensor that a holder has."""
+        return () if self.mesh is None else region_of(self.shape, self.mesh, self.placements, rank)
+
+
 @dataclass
 class Saver:
-    """Saves one state at a time. Every rank calls every method, in the same order."""
+    """Saves one state at a time. Every rank makes one, and calls every method in the same order."""
 
     # How long rank 0 waits for the other ranks' files: a rank that died writes none.
     limit_s: float = 1800.0
     _thread: threading.Thread | None = None
-    # What became of the save, on rank 0: the error, if there was one.
+    # What became of the save: the error, if there was one. Rank 0 knows those of all ranks.
     _error: Exception | None = None
     _num_saves: int = 0
-    # Host memory of this rank's tensors, by file and name; the next save uses it again where it is page-locked.
+    # By the stem of a file and name; they stay the same from one save to the next.
+    _places: dict[str, dict[str, _Place]] = field(default_factory=dict)
+    # Host memory of what this rank holds, which the next save uses again.
     _staged: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Its own, because the threads' transfers must not mix with the training's; on the host, as what they send is.
+        self._group = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=self.limit_s), group_desc=BACKGROUND
+        )
 
     def save(
         self, folder: Path, state: TrainState, extra: Mapping[str, Any], texts: Mapping[str, str], keep: int
@@ -80,16 +118,17 @@ class Saver:
             extra: JSON values stored beside the step (configuration, data position, the run's id under "run").
             texts: further files by name.
 
-        Communication: all-to-alls of the shards, and two object broadcasts.
+        Communication: one object broadcast where a save was under way; in the thread, shards to the owners.
 
         Raises:
-            OSError: on all ranks, where the folder cannot be made, or the save before could not be written.
+            OSError: on all ranks, where the save before could not be written.
         """
         self.wait()
         tensors = _tensors_of(state)
-        owners = {stem: _owners(entries) for stem, entries in tensors.items()}
-        names = {stem: _file_names(stem, by_name.values()) for stem, by_name in owners.items()}
-        self._stage(tensors, owners, names)
+        if _names(tensors) != _names(self._places):
+            self._places = {stem: _find_places(entries) for stem, entries in tensors.items()}
+            self._staged = {stem: {} for stem in tensors}
+        copied = self._stage(tensors)
         record = {
             "step": state.step,
             "model_class": class_name(state.model),
@@ -97,47 +136,24 @@ class Saver:
             **extra,
         }
         files = {STATE: json.dumps(record, indent=2) + "\n", **texts}
-        for stem, by_name in owners.items():
-            model = stem.partition("/")[0]
-            if model != OPTIMIZER_STEM:
-                files[f"{model}/{CONFIG}"] = _config_of(state.model)
-                if len(names[stem]) > 1:
-                    files[f"{stem}.safetensors.index.json"] = _index(tensors[stem], by_name, names[stem])
-        writers = sorted({rank for by_owner in names.values() for rank in by_owner} | {0})
-        partial = folder.with_name(folder.name + PARTIAL)
-        from_first_rank(lambda: _with_remedy(folder, lambda: _make_partial(partial)))
+        for stem, entries in tensors.items():
+            folder_name = stem.partition("/")[0]
+            if folder_name != OPTIMIZER_STEM:
+                files[f"{folder_name}/{CONFIG}"] = _config_of(state.model)
+                if len(_file_names(stem, self._places[stem])) > 1:
+                    files[f"{stem}.safetensors.index.json"] = _index(stem, entries, self._places[stem])
         self._num_saves += 1
-
         self._thread = threading.Thread(
-            target=self._write,
-            args=(folder, files, writers, extra.get("run"), keep),
-            name="saved state",
+            target=self._run,
+            args=(folder, files, copied, extra.get("run"), keep),
+            name=SAVING,
             daemon=True,
         )
         self._thread.start()
 
-    def _write(
-        self, folder: Path, files: Mapping[str, str], writers: Sequence[int], run: Any, keep: int
-    ) -> None:
-        """What a thread does: this rank's files, and on rank 0 the rest once all ranks have told of theirs."""
-        partial, key = folder.with_name(folder.name + PARTIAL), f"save/{self._num_saves}"
-        told: dict[str, Any] = {}
-        try:
-            told["sums"] = _write_tensors(partial, self._staged)
-        except Exception as error:  # noqa: BLE001 - rank 0 must hear of it, whatever it is
-            told["error"] = str(error)
-        _store().set(f"{key}/{dist.get_rank()}", json.dumps(told))
-        if dist.get_rank() != 0:
-            return
-        try:
-            _with_remedy(folder, lambda: self._finish(folder, partial, files, key, writers))
-            remove_old(folder, run, keep)
-        except Exception as error:  # noqa: BLE001 - it is raised where the main thread waits
-            self._error = error
-
     @property
     def failed(self) -> bool:
-        """Whether rank 0 knows already that the save under way cannot end well."""
+        """Whether this rank knows already that the save under way cannot end well; rank 0 knows of all ranks."""
         return self._error is not None
 
     def wait(self) -> None:
@@ -152,72 +168,156 @@ class Saver:
             return
         self._thread.join()
         self._thread = None
-        if not torch.cuda.is_available():
-            self._staged = {}  # only page-locked memory is worth keeping
+        error, self._error = self._error, None
 
         def outcome() -> None:
-            error, self._error = self._error, None
             if error is not None:
                 raise error
 
         from_first_rank(outcome)
 
     @torch.no_grad()
-    def _stage(
-        self,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        owners: Mapping[str, Mapping[str, int]],
-        names: Mapping[str, Mapping[int, str]],
-    ) -> None:
-        """Copies what this rank owns to host memory, by file and name."""
-        rank, before, self._staged = dist.get_rank(), self._staged, {}
-        for stem, entries in tensors.items():
-            if rank in names[stem]:
-                self._staged[names[stem][rank]] = {}
-            for name, whole in _exchange(entries, owners[stem]):
-                file = names[stem][rank]
-                if whole.is_cuda:
-                    buffer = before.get(file, {}).get(name)
-                    if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
-                        buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-                    whole = buffer.copy_(whole, non_blocking=True)
-                self._staged[file][name] = whole
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def _stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Callable[[], object]:
+        """Copies what this rank has to send or to write to host memory; what waits until that is done."""
+        rank, held, buffers = dist.get_rank(), list[Tensor](), list[Tensor]()
+        for stem, places in self._places.items():
+            staged = self._staged[stem]
+            for name, place in places.items():
+                if rank in place.holders:
+                    tensor = tensors[stem][name]
+                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+                    if name not in staged:
+                        staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                    held.append(local)
+                    buffers.append(staged[name])
+        torch._foreach_copy_(buffers, held, non_blocking=True)
+        if not torch.cuda.is_available():
+            return lambda: None
+        # The next step's kernels come after these copies; nothing on the host has to wait.
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
-    def _finish(
-        self, folder: Path, partial: Path, files: Mapping[str, str], key: str, writers: Sequence[int]
+    def _run(
+        self,
+        folder: Path,
+        files: Mapping[str, str],
+        copied: Callable[[], object],
+        run: Any,
+        keep: int,
     ) -> None:
-        """Writes the texts and the manifest once all ranks have written, and gives the folder its name."""
+        """What the thread does."""
+        begun, key = folder.with_name(folder.name + PARTIAL), f"save/{self._num_saves}"
         try:
-            sums = self._collect(key, writers)
+            copied()
+            if dist.get_rank() == 0:
+                _tell(f"{key}/begin", lambda: _make_partial(begun))
+            self._hear(f"{key}/begin", 0)
+            _tell(f"{key}/{dist.get_rank()}", lambda: self._write_tensors(begun))
+            if dist.get_rank() == 0:
+                self._finish(folder, begun, files, key)
+                remove_old(folder, run, keep)
+        except Exception as error:  # noqa: BLE001 - it is raised where the main thread waits
+            self._error = OSError(
+                f"the saved state {folder} could not be saved ({error}); make room for it or make its place writable, "
+                "and go on from the newest whole one with --resume"
+            )
+
+    def _hear(self, key: str, rank: int) -> dict[str, str]:
+        """What a rank told under this key.
+
+        Raises:
+            OSError: it failed, or it was not heard of for too long.
+        """
+        deadline = time.monotonic() + self.limit_s
+        while not _store().check([key]):  # to wait in the store would keep the training from asking it
+            if time.monotonic() > deadline:
+                raise OSError(f"rank {rank} did not write its files within {self.limit_s:g} s")
+            time.sleep(_POLL_S)
+        told = json.loads(_store().get(key))
+        if "error" in told:
+            raise OSError(f"rank {rank}: {told['error']}")
+        sums: dict[str, str] = told["sums"]
+        return sums
+
+    @torch.no_grad()
+    def _write_tensors(self, begun: Path) -> dict[str, str]:
+        """Sends this rank's shards, receives and writes the tensors that it owns; the sum of each file."""
+        rank = dist.get_rank()
+        sent: list[Any] = [
+            dist.isend(self._staged[stem][name], place.owner, group=self._group)
+            for stem, places in self._places.items()
+            for name, place in places.items()
+            if rank in place.holders and rank != place.owner and self._staged[stem][name].numel()
+        ]
+        sums: dict[str, str] = {}
+        error: Exception | None = None
+        for stem, places in self._places.items():
+            tensors = self._receive(stem)
+            file = _file_names(stem, places).get(rank)
+            # After an error nothing is written, but what the others send is still taken.
+            if file is not None and error is None:
+                try:
+                    path = begun / file
+                    sums[file] = retried(partial(_write_file, path, tensors), f"writing {path}")
+                except (OSError, SafetensorError) as failure:
+                    error = failure
+        for work in sent:
+            work.wait()
+        if error is not None:
+            raise error
+        return sums
+
+    def _receive(self, stem: str) -> dict[str, Tensor]:
+        """The tensors [...] that this rank owns, whole. Communication: their shards, from those that hold them."""
+        rank, whole, coming = dist.get_rank(), dict[str, Tensor](), list[Any]()
+        for name, place in self._places[stem].items():
+            if place.owner != rank:
+                continue
+            own = self._staged[stem][name]
+            if len(place.holders) == 1:
+                whole[name] = own
+                continue
+            whole[name] = own.new_empty(place.shape)
+            for holder in sorted(place.holders):
+                part = whole[name][place.region(holder)]
+                if holder == rank:
+                    part.copy_(own)
+                elif part.numel():
+                    # Rows lie in one piece and are received where they belong, columns beside it.
+                    buffer = part if part.is_contiguous() else torch.empty_like(part)
+                    coming.append((dist.irecv(buffer, holder, group=self._group), part, buffer))
+        for work, part, buffer in coming:
+            work.wait()
+            if buffer is not part:
+                part.copy_(buffer)
+        return whole
+
+    def _finish(self, folder: Path, begun: Path, files: Mapping[str, str], key: str) -> None:
+        """Writes the texts and the manifest once all ranks have written, and gives the folder its name."""
+        sums, errors = dict[str, str](), list[str]()
+        try:
+            for rank in range(
+                dist.get_world_size()
+            ):  # all of them, also after an error: they may still be writing
+                try:
+                    sums |= self._hear(f"{key}/{rank}", rank)
+                except OSError as error:
+                    errors.append(str(error))
+            if errors:
+                raise OSError("; ".join(errors))
             for name, text in files.items():
-                (partial / name).parent.mkdir(exist_ok=True)
-                (partial / name).write_text(text, encoding="utf-8")
-                sums[name] = sha256_of(partial / name)
+                (begun / name).parent.mkdir(exist_ok=True)
+                (begun / name).write_text(text, encoding="utf-8")
+                sums[name] = sha256_of(begun / name)
             manifest = json.dumps(dict(sorted(sums.items())), indent=2) + "\n"
-            (partial / MANIFEST).write_text(manifest, encoding="utf-8")
-            _flush(partial / MANIFEST)
+            (begun / MANIFEST).write_text(manifest, encoding="utf-8")
+            _flush(begun / MANIFEST)
             # Only what is whole gets the name; what had it before is kept under another one.
             set_aside(folder)
-            partial.rename(folder)
+            begun.rename(folder)
         finally:
             remove_partial(folder.parent)  # what a full disk has left; nothing, where all went well
-
-    def _collect(self, key: str, writers: Sequence[int]) -> dict[str, str]:
-        """The sums of all ranks' files, by name."""
-        deadline, sums, errors = time.monotonic() + self.limit_s, dict[str, str](), list[str]()
-        for rank in writers:  # all of them, also after an error: they may still be writing
-            while not _store().check([f"{key}/{rank}"]):
-                if time.monotonic() > deadline:
-                    raise OSError(f"rank {rank} did not write its files within {self.limit_s:g} s")
-                time.sleep(_POLL_S)
-            told = json.loads(_store().get(f"{key}/{rank}"))
-            sums |= told.get("sums", {})
-            errors += [f"rank {rank}: {told['error']}"] if "error" in told else []
-        if errors:
-            raise OSError("; ".join(errors))
-        return sums
 
 
 def class_name(model: nn.Module) -> str:
@@ -240,98 +340,52 @@ def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _owners(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The rank that writes each tensor: the one with the fewest bytes so far, of those that can have it whole."""
-    sizes_bytes: dict[int, int] = dict.fromkeys(range(dist.get_world_size()), 0)
-    owners = {}
-    holders: dict[Any, list[int]] = {}  # by mesh: to read the ranks of one takes as long as a small save
+def _names(by_stem: Mapping[str, Mapping[str, object]]) -> dict[str, list[str]]:
+    return {stem: list(entries) for stem, entries in by_stem.items()}
+
+
+def _find_places(tensors: Mapping[str, Tensor]) -> dict[str, _Place]:
+    """Where each tensor goes: to the rank with the fewest bytes so far, of those that can have it whole."""
+    loads: dict[frozenset[int], list[tuple[int, int]]] = {}
+    copies: dict[Any, dict[int, frozenset[int]]] = {}
+    everyone = {rank: frozenset([rank]) for rank in range(dist.get_world_size())}
+    places = {}
     for name, tensor in tensors.items():
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        if mesh not in holders:
-            holders[mesh] = list(sizes_bytes) if mesh is None else mesh.mesh.flatten().tolist()
-        ranks = holders[mesh]
-        owner = min(ranks, key=lambda rank: (sizes_bytes[rank], rank))
-        sizes_bytes[owner] += tensor.numel() * tensor.element_size()
-        owners[name] = owner
-    return owners
+        mesh, placements = None, tuple[Placement, ...]()
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            if (mesh, placements) not in copies:
+                copies[mesh, placements] = _copies(mesh, placements)
+        by_owner = everyone if mesh is None else copies[mesh, placements]
+        # A heap for each set of ranks, so that the next owner of a thousand ranks is found at once.
+        load = loads.setdefault(frozenset(by_owner), [(0, rank) for rank in sorted(by_owner)])
+        size_bytes, owner = load[0]
+        heapq.heapreplace(load, (size_bytes + tensor.numel() * tensor.element_size(), owner))
+        places[name] = _Place(owner, by_owner[owner], tensor.shape, mesh, placements)
+    return places
 
 
-def _file_names(stem: str, owners: Any) -> dict[int, str]:
+def _copies(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, frozenset[int]]:
+    """For each rank of a mesh, those that hold a whole tensor between them with it.
+
+    Of a mesh of 2 copies x 2 shards, ranks 0, 1 | 2, 3, these are 0, 1 for ranks 0 and 1, and 2, 3 for 2 and 3.
+    """
+    sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    replicated = [dim for dim in range(mesh.ndim) if dim not in sharded]
+    shards = math.prod(mesh.size(dim) for dim in sharded)
+    rows = mesh.mesh.permute(*replicated, *sharded).reshape(-1, shards).tolist()
+    return {rank: frozenset(row if sharded else [rank]) for row in rows for rank in row}
+
+
+def _file_names(stem: str, places: Mapping[str, _Place]) -> dict[int, str]:
     """The file of each rank that owns any."""
-    ranks = sorted(set(owners)) or [0]
+    ranks = sorted({place.owner for place in places.values()}) or [0]
     if len(ranks) == 1:
         return {ranks[0]: f"{stem}.safetensors"}
     return {
         rank: f"{stem}-{number:05d}-of-{len(ranks):05d}.safetensors"
         for number, rank in enumerate(ranks, start=1)
     }
-
-
-def _exchange(tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors [...] that this rank owns, whole, in memory of their own.
-
-    Communication: all-to-alls of shards between the ranks of a copy, in rounds of 64 MiB a rank.
-    """
-    rank = dist.get_rank()
-    sharded: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            if owners[name] == rank:
-                yield name, tensor.detach().clone()
-        elif tensor.placements[-1] != Shard(0) or any(not p.is_replicate() for p in tensor.placements[:-1]):
-            whole = tensor.full_tensor()  # all ranks of its mesh take part
-            if owners[name] == rank:
-                yield name, whole
-        else:
-            group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-            sharded.setdefault((group, tensor.dtype), {})[name] = tensor
-    for (group, _dtype), entries in sharded.items():
-        members = dist.get_process_group_ranks(group)
-        by_owner = [[name for name in entries if owners[name] == member] for member in members]
-        for names in _rounds(by_owner, entries):
-            yield from _exchange_round(names, entries, group)
-
-
-def _rounds(by_owner: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Iterator[list[list[str]]]:
-    """For each rank of a copy the next tensors that it gets, of few enough bytes to hold them twice."""
-    left = [list(names) for names in by_owner]
-    while any(left):
-        names: list[list[str]] = [[] for _ in left]
-        for taken, rest in zip(names, left, strict=True):
-            size_bytes = 0
-            while rest and (not taken or size_bytes < _ROUND_BYTES):
-                taken.append(rest.pop(0))
-                size_bytes += tensors[taken[-1]].numel() * tensors[taken[-1]].element_size()
-        yield names
-
-
-def _exchange_round(
-    names: Sequence[Sequence[str]], tensors: Mapping[str, DTensor], group: dist.ProcessGroup
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors [...] that are this rank's in this round. Communication: one all-to-all of shards."""
-    own = names[group.rank()]
-    given = torch.cat([tensors[name].to_local().flatten() for of_rank in names for name in of_rank])
-    sent_sizes = [sum(tensors[name].to_local().numel() for name in of_rank) for of_rank in names]
-    # Elements of each of our tensors, by the rank that holds them.
-    shares = [_shard_sizes(tensors[name], group.size()) for name in own]
-    received_sizes = [sum(share[rank] for share in shares) for rank in range(group.size())]
-    received = given.new_empty(sum(received_sizes))
-    dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=group)
-    from_rank = [
-        part.split([share[rank] for share in shares])
-        for rank, part in enumerate(received.split(received_sizes))
-    ]
-    for number, name in enumerate(own):
-        # Shards are runs of rows: one after another they are the whole tensor.
-        yield name, torch.cat([parts[number] for parts in from_rank]).view(tensors[name].shape)
-
-
-def _shard_sizes(tensor: DTensor, num_ranks: int) -> list[int]:
-    """Elements of each rank's shard, as torch.chunk cuts rows: 10 rows on 4 ranks are 3, 3, 3 and 1."""
-    num_rows = tensor.size(0)
-    most = -(-num_rows // num_ranks)
-    rows = [max(0, min(most, num_rows - most * rank)) for rank in range(num_ranks)]
-    return [count * (tensor.numel() // num_rows if num_rows else 0) for count in rows]
 
 
 def _config_of(model: nn.Module) -> str:
@@ -342,10 +396,11 @@ def _config_of(model: nn.Module) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def _index(tensors: Mapping[str, Tensor], owners: Mapping[str, int], names: Mapping[int, str]) -> str:
+def _index(stem: str, tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> str:
     """Which file each tensor lies in, as diffusers reads it."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    files = {name: Path(names[owner]).name for name, owner in owners.items()}
+    names = _file_names(stem, places)
+    files = {name: Path(names[place.owner]).name for name, place in places.items()}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
 
 
@@ -353,31 +408,27 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _with_remedy(folder: Path, run: Any) -> None:
-    """Runs it; an error says what can be done."""
+def _tell(key: str, work: Callable[[], dict[str, str]]) -> None:
+    """Does the work and tells rank 0 what came of it."""
     try:
-        run()
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"the saved state {folder} could not be saved ({error}); make room for it or make its place writable, "
-            "and go on from the newest whole one with --resume"
-        ) from error
+        told: dict[str, Any] = {"sums": work()}
+    except Exception as error:  # noqa: BLE001 - rank 0 must hear of it, whatever it is
+        told = {"error": str(error)}
+    _store().set(key, json.dumps(told))
 
 
-def _make_partial(partial: Path) -> None:
-    remove_partial(partial.parent)
-    partial.mkdir(parents=True)
+def _make_partial(begun: Path) -> dict[str, str]:
+    remove_partial(begun.parent)
+    begun.mkdir(parents=True)
+    return {}
 
 
-def _write_tensors(partial: Path, staged: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Writes this rank's files; the sum of each."""
-    sums = {}
-    for name, entries in staged.items():
-        (partial / name).parent.mkdir(exist_ok=True)
-        save_file(dict(entries), partial / name, metadata={"format": "pt"})
-        _flush(partial / name)
-        sums[name] = sha256_of(partial / name)
-    return sums
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a file; its sum."""
+    path.parent.mkdir(exist_ok=True)
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    _flush(path)
+    return sha256_of(path)
 
 
 def _flush(path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Tries again what failed for a moment: reading and writing files, on network file systems above all.
+
+A collective is never tried again. After one has failed, some ranks may have its result and others not.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+PAUSES_S = (0.5, 2.0)
+# What a file system says while a server of it restarts, or its connection is made again.
+_PASSING = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+}
+
+
+def retried(work: Callable[[], T], what: str) -> T:
+    """What `work()` gives, in up to three attempts where it fails for a moment; each failure is told.
+
+    Raises:
+        Exception: what the last attempt raised, or the first one where trying again cannot help (a full disk, a file
+            that is not there or damaged).
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return work()
+        except Exception as error:
+            if not _passes(error):
+                raise
+            logger.warning("%s failed (%s); trying again in %g s", what, error, pause_s)
+        time.sleep(pause_s)
+    return work()
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether the system's error number, somewhere behind this error, is one that passes."""
+    number = getattr(error, "errno", None)
+    if number is None:
+        # safetensors, which is written in Rust, has it in its text alone.
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(told[1]) if told else None
+    return number in _PASSING or (error.__cause__ is not None and _passes(error.__cause__))
