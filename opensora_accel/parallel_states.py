@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
-from opensora_accel.watch import start_watch
+from opensora_accel.watch import start_watch, stop_watch
 
 __all__ = [
     "get_data_parallel_group",
@@ -108,8 +108,9 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         _groups[name] = _meshes[name].get_group()
     _groups["tensor"] = _groups["tp"]
     # Somebody who started torch.distributed with a timeout meant it for every group.
-    world = dist.distributed_c10d._get_default_group()
-    _group_timeout = timeout or world._get_backend(torch.device(device_type)).options._timeout
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    # A simulated one has no options.
+    _group_timeout = timeout or getattr(backend.options, "_timeout", None)
     _set_timeout(_groups.values())
     start_watch()
     return mesh
@@ -349,6 +350,7 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
 def reset(destroy_process_group: bool = False) -> None:
     """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
     global _group_timeout
+    stop_watch()
     _groups.clear()
     _meshes.clear()
     _group_timeout = None

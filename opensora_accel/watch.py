@@ -30,6 +30,7 @@ _PREFIX = "opensora_accel"
 _TORCH = os.path.dirname(torch.__file__)
 _COMMUNICATIONS = os.path.join(os.path.dirname(__file__), "communications")
 _POLL_S = 0.5
+_NAME = "watch"
 # How long a rank that failed waits for what the others answer.
 PATIENCE_S = 3.0
 # So long before a timeout of NCCL is over it is told; asking takes up to three seconds.
@@ -37,38 +38,47 @@ _EARLY_S = 5.0
 # Groups that threads use beside the training, which wait without a fault.
 BACKGROUND = "in the background"
 
+# The connection to the store while the thread runs, and what ends it. Groups are not kept: they end with their last
+# holder, and not in a thread.
 _store: dist.Store | None = None
-# The job that the store belongs to: the program may start another one.
-_world: dist.ProcessGroup | None = None
+_stop = threading.Event()
 _has_failed = False
 
 
 def start_watch() -> None:
     """Starts the thread that answers; `init_parallel` calls it when the groups are there."""
-    global _store, _world, _has_failed
+    global _store, _stop, _has_failed
+    stop_watch()
     if dist.get_world_size() == 1 or "fake" in dist.get_backend():
         return
     # A connection of its own: the program may wait in the store, for a group that is being made.
-    _store, _has_failed = dist.distributed_c10d._get_default_store().clone(), False  # type: ignore[attr-defined]
-    _world = dist.group.WORLD
-    stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(_world, _store, stop), name="watch", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        # A thread that comes back from torch while Python ends would abort the process.
-        stop.set()
-        thread.join(_POLL_S)
-
-    atexit.register(end)
+    _store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    _stop, _has_failed = threading.Event(), False
+    threading.Thread(target=_watch, args=(_store, _stop), name=_NAME, daemon=True).start()
 
 
-def _watch(world: dist.ProcessGroup, store: dist.Store, stop: threading.Event) -> None:
+def stop_watch() -> None:
+    """Ends the thread; `parallel_states.reset` calls it."""
+    global _store
+    _store = None
+    _stop.set()
+
+
+@atexit.register
+def _end() -> None:
+    # A thread that comes back from torch while Python ends would abort the process.
+    stop_watch()
+    for thread in threading.enumerate():
+        if thread.name == _NAME:
+            thread.join(_POLL_S)
+
+
+def _watch(store: dist.Store, stop: threading.Event) -> None:
     answered = told = False
-    while not stop.wait(_POLL_S) and dist.group.WORLD is world:
+    while not stop.wait(_POLL_S) and dist.is_initialized():
         try:
             if not answered and not _has_failed and store.check([_key("asked")]):
-                _write(_whereabouts())
+                store.set(_key(dist.get_rank()), _whereabouts())
                 answered = True
             late = overdue(_trace(only_active=True), time.time_ns()) if "nccl" in dist.get_backend() else None
             if late is not None and not told:
@@ -84,7 +94,7 @@ def answer(what: str) -> None:
     """Says what this rank does; stays true, because it waits no more. Raises: RuntimeError: the store is gone."""
     global _has_failed
     _has_failed = True
-    _write(what)
+    _any_store().set(_key(dist.get_rank()), what)
 
 
 def explanation(operation: str, group: dist.ProcessGroup) -> str:
@@ -181,10 +191,4 @@ def _key(what: object) -> str:
 
 
 def _any_store() -> dist.Store:
-    if _store is not None and dist.group.WORLD is _world:
-        return _store
-    return dist.distributed_c10d._get_default_store()
-
-
-def _write(text: str) -> None:
-    _any_store().set(_key(dist.get_rank()), text)
+    return _store if _store is not None else dist.distributed_c10d._get_default_store()

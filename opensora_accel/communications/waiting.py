@@ -11,6 +11,7 @@ by itself and rank 2 waits in the same collective as rank 0, rank 0 says:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -60,4 +61,6 @@ class waiting:
 def report_failure(message: str) -> None:
     """Tells the ranks that will wait for this one why it does not come, before it raises."""
     if dist.is_initialized():
-        watch.answer(f"failed: {message}")
+        # Where rank 0's store is gone nobody can hear of it.
+        with suppress(RuntimeError):
+            watch.answer(f"failed: {message}")

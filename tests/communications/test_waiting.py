@@ -194,15 +194,14 @@ def recorded():
 def test_a_collective_whose_timeout_is_all_but_over_is_found(impatient):
     """As the thread does on NCCL, which ends the process when it is over."""
     trace, _ = impatient(2, recorded)
-    first, second = trace["entries"][-2:]
-    assert first["retired"] and not watch.overdue(
-        trace | {"entries": [first]}, first["time_created_ns"] + 10**12
-    )
+    by_name = {entry["profiling_name"]: entry for entry in trace["entries"]}
+    first, second = by_name["gloo:all_reduce"], by_name["gloo:broadcast"]
     second |= {"retired": False, "timeout_ms": 600_000}
     begun_ns = second["time_created_ns"]
-    assert watch.overdue(trace, begun_ns + 500 * 10**9) is None
-    operation, group, seconds = watch.overdue(trace, begun_ns + 595 * 10**9)
-    assert (operation, group, seconds) == ("broadcast", "0", 595.0)
+    assert watch.overdue({"entries": [first]}, begun_ns + 10**12) is None, "it has ended"
+    assert watch.overdue({"entries": [first, second]}, begun_ns + 500 * 10**9) is None
+    found = watch.overdue({"entries": [first, second]}, begun_ns + 597 * 10**9)
+    assert found == ("broadcast", "0", 597.0)
 
 
 @pytest.mark.parametrize(
