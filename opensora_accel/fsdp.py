@@ -70,26 +70,27 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     if plan.sharding == "none":
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
     num_copies = plan.mixed // plan.num_shards
-    mesh = get_mesh("mixed") if num_copies == 1 else make_mesh(num_copies, plan.num_shards)
+    kept: set[int] = set()
+    if plan.precision == "bf16":
+        _check_master_weights(model)
+        kept = _kept_in_fp32(model)
+        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    whole_mixed = num_copies == 1 and not kept
+    mesh = get_mesh("mixed") if whole_mixed else make_mesh(num_copies, plan.num_shards)
     offload: OffloadPolicy = OffloadPolicy()
     if plan.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     options: Any = {
         "mesh": mesh,
         "reshard_after_forward": plan.sharding == "zero3",
-        "mp_policy": _AS_THEY_ARE,
+        "mp_policy": _BF16 if plan.precision == "bf16" else _AS_THEY_ARE,
         "offload_policy": offload,
     }
-    kept: set[int] = set()
     fp32: FSDPMeshInfo | None = None
-    if plan.precision == "bf16":
-        _check_master_weights(model)
-        options["mp_policy"] = _BF16
-        kept = _kept_in_fp32(model)
-        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     if kept:
-        # FSDP2 gathers the parameters of one mesh together, in one dtype. A second mesh of the same ranks makes those
-        # that stay in fp32 a group of their own.
+        # FSDP2 gathers the parameters of one process group together, in one dtype. A second mesh of the same ranks
+        # makes those that stay in fp32 a group of their own. It equals the first, dims' names included: operators on
+        # lists of DTensors, as the norm of all gradients is one, refuse those of unequal meshes.
         fp32 = _mesh_info(make_mesh(num_copies, plan.num_shards))
 
     def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult:

@@ -3,13 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.verify.communication.fake_world import fake_world
+from tests.fsdp.autocast import CastByAutocast
 from tests.fsdp.steps import batch, whole
 from tests.models import wan
-from tests.tiers import PROVE
+from tests.test_deferred import MODELS
+from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE
+from tests.video_models import CASES
 
 
 def bf16_beside_one_device(plan):
@@ -68,3 +73,43 @@ def refuse_bf16_weights():
     init_parallel(plan)
     with pytest.raises(ValueError, match=r"call model.float\(\) before shardformer.shard"):
         shardformer.shard(wan(torch.bfloat16), plan)
+
+
+# They multiply fp32 by bf16, which autocast hides, on one device that loaded them in bf16 too.
+MADE_FOR_AUTOCAST = {"MMDiTModel", "WanModel"}
+
+
+def operators_under_autocast(kind):
+    """Of a forward and a backward: operators that autocast may cast for, and how many there are."""
+    case = CASES[MODELS[kind]]
+    inputs = case.inputs()
+    if kind == "HunyuanVideo15Transformer3DModel":  # it takes its dtype from the timestep
+        inputs["timestep"] = inputs["timestep"].bfloat16()
+    plan = Plan(sharding="FULL_SHARD", precision="bf16", checkpoint="full")
+    with fake_world(0, 1):
+        init_parallel(plan, "cpu")
+        model = shardformer.shard(case.make(), plan)
+        with CastByAutocast() as mode:
+            outputs = [leaf for leaf in tree_leaves(model(**inputs)) if isinstance(leaf, torch.Tensor)]
+            sum(out.float().square().mean() for out in outputs).backward()
+    assert all(torch.isfinite(p.grad.to_local()).all() for p in model.parameters() if p.grad is not None)
+    return mode.found, mode.num_operators
+
+
+@pytest.mark.parametrize("kind", some(MODELS, "WanTransformer3DModel", "MochiTransformer3DModel"))
+def test_no_dtype_depends_on_a_list_of_autocast(kind):
+    """Those lists differ between CPU and CUDA: rms_norm is in fp32 on CUDA since torch 2.12."""
+    if kind in MADE_FOR_AUTOCAST:
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            operators_under_autocast(kind)
+    else:
+        found, num_operators = operators_under_autocast(kind)
+        assert found == set() and num_operators > 100
+
+
+@pytest.mark.parametrize(("dtype", "num_found"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_what_autocast_may_cast_is_found(dtype, num_found):
+    """On CUDA both would be on, on the CPU the first one only."""
+    with CastByAutocast() as mode, torch.autocast("cpu", dtype):
+        torch.ones(2).cos()
+    assert len(mode.found) == num_found
