@@ -405,9 +405,8 @@ def test_bf16_computes_the_same_on_whole_and_on_sharded_weights(ranks, folder, t
         Plan(dp_replicate=2, precision="bf16"),
         Plan(dp_shard=2, sharding="FULL_SHARD", precision="bf16"),
     ]
-    whole, sharded = (
-        ranks(2, bf16, tiny_config(folder, tmp_path, plan, **{"optim.clip_norm": 0.0}))[0] for plan in plans
-    )
+    options = {"optim.clip_norm": 0.0, "optim.ema_decay": 0.9}
+    whole, sharded = (ranks(2, bf16, tiny_config(folder, tmp_path, plan, **options))[0] for plan in plans)
     assert whole == sharded
 
 
