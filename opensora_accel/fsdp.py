@@ -70,26 +70,27 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     if plan.sharding == "none":
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
     num_copies = plan.mixed // plan.num_shards
-    mesh = get_mesh("mixed") if num_copies == 1 else make_mesh(num_copies, plan.num_shards)
+    kept: set[int] = set()
+    if plan.precision == "bf16":
+        _check_master_weights(model)
+        kept = _kept_in_fp32(model)
+        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    whole_mixed = num_copies == 1 and not kept
+    mesh = get_mesh("mixed") if whole_mixed else make_mesh(num_copies, plan.num_shards)
     offload: OffloadPolicy = OffloadPolicy()
     if plan.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     options: Any = {
         "mesh": mesh,
         "reshard_after_forward": plan.sharding == "zero3",
-        "mp_policy": _AS_THEY_ARE,
+        "mp_policy": _BF16 if plan.precision == "bf16" else _AS_THEY_ARE,
         "offload_policy": offload,
     }
-    kept: set[int] = set()
     fp32: FSDPMeshInfo | None = None
-    if plan.precision == "bf16":
-        _check_master_weights(model)
-        options["mp_policy"] = _BF16
-        kept = _kept_in_fp32(model)
-        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     if kept:
-        # FSDP2 gathers the parameters of one mesh together, in one dtype. A second mesh of the same ranks makes those
-        # that stay in fp32 a group of their own.
+        # FSDP2 gathers the parameters of one process group together, in one dtype. A second mesh of the same ranks
+        # makes those that stay in fp32 a group of their own. It equals the first, dims' names included: operators on
+        # lists of DTensors, as the norm of all gradients is one, refuse those of unequal meshes.
         fp32 = _mesh_info(make_mesh(num_copies, plan.num_shards))
 
     def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult:
@@ -106,7 +107,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
-    _prefetch(blocks, plan.prefetch)
+    _prefetch(model, blocks, plan.prefetch)
     return model
 
 
@@ -195,8 +196,12 @@ def _without_views(_model: nn.Module, _args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 
-def _prefetch(blocks: Sequence[nn.Module], num_blocks: int) -> None:
+def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], num_blocks: int) -> None:
     """Gathers the next blocks while one computes: those after it in forward, those before it in backward."""
+    # By default FSDP2 overlaps by itself, on a stream of its own, and for that keeps what has arrived of one block
+    # until the next one is here: with a block fetched ahead that would be three blocks' bytes in forward.
+    if isinstance(model, FSDPModule):
+        model._set_unshard_async_op(True)
     units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + num_blocks])

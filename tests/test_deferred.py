@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardformer
-from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize
+from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize, parallel_states
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.verify.communication.fake_world import fake_world
 from opensora_accel.weights import Stored
 from shardformer.policy import find_policy, model_names
 from shardformer.tensor_parallel import full_state_dict
 from tests.models import wan
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.video_models import CASES
 
 # One case for each class.
@@ -44,18 +44,29 @@ def deferred_wan():
 
 
 def test_every_model_has_a_case():
-    assert set(MODELS) >= set(model_names()) - {"T5EncoderModel", "UMT5EncoderModel"}  # encoders: below
+    assert {*MODELS, *ENCODERS} >= set(model_names())
 
 
-@pytest.mark.parametrize("kind", ["T5EncoderModel", "UMT5EncoderModel"])
-def test_text_encoders_wait_too(kind):
+IN_MAKE_TEST = ("LatteTransformer3DModel", 4)
+ENCODERS = ("T5EncoderModel", "UMT5EncoderModel")
+
+
+def make(kind):
+    """A small model of a class that has a policy."""
+    if kind in MODELS:
+        return CASES[MODELS[kind]].make()
     import transformers
 
     config = getattr(transformers, kind.replace("EncoderModel", "Config"))(
         d_model=16, d_kv=4, num_heads=4, d_ff=32, num_layers=2, vocab_size=50
     )
+    return getattr(transformers, kind)(config)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_text_encoders_wait_too(kind):
     with deferred_init(7):
-        model = getattr(transformers, kind)(config)
+        model = make(kind)
     assert all(parameter.is_meta for parameter in model.parameters())
     materialize(model)
     assert model.shared.weight is model.encoder.embed_tokens.weight
@@ -150,6 +161,59 @@ def test_values_are_those_of_one_device_on_every_mesh(ranks, plan, from_files, t
     largest = max(sum(p.nbytes for p in block.parameters()) for block in wan(torch.float32).blocks)
     for different, beyond_bytes in ranks(plan.world_size, whole_values, plan, folder):
         assert different == [] and beyond_bytes <= largest
+
+
+def strategies(num_ranks):
+    """By the names that FSDP's users know, every one that this number of ranks allows."""
+    plans = {
+        "NO_SHARD": Plan(dp_replicate=num_ranks),
+        "SHARD_GRAD_OP": Plan(dp_shard=num_ranks, sharding="SHARD_GRAD_OP"),
+        "FULL_SHARD": Plan(dp_shard=num_ranks, sharding="FULL_SHARD"),
+    }
+    if num_ranks == 4:
+        hybrid = {"dp_replicate": 2, "dp_shard": 2}
+        plans |= {name: Plan(**hybrid, sharding=name) for name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")}
+    return plans
+
+
+def values_of_every_strategy(kind, num_ranks):
+    """Names whose values are not those of one device, and bytes beyond the shards at the peak, by strategy."""
+    with deferred_init(7):
+        one = make(kind)
+    expected = materialize(one).state_dict()
+    found = {}
+    for name, plan in strategies(num_ranks).items():
+        init_parallel(plan)
+        with deferred_init(7):
+            model = make(kind)
+        with HostBytes() as live:
+            shardformer.shard(model, plan)
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+        values = full_state_dict(model)
+        assert values.keys() == expected.keys()
+        different = [key for key in expected if not torch.equal(values[key], expected[key])]
+        found[name] = different, live.peak_bytes - held
+        parallel_states.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        pytest.param(kind, num_ranks, marks=() if (kind, num_ranks) == IN_MAKE_TEST else PROVE)
+        for kind in model_names()
+        for num_ranks in (1, 2, 3, 4)
+    ],
+)
+def test_values_of_every_class_are_those_of_one_device_under_every_strategy(ranks, kind, num_ranks):
+    one = make(kind)
+    # Tiny models have weights outside of blocks that are larger than a block.
+    units = [*shardformer.blocks_of(one), *(nn.ParameterList([each]) for each in one.parameters())]
+    largest = max(sum(p.nbytes for p in unit.parameters()) for unit in units)
+    for found in ranks(num_ranks, values_of_every_strategy, kind, num_ranks):
+        assert found.keys() == strategies(num_ranks).keys()
+        for different, beyond_bytes in found.values():
+            assert different == [] and beyond_bytes <= largest
 
 
 def test_shards_of_1024_ranks():

@@ -7,7 +7,6 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, get_type_hints
 
 import psutil
@@ -234,7 +233,13 @@ def tokens_per_sample(shape: tuple[int, int, int, int], model: Any) -> int:
 
 
 def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
-    """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*."""
+    """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*.
+
+    In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
+    several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
+    """
+    if plan.precision == "bf16" and plan.sharding == "none":
+        plan = plan.replace(sharding="zero3", sharding_factor=1)
     model.train()
     if model.dtype != DTYPES[plan.precision]:
         with resume_recording(model):  # of a model that waits for its weights
@@ -249,13 +254,6 @@ def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.
     group = get_parallel_group("mixed")
     devices = [device] if device.type == "cuda" else None
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
-
-
-def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
-    """How the model runs in bf16 on whole fp32 weights. Sharded weights are gathered in bf16, and nothing is cast."""
-    return torch.autocast(
-        device.type, torch.bfloat16, enabled=plan.precision == "bf16" and plan.sharding == "none"
-    )
 
 
 def describe(config: TrainConfig, model: nn.Module, num_tokens: int, num_videos: int) -> str:

@@ -247,10 +247,9 @@ class Trainer:
     def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B]."""
         text = self.text.encode(captions, self.device, self.dtype)
-        with build.autocast(self.config.plan, self.device):
-            (velocity,) = self.forward(
-                hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
-            )
+        (velocity,) = self.forward(
+            hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
+        )
         return velocity
 
     def _save_and_say_how_to_go_on(self) -> None:

@@ -157,10 +157,9 @@ class TrueSize:
         text = torch.randn(batch, self.config.text.length, self.text_width)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            with build.autocast(run.plan, torch.device("cpu")):
-                (velocity,) = forward(
-                    hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
-                )
+            (velocity,) = forward(
+                hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
+            )
             return velocity
 
         flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()

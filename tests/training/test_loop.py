@@ -13,6 +13,7 @@ import torch.distributed as dist
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.training.tiny_run import write_clips
+from tests.fsdp.autocast import CastByAutocast
 from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE
 from tests.training.runs import tiny_config
@@ -389,7 +390,9 @@ def bf16(config):
     from opensora_accel.training.loop import Trainer
 
     trainer = Trainer(config)
-    losses = [trainer.step()["loss"] for _ in range(10)]
+    with CastByAutocast() as mode:
+        losses = [trainer.step()["loss"] for _ in range(10)]
+    assert mode.found == set()
     return (
         losses,
         {p.dtype for p in trainer.state.model.parameters()},
@@ -404,6 +407,17 @@ def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks, folder, tmp_path):
     assert dtypes == {torch.float32} and moved > 0
     assert losses == pytest.approx(expected, rel=RELATIVE[torch.bfloat16])
     assert losses != expected
+
+
+def test_bf16_computes_the_same_on_whole_and_on_sharded_weights(ranks, folder, tmp_path):
+    """Two ranks' gradients have one sum, whichever order; of norms they would not."""
+    plans = [
+        Plan(dp_replicate=2, precision="bf16"),
+        Plan(dp_shard=2, sharding="FULL_SHARD", precision="bf16"),
+    ]
+    options = {"optim.clip_norm": 0.0, "optim.ema_decay": 0.9}
+    whole, sharded = (ranks(2, bf16, tiny_config(folder, tmp_path, plan, **options))[0] for plan in plans)
+    assert whole == sharded
 
 
 def sampled(config):

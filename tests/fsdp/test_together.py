@@ -1,0 +1,150 @@
+"""Sharded parameters beside what else their users do: compile blocks, train adapters, average weights, cut layers."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardformer
+from opensora_accel import Plan, deferred_init, init_parallel, materialize, parallel_states
+from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.training.optim import EMA, clip_gradients
+from opensora_accel.verify import lift_casts
+from shardformer.tensor_parallel import full_tensor
+from tests.tiers import PROVE, some
+from tests.tolerances import RELATIVE, relative_errors
+from tests.video_models import CASES
+
+STEPS, MAX_NORM = 3, 0.1
+
+
+def train(model, case, dtype, rows=slice(None)):
+    """Norms of three steps of two microbatches each, clipped; what is trained, and its average."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.1)
+    ema, found = EMA(model, 0.9), {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            inputs = {
+                name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+                for name, value in case.inputs().items()
+            }
+            noisy = inputs[case.differentiated[0]]
+            noisy.copy_(torch.randn(noisy.shape, dtype=torch.float64, generator=generator))
+            set_last_microbatch(model, micro == 1)
+            out = model(**{name: value[rows] for name, value in inputs.items()})
+            out = out if isinstance(out, Tensor) else out[0]
+            target = torch.randn((2, *out.shape[1:]), dtype=torch.float64, generator=generator)[rows]
+            ((out.double() - target).square().mean() / 2).backward()
+        found[f"norm {step}"] = torch.tensor(clip_gradients(model, MAX_NORM), dtype=torch.float64)
+        optimizer.step()
+        ema.update()
+    found |= {name: full_tensor(model, name, p.detach()) for name, p in trained.items()}
+    return found | {f"average {name}": full_tensor(model, name, p) for name, p in ema.weights.items()}
+
+
+def errors(name, make, plan, dtype, after_shard=lambda model: None):
+    """Relative errors of norms, weights and averages, after a few steps, of one device's."""
+    expected = train(materialize(make()), CASES[name], dtype)
+    assert min(expected[f"norm {step}"] for step in range(STEPS)) > MAX_NORM  # each of them clips
+    init_parallel(plan)
+    group = parallel_states.get_data_parallel_group()
+    model = shardformer.shard(make(), plan)
+    after_shard(model)
+    found = train(model, CASES[name], dtype, slice(group.rank(), None, group.size()))
+    return relative_errors(found, expected)
+
+
+def exact(name):
+    model = CASES[name].make().double()
+    lift_casts(model)
+    return model
+
+
+def trained_in_fp64(name, plan):
+    return errors(name, partial(exact, name), plan, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("MMDiT", Plan(dp_shard=2, tp=2, sharding="FULL_SHARD", checkpoint="full", offload=1.0)),
+        pytest.param(
+            "MMDiT", Plan(ulysses=2, tp=2, sharding="SHARD_GRAD_OP", checkpoint="selective"), marks=PROVE
+        ),
+        pytest.param(
+            "Wan",
+            Plan(dp_shard=2, ulysses=2, sharding="FULL_SHARD", checkpoint="full", offload=1.0),
+            marks=PROVE,
+        ),
+    ],
+    ids=str,
+)
+def test_checkpoints_offload_averages_clipping_and_cut_layers(ranks, name, plan):
+    for found in ranks(4, trained_in_fp64, name, plan):
+        assert max(found.values()) < RELATIVE[torch.float64]
+
+
+def compile_blocks(model):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in shardformer.blocks_of(model):
+        block.compile(backend="aot_eager")
+
+
+def compiled(dtype, plan):
+    """Errors, the number of graphs, and why the compiler left them."""
+    make = partial(exact, "Wan") if dtype == torch.float64 else CASES["Wan"].make
+    found = errors("Wan", make, plan, dtype, compile_blocks)
+    counters = torch._dynamo.utils.counters
+    return found, counters["stats"]["unique_graphs"], list(counters["graph_break"])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_compiled_blocks(ranks, dtype):
+    plan = Plan(dp_shard=2, sharding="FULL_SHARD", checkpoint="full")
+    for found, num_graphs, breaks in ranks(2, compiled, dtype, plan):
+        assert max(found.values()) < RELATIVE[dtype]
+        # Gathers and checkpoints break no graph. What lifts casts to fp32 does, in fp64.
+        assert num_graphs == 1 and breaks == [] if dtype == torch.float32 else num_graphs > 1
+
+
+def with_adapters(dtype):
+    """LoRA on some layers of a model that waits for its values, and all else frozen."""
+    from peft import LoraConfig
+
+    with deferred_init(5):
+        model = CASES["Wan"].make().to(dtype).requires_grad_(False)
+        # Not zero, as LoRA starts: half of the gradients would be.
+        targets = ["to_q", "to_v", "proj_out", "net.2"]
+        model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        model.to(dtype)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if dtype == torch.float64:
+        lift_casts(model)
+    return model
+
+
+def adapted(dtype, plan):
+    return errors("Wan", partial(with_adapters, dtype), plan, dtype)
+
+
+@pytest.mark.parametrize("dtype", some([torch.float64, torch.float32]))
+@pytest.mark.parametrize(
+    "plan",
+    some(
+        [
+            Plan(dp_shard=2, sharding="FULL_SHARD", checkpoint="full"),
+            Plan(dp_replicate=2, ulysses=2, sharding="HYBRID_SHARD", cpu_offload=True),
+        ]
+    ),
+    ids=str,
+)
+def test_adapters_on_a_frozen_model(ranks, dtype, plan):
+    for found in ranks(plan.world_size, adapted, dtype, plan):
+        # Norms, and two matrices of each of 11 layers, live and averaged.
+        assert len(found) == STEPS + 2 * 22 and max(found.values()) < RELATIVE[dtype]
