@@ -21,14 +21,8 @@ from opensora_accel.deferred import deferred_init, is_deferred, resume_recording
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
-from opensora_accel.training.encoders import (
-    Codec,
-    check_multiple,
-    in_one_line,
-    latent_shape,
-    read_description,
-    unloadable,
-)
+from opensora_accel.training.encoders import Codec, check_multiple, latent_shape
+from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
 from opensora_accel.weights import load_weights
@@ -92,7 +86,7 @@ def build_model(
         try:
             load_weights(model, config.model.path)
         except SafetensorError as error:
-            raise unloadable(cls, "model.path", config.model.path, error) from error
+            raise unloadable("model.path", config.model.path, error) from error
     return model, shape
 
 

@@ -107,8 +107,12 @@ class CodecConfig:
     """Side of the pixel square that becomes one latent position, without a VAE."""
     path: str = ""
     """Local folder of a diffusers video VAE (AutoencoderKLWan, …)."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the VAE is loaded and computed in."""
 
     def __post_init__(self) -> None:
+        if not self.path and self.dtype != "bf16":
+            raise ValueError("codec.dtype is for a VAE from codec.path; leave it out, or set codec.path")
         if self.path and self.patch != 4:
             raise ValueError("codec.patch is for a run without a VAE; leave it out, or leave codec.path out")
 
@@ -123,8 +127,14 @@ class TextConfig:
     """Tokens per caption; longer ones are cut, shorter ones padded."""
     width: Annotated[int, Field(ge=8, le=8192)] = 64
     """Embedding width of the small encoder."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the encoder of `path` is loaded and computed in; the small one has the type of the run."""
+    cache: bool = True
+    """Embed all captions at the start, into a file of each machine's TMPDIR, and release the encoder."""
 
     def __post_init__(self) -> None:
+        if not self.path and self.dtype != "bf16":
+            raise ValueError("text.dtype is for an encoder from text.path; leave it out, or set text.path")
         if self.path and self.width != 64:
             raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
 

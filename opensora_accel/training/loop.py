@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -25,7 +26,13 @@ from opensora_accel.parallel_states import get_data_parallel_group, init_paralle
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
-from opensora_accel.training.encoders import build_codec, build_text_encoder, train_tokenizer
+from opensora_accel.training.encoders import (
+    EmbeddedCaptions,
+    TextEncoder,
+    build_codec,
+    build_text_encoder,
+    train_tokenizer,
+)
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
 from opensora_accel.training.metrics import OffloadLog, Tracker
 from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
@@ -74,11 +81,20 @@ class Trainer:
             group=dist.group.WORLD,
         )
         self.tokenizer_json = self._tokenizer(saved)
-        self.text = build_text_encoder(config.text, self.tokenizer_json, config.seed)
-        self.text.check(entry.caption for entry in self.loader.entries)
-        self.text.model.to(self.device, self.dtype)
+        captions = [entry.caption for entry in self.loader.entries]
+        text = build_text_encoder(config.text, self.tokenizer_json, config.seed, self.device, self.dtype)
+        text.check(captions)
         self.codec = build_codec(config.codec, self.device, self.dtype)
-        model, self.latent_shape = build.build_model(config, self.codec, self.text.width, self.dtype)
+        # The model takes no memory yet, and the text encoder is gone before it does.
+        model, self.latent_shape = build.build_model(config, self.codec, text.width, self.dtype)
+        self.text: TextEncoder | EmbeddedCaptions = text
+        if config.text.cache:
+            # A dropped caption, and the other half of guidance, is the empty one.
+            self.text = EmbeddedCaptions(text, [*captions, ""], self.device)
+        del text
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
         num_frames = self.latent_shape[1]
         self.alpha = time_shift(config.flow, self.num_tokens // num_frames, num_frames)
