@@ -165,6 +165,8 @@ class OptimConfig:
     """Adam's decay rates."""
     eps: AboveZero = 1e-8
     """Adam's epsilon."""
+    state: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
+    """How Adam's moments are kept; all but fp32 need torchao (pip install 'opensora-accel[lowbit]')."""
     weight_decay: NotNegative = 0.01
     """On matrices only, not on biases and norms."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -215,6 +217,11 @@ class TrainConfig:
     plan: Plan = field(default_factory=Plan)
 
     def __post_init__(self) -> None:
+        if self.optim.state != "fp32" and self.plan.precision == "fp64":
+            raise ValueError(
+                f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
+                "them to fp32"
+            )
         if self.memory_target_gib and self.plan.offload != "auto":
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '

@@ -34,8 +34,15 @@ from opensora_accel.training.encoders import (
     train_tokenizer,
 )
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
+from opensora_accel.training.lowbit import check_low_bit
 from opensora_accel.training.metrics import OffloadLog, Tracker
-from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
+from opensora_accel.training.optim import (
+    EMA,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+)
 from opensora_accel.training.output import CONFIG, SAMPLES, write_text
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import sample_clips, write_comparison
@@ -71,6 +78,7 @@ class Trainer:
         self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
+        check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
         data_group = get_data_parallel_group()
         assert data_group is not None
         self.loader = ClipLoader(
@@ -173,8 +181,7 @@ class Trainer:
         """
         config, state = self.config.optim, self.state
         rate = learning_rate(config, state.step, self.config.steps)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(state.optimizer, rate)
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
         total, files = torch.zeros((), dtype=torch.float64, device=self.device), list[str]()

@@ -106,6 +106,7 @@ BAD: dict[str, list[Any]] = {
     "optim.lr": [-1, NAN, INF, "1e-3", [1e-3]],
     "optim.betas": [[0.9], [0.9, 1.0], [-0.1, 0.9], [NAN, 0.9], [0.9, INF], 0.9, ["a", "b"]],
     "optim.eps": [0, -1e-8, NAN, INF],
+    "optim.state": ["2bit", "bf16", 8, None],
     "optim.weight_decay": [-0.1, NAN, INF],
     "optim.schedule": ["linear", "", None, 3],
     "optim.warmup_steps": [-1, 0.5, NAN],
