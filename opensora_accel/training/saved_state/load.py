@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import region_of
+from opensora_accel.training.lowbit import new_moment
 from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM
 from opensora_accel.training.saved_state.save import TrainState, class_name
 from opensora_accel.weights import Stored, find_stored
@@ -38,7 +39,7 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
                 moments[f"{name}.step"].read(torch.float32).to(parameter.device if fused else "cpu")
             )
             for entry in ("exp_avg", "exp_avg_sq"):
-                entries[entry] = torch.zeros_like(parameter, requires_grad=False)
+                entries[entry] = new_moment(state.optimizer, parameter, entry)
                 _fill(entries[entry], moments[f"{name}.{entry}"])
     if state.ema is not None:
         # A run without averages goes on with them from its weights.

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from opensora_accel.training.lowbit import saved_values
 from opensora_accel.training.optim import EMA
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
@@ -229,7 +230,7 @@ def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """Everything that is saved, by the stem of its files and by name."""
     weights = dict(state.model.state_dict())
     moments = {
-        f"{name}.{entry}": state.optimizer.state[parameter][entry]
+        f"{name}.{entry}": saved_values(state.optimizer.state[parameter][entry])
         for name, parameter in state.model.named_parameters()
         for entry in _ADAM_ENTRIES
         if entry in state.optimizer.state.get(parameter, {})
