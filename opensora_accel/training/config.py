@@ -109,10 +109,14 @@ class CodecConfig:
     """Local folder of a diffusers video VAE (AutoencoderKLWan, …)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """What the VAE is loaded and computed in."""
+    cache: bool = False
+    """Encode each clip once, keep its latents in host memory, and release the VAE when all of the run are there."""
 
     def __post_init__(self) -> None:
         if not self.path and self.dtype != "bf16":
             raise ValueError("codec.dtype is for a VAE from codec.path; leave it out, or set codec.path")
+        if not self.path and self.cache:
+            raise ValueError("codec.cache is for a VAE from codec.path; leave it out, or set codec.path")
         if self.path and self.patch != 4:
             raise ValueError("codec.patch is for a run without a VAE; leave it out, or leave codec.path out")
 

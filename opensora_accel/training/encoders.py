@@ -6,10 +6,11 @@ positions, because every square of 2 × 2 pixels with 3 colours becomes one posi
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.config import CodecConfig, TextConfig
+from opensora_accel.training.data import Clip
 from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
 
@@ -129,6 +131,54 @@ def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -
     return VideoVAE(
         load_pretrained(make, "codec.path", config.path, stem, PRETRAINED_DTYPES[config.dtype], device)
     )
+
+
+class CachedLatents:
+    """A codec that encodes each clip once and keeps its latents on the host.
+
+    It lets go of the VAE as soon as all clips of the run are there. A clip that was not foreseen, because another file
+    turned out bad, and clips that are decoded at the end load the VAE again, for as long as it takes.
+    """
+
+    def __init__(self, codec: Codec, build: Callable[[], Codec], needed: Iterable[Clip]):
+        """`codec` and what `build` gives are the same; `needed` are the clips that this rank will ask for."""
+        self.channels, self.spatial, self.temporal = codec.channels, codec.spatial, codec.temporal
+        self._codec: Codec | None = codec
+        self._build, self._needed = build, set(needed)
+        self._latents: dict[Clip, Tensor] = {}
+
+    def encode(self, frames: Tensor, clips: Sequence[Clip] = ()) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3] of these B clips → latents [B, C, t, h, w]."""
+        for clip, of_clip in zip(clips, frames, strict=True):
+            if clip not in self._latents:
+                # One by one, so that the values do not depend on which clips come together.
+                self._latents[clip] = self._loaded().encode(of_clip.unsqueeze(0))[0].cpu()
+                self._needed.discard(clip)
+        self._release_if_done()
+        return torch.stack([self._latents[clip] for clip in clips]).to(frames.device)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, C, t, h, w] to uint8 [B, T, H, W, 3]."""
+        frames = self._loaded().decode(latents)
+        self._release_if_done()
+        return frames
+
+    def _loaded(self) -> Codec:
+        if self._codec is None:
+            self._codec = self._build()
+        return self._codec
+
+    def _release_if_done(self) -> None:
+        if not self._needed and self._codec is not None:
+            self._codec = None
+            free_unused()
+
+
+def free_unused() -> None:
+    """Gives back the memory of models that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
 import math
+import os
 import statistics
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
 from opensora_accel.training.encoders import (
+    CachedLatents,
+    Codec,
     EmbeddedCaptions,
     TextEncoder,
     build_codec,
     build_text_encoder,
+    free_unused,
     train_tokenizer,
 )
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
@@ -92,7 +96,7 @@ class Trainer:
         captions = [entry.caption for entry in self.loader.entries]
         text = build_text_encoder(config.text, self.tokenizer_json, config.seed, self.device, self.dtype)
         text.check(captions)
-        self.codec = build_codec(config.codec, self.device, self.dtype)
+        self.codec: Codec = build_codec(config.codec, self.device, self.dtype)
         # The model takes no memory yet, and the text encoder is gone before it does.
         model, self.latent_shape = build.build_model(config, self.codec, text.width, self.dtype)
         self.text: TextEncoder | EmbeddedCaptions = text
@@ -100,9 +104,7 @@ class Trainer:
             # A dropped caption, and the other half of guidance, is the empty one.
             self.text = EmbeddedCaptions(text, [*captions, ""], self.device)
         del text
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_unused()
         self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
         num_frames = self.latent_shape[1]
         self.alpha = time_shift(config.flow, self.num_tokens // num_frames, num_frames)
@@ -116,6 +118,8 @@ class Trainer:
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, saved
+        if config.codec.cache:
+            self._cache_latents()
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
         self._norms = deque[float]((record or {}).get("norms", ()), maxlen=_NUM_NORMS)
@@ -261,7 +265,12 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of this data rank's samples, a scalar; draws depend on the samples' positions only."""
         config, seed = self.config.flow, self.config.seed
-        clean = self.codec.encode(batch.frames.to(self.device)).to(self.dtype)
+        frames = batch.frames.to(self.device)
+        if isinstance(self.codec, CachedLatents):
+            clean = self.codec.encode(frames, list(map(self.loader.clip, batch.files, batch.positions)))
+        else:
+            clean = self.codec.encode(frames)
+        clean = clean.to(self.dtype)
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         times = draw_times(config, self.alpha, seed, batch.positions).to(self.device)
         noise = draw_noise(clean, seed, batch.positions)
@@ -351,6 +360,27 @@ class Trainer:
         except UnreadableVideo as error:
             logger.warning("no source beside the sample: %s", error)
             return torch.full((data.num_frames, data.height, data.width, 3), 128, dtype=torch.uint8)
+
+    def _cache_latents(self) -> None:
+        """From now on every clip is encoded once.
+
+        Communication: an object all-gather.
+
+        Raises:
+            ValueError: on all ranks, where the latents of one of them do not fit.
+        """
+        config = self.config
+        clips = self.loader.clips_until(config.steps * config.optim.accumulation * config.data.batch_size)
+        needed_bytes = len(clips) * math.prod(self.latent_shape) * torch.float32.itemsize
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if any(from_all_ranks(needed_bytes * num_ranks > psutil.virtual_memory().available)):
+            raise ValueError(
+                f"codec.cache keeps the latents of every clip of the run: {len(clips):,} clips, "
+                f"{needed_bytes / 2**30:.1f} GiB on this rank, are more than this machine has free; cut the videos to "
+                "data.num_frames, so that each has one clip, or set codec.cache to False"
+            )
+        again = partial(build_codec, config.codec, self.device, self.dtype)
+        self.codec = CachedLatents(self.codec, again, clips)
 
     def _tokenizer(self, saved: Path | None) -> str:
         """The tokenizer of the saved state, or one trained on all captions, as rank 0 has it."""

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora_accel import Plan
 from opensora_accel.training.config import CodecConfig, TextConfig
 from opensora_accel.training.encoders import (
+    CachedLatents,
     EmbeddedCaptions,
+    SpaceToDepth,
     TextEncoder,
     build_codec,
     build_text_encoder,
@@ -210,3 +213,98 @@ def test_the_text_encoder_is_released_and_training_goes_on_the_same(ranks, clips
     )
     assert released and not kept
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def losses_with_vae(config, saved=None):
+    """Losses of 4 steps, how often the VAE was loaded, whether it is alive after each step, and after sampling."""
+    from opensora_accel.training import encoders
+    from opensora_accel.training.loop import Trainer
+
+    made, build = [], encoders.VideoVAE.__init__
+
+    def watched(self, model):
+        build(self, model)
+        made.append(weakref.ref(model))
+
+    encoders.VideoVAE.__init__ = watched
+    try:
+        trainer = Trainer(config)
+        losses, alive = [], []
+        for _ in range(config.steps):
+            losses.append(trainer.step()["loss"])
+            alive.append(any(model() is not None for model in made))
+        trainer.write_samples()
+        alive.append(any(model() is not None for model in made))
+    finally:
+        encoders.VideoVAE.__init__ = build
+    return losses, alive, len(made)
+
+
+def vae_config(clips, tmp_path, name, plan=None, **changes):
+    vae("AutoencoderKLWan").save_pretrained(tmp_path / "vae")
+    return tiny_config(
+        clips,
+        tmp_path / name,
+        plan,
+        codec={"path": str(tmp_path / "vae"), "dtype": "fp32"},
+        # Clips that fill their videos: each has one, and five are all.
+        data={
+            "folder": str(clips), "num_frames": 9, "height": 32, "width": 48, "batch_size": 2, "frame_stride": 1
+        },
+        steps=5,
+        num_samples=1,
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def short_clips(tmp_path):
+    from opensora_accel.training.tiny_run import write_clips
+
+    return write_clips(tmp_path / "clips", num_videos=5, num_frames=9)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp_replicate=2)], ids=str)
+def test_the_vae_is_released_once_every_clip_is_encoded(ranks, short_clips, tmp_path, plan):
+    expected = ranks(plan.world_size, losses_with_vae, vae_config(short_clips, tmp_path, "a", plan))
+    cached = vae_config(short_clips, tmp_path, "b", plan, **{"codec.cache": True})
+    for (losses, alive, num_loads), (reference, always, once) in zip(
+        ranks(plan.world_size, losses_with_vae, cached), expected, strict=True
+    ):
+        assert all(always) and once == 1
+        assert losses == pytest.approx(reference, rel=1e-5)
+        # Five clips in batches of two: on one rank all have been seen after the third step.
+        first_without = alive.index(False)
+        assert (
+            0 < first_without < 5 and not any(alive[first_without:]) and num_loads == 2
+        )  # once more to decode
+        assert plan.world_size > 1 or first_without == 2
+
+
+def test_a_clip_that_nobody_foresaw_loads_the_vae_again():
+    loads = []
+
+    def build():
+        loads.append(SpaceToDepth(2, torch.float32))
+        return loads[-1]
+
+    frames = torch.randint(0, 256, (2, 1, 4, 4, 3), dtype=torch.uint8)
+    cached = CachedLatents(build(), build, {("a", 0)})
+    expected = SpaceToDepth(2, torch.float32).encode(frames)
+    assert torch.equal(cached.encode(frames[:1], [("a", 0)]), expected[:1]) and len(loads) == 1
+    assert torch.equal(cached.encode(frames, [("a", 0), ("b", 3)]), expected) and len(loads) == 2
+    assert torch.equal(cached.encode(frames.zero_(), [("a", 0), ("b", 3)]), expected), "encoded once"
+    assert len(loads) == 2
+
+
+def test_latents_that_do_not_fit_are_refused(short_clips, tmp_path, monkeypatch, parallel_registry):
+    from opensora_accel.training.loop import Trainer
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(10**9))
+    config = vae_config(short_clips, tmp_path, "run", **{"codec.cache": True})
+    monkeypatch.setattr("opensora_accel.training.build._check_memory", lambda *_: None)
+    parallel_registry.start_distributed()
+    with pytest.raises(
+        ValueError, match=r"codec\.cache keeps the latents .*: 5 clips.*set codec\.cache to False"
+    ):
+        Trainer(config)
