@@ -14,6 +14,7 @@ TRAIN = [
     "accelerate>=1.15",
     "safetensors",
     "tokenizers",
+    "peft",
     "av>=14",
     "pillow",
     "psutil",
@@ -25,7 +26,7 @@ TRAIN = [
 ]
 PLOT = ["matplotlib"]
 LOWBIT = ["torchao>=0.18"]
-DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "peft", *LOWBIT]
+DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", *LOWBIT]
 
 setup(
     name="opensora-accel",

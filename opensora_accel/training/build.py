@@ -20,6 +20,7 @@ import shardformer
 from opensora_accel.deferred import deferred_init, is_deferred, resume_recording
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
+from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
 from opensora_accel.training.encoders import Codec, check_multiple, latent_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
@@ -86,7 +87,9 @@ def build_model(
         try:
             load_weights(model, config.model.path)
         except SafetensorError as error:
-            raise unloadable("model.path", config.model.path, error) from error
+            raise unloadable(cls, "model.path", config.model.path, error) from error
+    if config.lora.rank:
+        add_adapters(model, config.lora)
     return model, shape
 
 

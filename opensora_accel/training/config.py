@@ -144,6 +144,24 @@ class TextConfig:
 
 
 @options
+class LoraConfig:
+    """Adapters that are trained in place of the model."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rank of the adapters; 0 has none, and trains the model itself."""
+    alpha: NotNegative = 0.0
+    """Adapters count alpha / rank times; 0 takes the rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Ends of the names of the layers that get one."""
+
+    def __post_init__(self) -> None:
+        if not self.rank and (self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
+            raise ValueError(
+                "lora.alpha and lora.targets are for a run with lora.rank; set it, or leave them out"
+            )
+
+
+@options
 class FlowConfig:
     """Flow matching: which times are trained, and how a clip is sampled."""
 
@@ -216,6 +234,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)

@@ -126,10 +126,11 @@ def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -
         raise ValueError(
             f"codec.path {config.path} holds {name or 'no model of diffusers'}, not a VAE (AutoencoderKL…)"
         )
-    make = partial(getattr(diffusers, name).from_config, description)
+    cls = getattr(diffusers, name)
+    make = partial(cls.from_config, description)
     stem = "diffusion_pytorch_model"
     return VideoVAE(
-        load_pretrained(make, "codec.path", config.path, stem, PRETRAINED_DTYPES[config.dtype], device)
+        load_pretrained(cls, make, "codec.path", config.path, stem, PRETRAINED_DTYPES[config.dtype], device)
     )
 
 
@@ -465,12 +466,12 @@ def _load(config: TextConfig, device: torch.device) -> TextEncoder:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise unloadable("text.path", folder, error) from error
+        raise unloadable(AutoTokenizer, "text.path", folder, error) from error
 
     def make() -> Any:
         return cls(cls.config_class.from_dict(description))
 
     dtype = PRETRAINED_DTYPES[config.dtype]
     return TextEncoder(
-        tokenizer, load_pretrained(make, "text.path", config.path, "model", dtype, device), config.length
+        tokenizer, load_pretrained(cls, make, "text.path", config.path, "model", dtype, device), config.length
     )

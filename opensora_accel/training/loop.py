@@ -47,7 +47,7 @@ from opensora_accel.training.optim import (
     learning_rate,
     set_learning_rate,
 )
-from opensora_accel.training.output import CONFIG, SAMPLES, write_text
+from opensora_accel.training.output import CONFIG, LORA, SAMPLES, write_text
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
@@ -59,6 +59,7 @@ from opensora_accel.training.saved_state import (
     set_newer_aside,
 )
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
+from shardformer import save_lora
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,12 @@ class Trainer:
                     self.save()
             self.saver.wait()
             stopping = any_rank(stop.requested)
+        if self.config.lora.rank and not stopping:
+            # The averaged ones, which the samples are made with.
+            with self._averaged():
+                path = save_lora(self.state.model, self.output / LORA)
+            if self.is_first:
+                print(f"the adapter for pipelines of diffusers: {path}", flush=True)
         if self.config.num_samples and not stopping:
             strip = self.write_samples()
             if self.is_first:
@@ -324,9 +331,8 @@ class Trainer:
         videos = self.loader.videos[: self.config.num_samples]
         captions = [video.caption for video in videos]
         # Every rank runs the model, because its attention spans them; rank 0 writes.
-        averaged = self.state.ema.applied() if self.state.ema is not None else nullcontext()
         model = self.state.model.eval()
-        with averaged, torch.no_grad():
+        with self._averaged(), torch.no_grad():
             clips = sample_clips(
                 self.predict,
                 captions,
@@ -346,6 +352,10 @@ class Trainer:
         # Whoever gets the path, on whichever rank, finds the file written.
         dist.barrier()
         return folder / "strip.png"
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Within it the model has the averaged weights, where there are any."""
+        return self.state.ema.applied() if self.state.ema is not None else nullcontext()
 
     def _source(self, video: Video) -> Tensor:
         """The middle of a video; grey where it cannot be read, which training may never have tried."""

@@ -43,6 +43,7 @@ def read_description(option: str, folder: str | Path, what: str) -> dict[str, An
 
 
 def load_pretrained(
+    cls: type[ModelT],
     make: Callable[[], ModelT],
     option: str,
     folder: str | Path,
@@ -57,7 +58,7 @@ def load_pretrained(
     fp32.
 
     Args:
-        make: builds the model.
+        make: builds the `cls`.
         stem: how the library names the files of weights.
 
     Raises:
@@ -69,31 +70,30 @@ def load_pretrained(
         with deferred_init():
             model = make()
     except Exception as error:  # whatever a constructor raises for values that do not work
-        raise unloadable(option, folder, error) from error
+        raise unloadable(cls, option, folder, error) from error
     finally:
         torch.set_default_dtype(before)
-    cls = type(model).__name__
     _keep_in_fp32(model)
     try:
         stored = find_stored(Path(folder), stem)
     except FileNotFoundError as error:
         raise ValueError(
             f"{option} {folder} has no {stem}.safetensors, and weights are read from safetensors alone; save them once "
-            f"as such: {cls}.from_pretrained({str(folder)!r}).save_pretrained(another folder)"
+            f"as such: {cls.__name__}.from_pretrained({str(folder)!r}).save_pretrained(another folder)"
         ) from error
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise unloadable(option, folder, error) from error
+        raise unloadable(cls, option, folder, error) from error
     missing = missing_in(stored, model)
     if missing:
         raise ValueError(
-            f"{option} {folder} does not hold all weights of a {cls}: {len(missing)} are missing, "
+            f"{option} {folder} does not hold all weights of a {cls.__name__}: {len(missing)} are missing, "
             f"{', '.join(missing[:3])} among them; copy the folder again, whole"
         )
     try:
         fill(model, stored)
         materialize(model, device)
     except (SafetensorError, OSError) as error:
-        raise unloadable(option, folder, error) from error
+        raise unloadable(cls, option, folder, error) from error
     return model.eval().requires_grad_(False)
 
 
@@ -111,10 +111,11 @@ def _keep_in_fp32(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, dtype=torch.float32)))
 
 
-def unloadable(option: str, folder: str | Path, error: Exception) -> ValueError:
+def unloadable(cls: type, option: str, folder: str | Path, error: Exception) -> ValueError:
     """What to raise for a library's error, which may have any type and many lines."""
     return ValueError(
-        f"{option} {folder} cannot be loaded ({in_one_line(error)}); copy the folder again, whole, or give another"
+        f"{option} {folder} cannot be loaded as {cls.__name__} ({in_one_line(error)}); copy the folder again, "
+        "whole, or give another"
     )
 
 

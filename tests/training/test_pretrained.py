@@ -138,10 +138,10 @@ def test_weights_that_cannot_be_streamed_are_refused(tmp_path, name):
     elif name == "one of two":
         model.save_pretrained(tmp_path, max_shard_size="20KB")
         next(tmp_path.glob("model-00002-*.safetensors")).unlink()
-        told = r"text\.path .* cannot be loaded \(.*model-00002"
+        told = r"text\.path .* cannot be loaded as T5EncoderModel \(.*model-00002"
     else:
         (tmp_path / name).write_text("{")
-        told = r"text\.path .* cannot be loaded \(JSONDecodeError"
+        told = r"text\.path .* cannot be loaded as T5EncoderModel \(JSONDecodeError"
     with pytest.raises(ValueError, match=told):
         build_text_encoder(TextConfig(path=str(tmp_path)), "", 0, CPU, torch.float32)
 
