@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.lowbit import saved_values
 from opensora_accel.training.optim import EMA
 from opensora_accel.training.ranks import from_first_rank
@@ -228,7 +229,7 @@ def class_name(model: nn.Module) -> str:
 
 def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """Everything that is saved, by the stem of its files and by name."""
-    weights = dict(state.model.state_dict())
+    weights = saved_weights(state.model)
     moments = {
         f"{name}.{entry}": saved_values(state.optimizer.state[parameter][entry])
         for name, parameter in state.model.named_parameters()
