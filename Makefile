@@ -67,6 +67,8 @@ lint: .venv/.dev
 .venv/.dev: .venv/.train
 	@echo "installing what the tests need"
 	@$(PIP) install -c constraints.txt -e '.[train,plot,dev]'
+	@# Apart, because with it diffusers warns of missing GPU libraries whenever it is imported.
+	@$(PIP) install -c constraints.txt --no-deps --target .venv/lowbit torchao
 	@touch $@
 
 data/bunny/metadata.jsonl: | .venv/.train

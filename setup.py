@@ -14,6 +14,7 @@ TRAIN = [
     "accelerate>=1.15",
     "safetensors",
     "tokenizers",
+    "peft",
     "av>=14",
     "pillow",
     "psutil",
@@ -24,7 +25,8 @@ TRAIN = [
     "torchdata>=0.11",
 ]
 PLOT = ["matplotlib"]
-DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "peft"]
+LOWBIT = ["torchao>=0.18"]
+DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"]
 
 setup(
     name="opensora-accel",
@@ -37,6 +39,6 @@ setup(
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
     package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
     install_requires=["torch>=2.11"],
-    extras_require={"train": TRAIN, "plot": PLOT, "dev": DEV},
+    extras_require={"train": TRAIN, "plot": PLOT, "lowbit": LOWBIT, "dev": DEV},
     entry_points={"console_scripts": ["opensora-accel=opensora_accel.cli:main"]},
 )

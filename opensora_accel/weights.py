@@ -8,6 +8,7 @@ share a copy, and no rank ever holds a whole tensor of which it keeps a part.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,6 @@ class Stored:
             return tuple(file.get_slice(self.name).get_shape())
 
 
-@torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills a model from the safetensors of a folder in diffusers' layout, one file or several with an index.
 
@@ -60,25 +60,46 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         FileNotFoundError: there are no safetensors in the folder.
         ValueError: names or shapes do not fit; nothing was changed.
     """
-    stored, targets = find_stored(Path(folder)), model.state_dict(keep_vars=True)
-    waiting = deferred_shapes(model)
-    missing, unknown = sorted(targets.keys() - stored.keys()), sorted(stored.keys() - targets.keys())
+    stored = find_stored(Path(folder))
+    names = model.state_dict().keys()
+    missing, unknown = sorted(missing_in(stored, model)), sorted(stored.keys() - names)
     if missing or unknown:
         raise ValueError(
             f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
             f"{unknown[:5]}; copy the folder again, whole, build the model from its config.json, and add adapters "
             "afterwards"
         )
-    for name, tensor in targets.items():
-        shape, expected = stored[name].shape, waiting.get(name, tuple(tensor.shape))
-        if shape != expected:
+    fill(model, stored)
+
+
+def missing_in(stored: Mapping[str, Stored], model: nn.Module) -> list[str]:
+    """Names of the model that files lack. Of tied parameters one name is enough, and files often have only one."""
+    targets = model.state_dict(keep_vars=True)
+    there = {id(tensor) for name, tensor in targets.items() if name in stored}
+    return [name for name, tensor in targets.items() if id(tensor) not in there]
+
+
+@torch.no_grad()
+def fill(model: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Gives each tensor of the model what is stored under its name: at once, or where it is deferred when it is made.
+
+    Raises:
+        ValueError: shapes do not fit; nothing was changed.
+    """
+    waiting, targets = deferred_shapes(model), model.state_dict(keep_vars=True)
+    # By the tensor: a tied one may lie under any of its names.
+    by_tensor = {id(tensor): stored[name] for name, tensor in targets.items() if name in stored}
+    sources = {name: by_tensor[id(tensor)] for name, tensor in targets.items() if id(tensor) in by_tensor}
+    for name, source in sources.items():
+        expected = waiting.get(name, tuple(targets[name].shape))
+        if source.shape != expected:
             raise ValueError(
-                f"{name} is {list(shape)} in {stored[name].path} and {list(expected)} in this {type(model).__name__}; "
-                "build the model from the config.json of that folder"
+                f"{name} is {list(source.shape)} in {source.path} and {list(expected)} in this "
+                f"{type(model).__name__}; build the model from the config.json of that folder"
             )
-    replace_later(model, {name: stored[name].read for name in waiting if name in stored})
-    for name in targets.keys() - waiting.keys():
-        tensor, read = targets[name], partial(stored[name].read, targets[name].dtype)
+    replace_later(model, {name: source.read for name, source in sources.items() if name in waiting})
+    for name in sources.keys() - waiting.keys():
+        tensor, read = targets[name], partial(sources[name].read, targets[name].dtype)
         if isinstance(tensor, DTensor):
             tensor.to_local().copy_(read(region_of(tensor.shape, tensor.device_mesh, tensor.placements)))
         else:

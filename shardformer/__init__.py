@@ -2,7 +2,18 @@
 
 from shardformer.engine import blocks_of, norms_of, shard, unshard
 from shardformer.engine.tokens import local_tokens
+from shardformer.lora import save_lora
 from shardformer.modeling import SwapReport, swap_norms
 from shardformer.policy.base import Policy
 
-__all__ = ["Policy", "SwapReport", "blocks_of", "local_tokens", "norms_of", "shard", "swap_norms", "unshard"]
+__all__ = [
+    "Policy",
+    "SwapReport",
+    "blocks_of",
+    "local_tokens",
+    "norms_of",
+    "save_lora",
+    "shard",
+    "swap_norms",
+    "unshard",
+]

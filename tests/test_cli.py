@@ -443,6 +443,7 @@ def test_every_option_is_fuzzed():
         "model",
         "codec",
         "text",
+        "lora",
         "flow",
         "optim",
         "plan",

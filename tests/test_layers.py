@@ -16,6 +16,7 @@ LAYERS = [
     {"shardformer.policy.t5_encoder"},
     {"shardformer.colossalai"},
     {"shardformer", "shardformer.engine"},
+    {"shardformer.lora"},
     {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
     {"shardformer.paths"},

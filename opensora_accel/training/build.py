@@ -19,15 +19,10 @@ import shardformer
 from opensora_accel.deferred import deferred_init, is_deferred, resume_recording
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
+from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
-from opensora_accel.training.encoders import (
-    Codec,
-    check_multiple,
-    in_one_line,
-    latent_shape,
-    read_description,
-    unloadable,
-)
+from opensora_accel.training.encoders import Codec, check_multiple, latent_shape
+from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
 from opensora_accel.weights import load_weights
@@ -92,6 +87,8 @@ def build_model(
             load_weights(model, config.model.path)
         except SafetensorError as error:
             raise unloadable(cls, "model.path", config.model.path, error) from error
+    if config.lora.rank:
+        add_adapters(model, config.lora)
     return model, shape
 
 

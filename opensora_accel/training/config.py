@@ -107,8 +107,16 @@ class CodecConfig:
     """Side of the pixel square that becomes one latent position, without a VAE."""
     path: str = ""
     """Local folder of a diffusers video VAE (AutoencoderKLWan, …)."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the VAE is loaded and computed in."""
+    cache: bool = False
+    """Encode each clip once, keep its latents in host memory, and release the VAE when all of the run are there."""
 
     def __post_init__(self) -> None:
+        if not self.path and self.dtype != "bf16":
+            raise ValueError("codec.dtype is for a VAE from codec.path; leave it out, or set codec.path")
+        if not self.path and self.cache:
+            raise ValueError("codec.cache is for a VAE from codec.path; leave it out, or set codec.path")
         if self.path and self.patch != 4:
             raise ValueError("codec.patch is for a run without a VAE; leave it out, or leave codec.path out")
 
@@ -123,10 +131,34 @@ class TextConfig:
     """Tokens per caption; longer ones are cut, shorter ones padded."""
     width: Annotated[int, Field(ge=8, le=8192)] = 64
     """Embedding width of the small encoder."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the encoder of `path` is loaded and computed in; the small one has the type of the run."""
+    cache: bool = True
+    """Embed all captions at the start, into a file of each machine's TMPDIR, and release the encoder."""
 
     def __post_init__(self) -> None:
+        if not self.path and self.dtype != "bf16":
+            raise ValueError("text.dtype is for an encoder from text.path; leave it out, or set text.path")
         if self.path and self.width != 64:
             raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
+
+
+@options
+class LoraConfig:
+    """Adapters that are trained in place of the model."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rank of the adapters; 0 has none, and trains the model itself."""
+    alpha: NotNegative = 0.0
+    """Adapters count alpha / rank times; 0 takes the rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
+    """Ends of the names of the layers that get one."""
+
+    def __post_init__(self) -> None:
+        if not self.rank and (self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
+            raise ValueError(
+                "lora.alpha and lora.targets are for a run with lora.rank; set it, or leave them out"
+            )
 
 
 @options
@@ -155,6 +187,8 @@ class OptimConfig:
     """Adam's decay rates."""
     eps: AboveZero = 1e-8
     """Adam's epsilon."""
+    state: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
+    """How Adam's moments are kept; all but fp32 need torchao (pip install 'opensora-accel[lowbit]')."""
     weight_decay: NotNegative = 0.01
     """On matrices only, not on biases and norms."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -200,11 +234,17 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
 
     def __post_init__(self) -> None:
+        if self.optim.state != "fp32" and self.plan.precision == "fp64":
+            raise ValueError(
+                f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
+                "them to fp32"
+            )
         if self.memory_target_gib and self.plan.offload != "auto":
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '

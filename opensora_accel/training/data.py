@@ -42,6 +42,7 @@ from opensora_accel.training.video import (
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (position in the job's stream of samples, index of the video)
+Clip = tuple[str, int]  # (file, its first frame)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class VideoFolder(Dataset[Sample]):
             read = partial(
                 read_clip,
                 Path(config.folder) / video.file,
-                self._start(video, position),
+                self.start(video, position),
                 config.num_frames,
                 stride=config.frame_stride,
                 height=config.height,
@@ -149,7 +150,8 @@ class VideoFolder(Dataset[Sample]):
             error = str(failure)
         return Sample(position, video_index, video.file, video.caption, frames, error)
 
-    def _start(self, video: Video, position: int) -> int:
+    def start(self, video: Video, position: int) -> int:
+        """The first frame of the clip at this position."""
         assert video.info is not None, f"{video.file} is set aside and must not be read"
         num_starts = video.info.num_frames - self.config.frames_needed + 1
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
@@ -222,6 +224,19 @@ class ClipLoader:
         """The videos that are trained on."""
         return [video for video in self._videos if video.file not in self.quarantined]
 
+    def clip(self, file: str, position: int) -> Clip:
+        """Which clip of a file this position has."""
+        return file, self._folder.start(Video(file, "", self._infos[file]), position)
+
+    def clips_until(self, end: int) -> set[Clip]:
+        """Every clip that this data rank reads before sample `end` of the job, if no more files turn out bad."""
+        found, sampler = set[Clip](), self._sampler()
+        for keys in sampler:
+            if sampler.position > end:
+                break
+            found |= {self.clip(self._videos[video_index].file, position) for position, video_index in keys}
+        return found
+
     def __iter__(self) -> ClipLoader:
         return self
 
@@ -288,23 +303,29 @@ class ClipLoader:
 
     def _new_batches(self) -> Iterator[list[Sample]]:
         """Reads from `position` on; workers read ahead of it, which is why the loader counts by itself."""
-        config = self.config
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls it, torch 2.13 deprecates it: nothing that a user could act on.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            loader = StatefulDataLoader(
+                self._folder,
+                batch_sampler=self._sampler(),
+                num_workers=self.config.num_workers,
+                collate_fn=list,
+            )
+        return iter(loader)
+
+    def _sampler(self) -> GlobalBatchSampler:
+        """From `position` on."""
         sampler = GlobalBatchSampler(
             len(self._videos),
-            config.batch_size,
+            self.config.batch_size,
             self._data_rank,
             self._data_size,
             self._seed,
             substitute=self._substitute,
         )
         sampler.position = self.position
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls it, torch 2.13 deprecates it: nothing that a user could act on.
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            loader = StatefulDataLoader(
-                self._folder, batch_sampler=sampler, num_workers=config.num_workers, collate_fn=list
-            )
-        return iter(loader)
+        return sampler
 
     def _replace_failures(self, samples: list[Sample]) -> list[Sample]:
         """The samples with every video that any rank could not read replaced, on all ranks alike."""

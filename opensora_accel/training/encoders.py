@@ -1,84 +1,32 @@
 """What the model sees of a clip: pixels as latents, and captions as embeddings. Neither encoder is trained.
 
-Models come from local folders: they are loaded whole or refused in one line. Nothing is fetched, and none of their code
-is run. Example with `codec.patch` 2: a clip of 5 × 32 × 56 pixels becomes latents of 12 channels and 5 × 16 × 28
+Example with `codec.patch` 2: a clip of 5 × 32 × 56 pixels becomes latents of 12 channels and 5 × 16 × 28
 positions, because every square of 2 × 2 pixels with 3 colours becomes one position.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-from collections.abc import Iterable, Sequence
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.config import CodecConfig, TextConfig
+from opensora_accel.training.data import Clip
+from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
+from opensora_accel.training.ranks import from_all_ranks
 
-# Folders of pretrained models
-
-
-def read_description(option: str, folder: str | Path, what: str) -> dict[str, Any]:
-    """The config.json of a folder. `what` tells which folder `option` needs.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON object.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{option} {folder} has no config.json; give the local folder of {what}")
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{option} {folder}: its config.json is damaged ({error})") from error
-    if not isinstance(description, dict):
-        raise ValueError(
-            f"{option} {folder}: its config.json is a JSON {type(description).__name__}, not an object; give the local "
-            f"folder of {what}"
-        )
-    return description
-
-
-def load_pretrained(cls: Any, option: str, folder: str | Path, **options: Any) -> Any:
-    """`cls.from_pretrained` of a folder.
-
-    Raises:
-        ValueError: the library raises anything, or weights are missing or of another shape, which the library would
-            draw at random and go on.
-    """
-    try:
-        model, info = cls.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
-        )
-    except Exception as error:
-        raise unloadable(cls, option, folder, error) from error
-    lacking = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
-    if lacking:
-        raise ValueError(
-            f"{option} {folder} does not hold all weights of a {cls.__name__}: {len(lacking)} are missing or of "
-            f"another shape, {', '.join(lacking[:3])} among them; copy the folder again, whole"
-        )
-    return model
-
-
-def unloadable(cls: Any, option: str, folder: str | Path, error: Exception) -> ValueError:
-    """What to raise for a library's error, which may have any type and many lines."""
-    return ValueError(
-        f"{option} {folder} cannot be loaded as {cls.__name__} ({in_one_line(error)}); copy the folder again, "
-        "whole, or give another"
-    )
-
-
-def in_one_line(error: Exception) -> str:
-    """Type and first line of an error that a library raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
+PRETRAINED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # Pixels to latents
 
@@ -92,7 +40,7 @@ class Codec(Protocol):
     temporal: int
 
     def encode(self, frames: Tensor) -> Tensor:
-        """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance."""
+        """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance, in fp32 or more."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -150,9 +98,9 @@ class VideoVAE:
     @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
         """frames: uint8 [B, T, H, W, 3] → latents [B, C, t, h, w]."""
-        pixels = _to_unit(frames, self.model.dtype).transpose(1, 2)
+        pixels = _to_unit(frames, torch.float32).to(self.model.dtype).transpose(1, 2)
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
-        latents = self.model.encode(pixels).latent_dist.mode()
+        latents = self.model.encode(pixels).latent_dist.mode().float()
         return (latents - self.mean.to(latents)) / self.std.to(latents)
 
     @torch.no_grad()
@@ -163,7 +111,7 @@ class VideoVAE:
 
 
 def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -> Codec:
-    """The codec of a configuration.
+    """The codec of a configuration, a VAE in `config.dtype`, and space-to-depth in `dtype`.
 
     Raises:
         FileNotFoundError, ValueError: `codec.path` holds no video VAE.
@@ -172,13 +120,66 @@ def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -
         return SpaceToDepth(config.patch, dtype)
     import diffusers
 
-    name = str(read_description("codec.path", config.path, "a diffusers VAE").get("_class_name", ""))
+    description = read_description("codec.path", config.path, "a diffusers VAE")
+    name = str(description.get("_class_name", ""))
     if not name.startswith("AutoencoderKL") or not hasattr(diffusers, name):
         raise ValueError(
             f"codec.path {config.path} holds {name or 'no model of diffusers'}, not a VAE (AutoencoderKL…)"
         )
-    model = load_pretrained(getattr(diffusers, name), "codec.path", config.path)
-    return VideoVAE(model.to(device, dtype))
+    cls = getattr(diffusers, name)
+    make = partial(cls.from_config, description)
+    stem = "diffusion_pytorch_model"
+    return VideoVAE(
+        load_pretrained(cls, make, "codec.path", config.path, stem, PRETRAINED_DTYPES[config.dtype], device)
+    )
+
+
+class CachedLatents:
+    """A codec that encodes each clip once and keeps its latents on the host.
+
+    It lets go of the VAE as soon as all clips of the run are there. A clip that was not foreseen, because another file
+    turned out bad, and clips that are decoded at the end load the VAE again, for as long as it takes.
+    """
+
+    def __init__(self, codec: Codec, build: Callable[[], Codec], needed: Iterable[Clip]):
+        """`codec` and what `build` gives are the same; `needed` are the clips that this rank will ask for."""
+        self.channels, self.spatial, self.temporal = codec.channels, codec.spatial, codec.temporal
+        self._codec: Codec | None = codec
+        self._build, self._needed = build, set(needed)
+        self._latents: dict[Clip, Tensor] = {}
+
+    def encode(self, frames: Tensor, clips: Sequence[Clip] = ()) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3] of these B clips → latents [B, C, t, h, w]."""
+        for clip, of_clip in zip(clips, frames, strict=True):
+            if clip not in self._latents:
+                # One by one, so that the values do not depend on which clips come together.
+                self._latents[clip] = self._loaded().encode(of_clip.unsqueeze(0))[0].cpu()
+                self._needed.discard(clip)
+        self._release_if_done()
+        return torch.stack([self._latents[clip] for clip in clips]).to(frames.device)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B, C, t, h, w] to uint8 [B, T, H, W, 3]."""
+        frames = self._loaded().decode(latents)
+        self._release_if_done()
+        return frames
+
+    def _loaded(self) -> Codec:
+        if self._codec is None:
+            self._codec = self._build()
+        return self._codec
+
+    def _release_if_done(self) -> None:
+        if not self._needed and self._codec is not None:
+            self._codec = None
+            free_unused()
+
+
+def free_unused() -> None:
+    """Gives back the memory of models that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -230,6 +231,8 @@ _VOCABULARY = 2048
 _VOCABULARIES = ("tokenizer.json", "spiece.model")
 # Captions, and words, that are looked at.
 _TOLD_APART = 1000
+# Captions that are embedded together.
+_BATCH = 8
 
 
 class TextEncoder:
@@ -287,14 +290,101 @@ class TextEncoder:
             )
 
 
-def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> TextEncoder:
+class EmbeddedCaptions:
+    """What `TextEncoder.encode` gives for captions that are known beforehand, without the encoder.
+
+    The embeddings lie, without padding, in one file for all ranks of a machine. Each maps it, so that they are there
+    once, and the system may write them out where memory is short. The file has lost its name as soon as all have opened
+    it: whatever happens to the run, nothing is left of it. Of P = 3 ranks of a machine rank 0 embeds batches 0, 3, …,
+    rank 1 batches 1, 4, …, rank 2 batches 2, 5, …. Batches are the same for any P, and so are their values.
+    """
+
+    def __init__(self, encoder: TextEncoder, captions: Iterable[str], device: torch.device):
+        """Embeds the captions; every rank calls it, with the same ones.
+
+        Communication: four object all-gathers.
+
+        Raises:
+            OSError: on all ranks, where TMPDIR has no room on one of their machines.
+        """
+        self.length, self.width = encoder.length, encoder.width
+        ordered, dtype = sorted(set(captions)), encoder.model.dtype
+        tokens = encoder.tokenizer(ordered, truncation=True, max_length=self.length)["input_ids"]
+        self._counts = dict(zip(ordered, map(len, tokens), strict=True))
+        ends = list(accumulate(self._counts.values()))
+        self._ends = dict(zip(ordered, ends, strict=True))
+        shared, place, num_places = _shared_on_machine(ends[-1] * self.width, dtype)
+        # One row for each token of each caption.
+        self._rows = shared.view(-1, self.width)
+        for first in range(place * _BATCH, len(ordered), num_places * _BATCH):
+            batch = ordered[first : first + _BATCH]
+            for caption, states in zip(batch, encoder.encode(batch, device, dtype), strict=True):
+                self._rows_of(caption).copy_(states[: self._counts[caption]])
+        from_all_ranks(None)  # until then another rank's rows are not there
+
+    def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Embeddings [B, length, width] of B captions; zero behind the end of a caption."""
+        states = torch.zeros(len(captions), self.length, self.width, dtype=dtype)
+        for padded, caption in zip(states, captions, strict=True):
+            padded[: self._counts[caption]] = self._rows_of(caption)
+        return states.to(device)
+
+    def _rows_of(self, caption: str) -> Tensor:
+        end = self._ends[caption]
+        return self._rows[end - self._counts[caption] : end]
+
+
+def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+    """Memory [num_elements] that all ranks of this machine share, this rank's number among them, and how many they are.
+
+    Raises:
+        OSError: on all ranks, where one cannot have it.
+    """
+    host, size_bytes = socket.gethostname(), num_elements * dtype.itemsize
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = [rank for rank, other in enumerate(from_all_ranks(host)) if other == host]
+    path, shared, error = "", torch.empty(0), None
+    try:
+        if own_rank == ranks[0]:
+            descriptor, path = tempfile.mkstemp(prefix="opensora-accel-captions-")
+            with open(descriptor, "r+b") as file:
+                # Room is taken here: a full disk would end the process while it writes to the mapped file.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size_bytes)
+                else:
+                    file.truncate(size_bytes)
+    except OSError as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    of_machine = from_all_ranks(path)[ranks[0]]
+    if error is None and Path(of_machine).is_file() and Path(of_machine).stat().st_size == size_bytes:
+        shared = torch.from_file(of_machine, shared=True, size=num_elements, dtype=dtype)
+    elif error is None:
+        error = f"rank {ranks[0]}, which has the same host name, has no file {of_machine!r} that is seen here"
+    errors = [each for each in from_all_ranks(error) if each is not None]
+    if path:
+        os.unlink(path)
+    if errors:
+        raise OSError(
+            f"the embeddings of all captions ({size_bytes / 2**30:.2f} GiB) cannot lie in {tempfile.gettempdir()} "
+            f"({errors[0]}); let TMPDIR name a place with room on each machine, or hold the text encoder by "
+            "--text.cache False"
+        )
+    return shared, ranks.index(own_rank), len(ranks)
+
+
+def build_text_encoder(
+    config: TextConfig, tokenizer_json: str, seed: int, device: torch.device, dtype: torch.dtype
+) -> TextEncoder:
     """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`.
+
+    A pretrained one has `config.dtype`. The small one has `dtype`, that of the run: it is drawn and not published, its
+    size is nothing, and so a run in fp64 has no rounding in it.
 
     Raises:
         FileNotFoundError, ValueError: `config.path` holds no encoder with its tokenizer.
     """
     if config.path:
-        return _load(config)
+        return _load(config, device)
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -306,7 +396,7 @@ def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> Te
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = T5EncoderModel(
+        model: Any = T5EncoderModel(
             T5Config(
                 vocab_size=len(tokenizer),
                 d_model=config.width,
@@ -318,7 +408,7 @@ def build_text_encoder(config: TextConfig, tokenizer_json: str, seed: int) -> Te
                 dropout_rate=0.0,
             )
         )
-    return TextEncoder(tokenizer, model, config.length)
+    return TextEncoder(tokenizer, model.to(device, dtype), config.length)
 
 
 def train_tokenizer(captions: Sequence[str]) -> str:
@@ -355,11 +445,12 @@ def _description(config: TextConfig) -> dict[str, Any]:
     return description
 
 
-def _load(config: TextConfig) -> TextEncoder:
+def _load(config: TextConfig, device: torch.device) -> TextEncoder:
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
-    cls = classes[_description(config)["model_type"]]
+    description = _description(config)
+    cls = classes[description["model_type"]]
     # Its tokenizer lies in the encoder's own folder, or beside it: diffusers has text_encoder and tokenizer,
     # text_encoder_2 and tokenizer_2.
     own, absolute = Path(config.path), Path(os.path.abspath(config.path))
@@ -376,4 +467,11 @@ def _load(config: TextConfig) -> TextEncoder:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise unloadable(AutoTokenizer, "text.path", folder, error) from error
-    return TextEncoder(tokenizer, load_pretrained(cls, "text.path", config.path), config.length)
+
+    def make() -> Any:
+        return cls(cls.config_class.from_dict(description))
+
+    dtype = PRETRAINED_DTYPES[config.dtype]
+    return TextEncoder(
+        tokenizer, load_pretrained(cls, make, "text.path", config.path, "model", dtype, device), config.length
+    )

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import statistics
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,27 @@ from opensora_accel.parallel_states import get_data_parallel_group, init_paralle
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
-from opensora_accel.training.encoders import build_codec, build_text_encoder, train_tokenizer
+from opensora_accel.training.encoders import (
+    CachedLatents,
+    Codec,
+    EmbeddedCaptions,
+    TextEncoder,
+    build_codec,
+    build_text_encoder,
+    free_unused,
+    train_tokenizer,
+)
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
+from opensora_accel.training.lowbit import check_low_bit
 from opensora_accel.training.metrics import OffloadLog, Tracker
-from opensora_accel.training.optim import EMA, build_optimizer, clip_gradients, learning_rate
-from opensora_accel.training.output import CONFIG, SAMPLES, write_text
+from opensora_accel.training.optim import (
+    EMA,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+)
+from opensora_accel.training.output import CONFIG, LORA, SAMPLES, write_text
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
@@ -41,6 +59,7 @@ from opensora_accel.training.saved_state import (
     set_newer_aside,
 )
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
+from shardformer import save_lora
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +83,7 @@ class Trainer:
         self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
+        check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
         data_group = get_data_parallel_group()
         assert data_group is not None
         self.loader = ClipLoader(
@@ -74,11 +94,18 @@ class Trainer:
             group=dist.group.WORLD,
         )
         self.tokenizer_json = self._tokenizer(saved)
-        self.text = build_text_encoder(config.text, self.tokenizer_json, config.seed)
-        self.text.check(entry.caption for entry in self.loader.entries)
-        self.text.model.to(self.device, self.dtype)
-        self.codec = build_codec(config.codec, self.device, self.dtype)
-        model, self.latent_shape = build.build_model(config, self.codec, self.text.width, self.dtype)
+        captions = [entry.caption for entry in self.loader.entries]
+        text = build_text_encoder(config.text, self.tokenizer_json, config.seed, self.device, self.dtype)
+        text.check(captions)
+        self.codec: Codec = build_codec(config.codec, self.device, self.dtype)
+        # The model takes no memory yet, and the text encoder is gone before it does.
+        model, self.latent_shape = build.build_model(config, self.codec, text.width, self.dtype)
+        self.text: TextEncoder | EmbeddedCaptions = text
+        if config.text.cache:
+            # A dropped caption, and the other half of guidance, is the empty one.
+            self.text = EmbeddedCaptions(text, [*captions, ""], self.device)
+        del text
+        free_unused()
         self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
         num_frames = self.latent_shape[1]
         self.alpha = time_shift(config.flow, self.num_tokens // num_frames, num_frames)
@@ -92,6 +119,8 @@ class Trainer:
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, saved
+        if config.codec.cache:
+            self._cache_latents()
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
         self._norms = deque[float]((record or {}).get("norms", ()), maxlen=_NUM_NORMS)
@@ -138,6 +167,12 @@ class Trainer:
                     self.save()
             self.saver.wait()
             stopping = any_rank(stop.requested)
+        if self.config.lora.rank and not stopping:
+            # The averaged ones, which the samples are made with.
+            with self._averaged():
+                path = save_lora(self.state.model, self.output / LORA)
+            if self.is_first:
+                print(f"the adapter for pipelines of diffusers: {path}", flush=True)
         if self.config.num_samples and not stopping:
             strip = self.write_samples()
             if self.is_first:
@@ -157,8 +192,7 @@ class Trainer:
         """
         config, state = self.config.optim, self.state
         rate = learning_rate(config, state.step, self.config.steps)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(state.optimizer, rate)
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
         total, files = torch.zeros((), dtype=torch.float64, device=self.device), list[str]()
@@ -238,7 +272,12 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of this data rank's samples, a scalar; draws depend on the samples' positions only."""
         config, seed = self.config.flow, self.config.seed
-        clean = self.codec.encode(batch.frames.to(self.device)).to(self.dtype)
+        frames = batch.frames.to(self.device)
+        if isinstance(self.codec, CachedLatents):
+            clean = self.codec.encode(frames, list(map(self.loader.clip, batch.files, batch.positions)))
+        else:
+            clean = self.codec.encode(frames)
+        clean = clean.to(self.dtype)
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         times = draw_times(config, self.alpha, seed, batch.positions).to(self.device)
         noise = draw_noise(clean, seed, batch.positions)
@@ -283,6 +322,7 @@ class Trainer:
         self.saver.save(folder, self.state, extra, texts, self.config.keep_checkpoints)
         self._saved = self.state.step, folder
         if self.is_first:
+            self.output.mkdir(parents=True, exist_ok=True)
             self.offload.write()
         return folder
 
@@ -291,9 +331,8 @@ class Trainer:
         videos = self.loader.videos[: self.config.num_samples]
         captions = [video.caption for video in videos]
         # Every rank runs the model, because its attention spans them; rank 0 writes.
-        averaged = self.state.ema.applied() if self.state.ema is not None else nullcontext()
         model = self.state.model.eval()
-        with averaged, torch.no_grad():
+        with self._averaged(), torch.no_grad():
             clips = sample_clips(
                 self.predict,
                 captions,
@@ -314,6 +353,10 @@ class Trainer:
         dist.barrier()
         return folder / "strip.png"
 
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Within it the model has the averaged weights, where there are any."""
+        return self.state.ema.applied() if self.state.ema is not None else nullcontext()
+
     def _source(self, video: Video) -> Tensor:
         """The middle of a video; grey where it cannot be read, which training may never have tried."""
         data = self.config.data
@@ -327,6 +370,27 @@ class Trainer:
         except UnreadableVideo as error:
             logger.warning("no source beside the sample: %s", error)
             return torch.full((data.num_frames, data.height, data.width, 3), 128, dtype=torch.uint8)
+
+    def _cache_latents(self) -> None:
+        """From now on every clip is encoded once.
+
+        Communication: an object all-gather.
+
+        Raises:
+            ValueError: on all ranks, where the latents of one of them do not fit.
+        """
+        config = self.config
+        clips = self.loader.clips_until(config.steps * config.optim.accumulation * config.data.batch_size)
+        needed_bytes = len(clips) * math.prod(self.latent_shape) * torch.float32.itemsize
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if any(from_all_ranks(needed_bytes * num_ranks > psutil.virtual_memory().available)):
+            raise ValueError(
+                f"codec.cache keeps the latents of every clip of the run: {len(clips):,} clips, "
+                f"{needed_bytes / 2**30:.1f} GiB on this rank, are more than this machine has free; cut the videos to "
+                "data.num_frames, so that each has one clip, or set codec.cache to False"
+            )
+        again = partial(build_codec, config.codec, self.device, self.dtype)
+        self.codec = CachedLatents(self.codec, again, clips)
 
     def _tokenizer(self, saved: Path | None) -> str:
         """The tokenizer of the saved state, or one trained on all captions, as rank 0 has it."""

@@ -11,20 +11,32 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
+from opensora_accel.training.lowbit import low_bit_adamw
 from shardformer.tensor_parallel import total_grad_norm
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW with moments in the form of `config.state`; weight decay on matrices only."""
     # Biases, norms and embeddings of single vectors are better not drawn towards 0.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if config.state != "fp32":
+        return low_bit_adamw(groups, config)
     # On a GPU one kernel steps all parameters, where a loop would launch several for each.
     fused = trained[0].is_cuda
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # a compiled step reads it
+        else:
+            group["lr"] = rate
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

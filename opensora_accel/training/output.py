@@ -29,7 +29,8 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 OFFLOAD = "offload.json"
 SAMPLES = "samples"
-WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES)
+LORA = "lora"
+WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA)
 _LOCK = ".opensora-accel.lock"
 
 
@@ -100,7 +101,7 @@ def _refuse_foreign(output: Path) -> None:
         )
     # A run that was received from somebody else could lead our writing anywhere.
     places = [output / name for name in found]
-    for name in (TENSORBOARD, SAMPLES):
+    for name in (TENSORBOARD, SAMPLES, LORA):
         places += (output / name).rglob("*")
     for place in places:
         if place.is_symlink():

@@ -21,6 +21,7 @@ from torch import nn
 
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
+from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.config import CodecConfig, ModelConfig, TextConfig, TrainConfig
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
@@ -57,7 +58,10 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         batch_size=4,
         num_workers=0,
     )
-    optim = dataclasses.replace(config.optim, clip_norm=0.0, accumulation=min(2, config.optim.accumulation))
+    # Moments in fp32, because what is proven runs in fp64; gradients do not depend on them.
+    optim = dataclasses.replace(
+        config.optim, clip_norm=0.0, state="fp32", accumulation=min(2, config.optim.accumulation)
+    )
     return dataclasses.replace(
         config,
         output=str(folder / "run"),
@@ -143,6 +147,8 @@ class TrueSize:
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
+        if self.config.lora.rank:
+            add_adapters(model, self.config.lora)
         return model
 
     def step(self, model: nn.Module, run: Run) -> None:

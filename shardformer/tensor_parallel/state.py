@@ -10,7 +10,7 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,13 @@ def _local(name: str, whole: Tensor, found: tuple[Cut, dist.ProcessGroup] | None
             f"{tuple(whole.shape)}: load a whole state dict, as full_state_dict(model) gives"
         )
     return cut.local(whole, group.rank())
+
+
+def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`full_tensor` of each, by name, one after another; all ranks call it with the same names, and take all."""
+    cuts = _cuts_of(model)
+    for name, tensor in tensors.items():
+        yield name, _whole(tensor, cuts.get(_WRAPPERS.sub("", name)))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def test_a_diffusers_vae_from_a_folder(tmp_path):
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
     vae.save_pretrained(tmp_path)
-    codec = build_codec(CodecConfig(path=str(tmp_path)), CPU, torch.float32)
+    codec = build_codec(CodecConfig(path=str(tmp_path), dtype="fp32"), CPU, torch.float32)
     assert (codec.channels, codec.spatial, codec.temporal) == (16, 8, 4)
     frames = torch.randint(0, 256, (1, 5, 16, 24, 3), dtype=torch.uint8)
     latents = codec.encode(frames)

@@ -13,9 +13,13 @@ CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burro
 CPU = torch.device("cpu")
 
 
+def built(config, tokenizer_json, seed=0):
+    return build_text_encoder(config, tokenizer_json, seed, CPU, torch.float32)
+
+
 def encode(captions, config=None, seed=0, dtype=torch.float32):
     config = config or TextConfig(length=12, width=32)
-    return build_text_encoder(config, train_tokenizer(CAPTIONS), seed).encode(captions, CPU, dtype)
+    return built(config, train_tokenizer(CAPTIONS), seed).encode(captions, CPU, dtype)
 
 
 def test_the_same_seed_gives_the_same_embeddings():
@@ -45,7 +49,7 @@ def saved_encoder(kind, folder, tokenizer_folder, captions=CAPTIONS):
     model = encoder(kind).eval()
     model.save_pretrained(folder)
     if tokenizer_folder is not None:
-        tokenizer = build_text_encoder(TextConfig(width=32), train_tokenizer(captions), 0).tokenizer
+        tokenizer = built(TextConfig(width=32), train_tokenizer(captions)).tokenizer
         tokenizer.save_pretrained(tokenizer_folder)
     return model
 
@@ -62,8 +66,8 @@ LAYOUTS = {
 def test_a_local_encoder(tmp_path, kind, layout):
     encoder, tokenizer, given = LAYOUTS[layout]
     model = saved_encoder(kind, tmp_path / encoder, tmp_path / tokenizer)
-    config = TextConfig(path=f"{tmp_path}/{given}", length=12)
-    loaded = build_text_encoder(config, "", 0)
+    config = TextConfig(path=f"{tmp_path}/{given}", length=12, dtype="fp32")
+    loaded = built(config, "")
     assert loaded.width == text_width(config) == 32 and type(loaded.model) is type(model)
     ids = loaded.tokenizer(CAPTIONS[:1], return_tensors="pt")["input_ids"]
     expected = model(input_ids=ids).last_hidden_state
@@ -81,12 +85,12 @@ def test_an_encoder_without_tokenizer_files_is_refused(tmp_path, kind, folder):
     with pytest.raises(
         FileNotFoundError, match=r"has no tokenizer: there is no tokenizer\.json or spiece\.model"
     ):
-        build_text_encoder(TextConfig(path=str(tmp_path / folder)), "", 0)
+        built(TextConfig(path=str(tmp_path / folder)), "")
 
 
 def test_a_tokenizer_that_knows_no_word_is_refused():
     """Like the one that transformers makes without files: words are unknown, whatever their number."""
-    unknowing = build_text_encoder(TextConfig(width=32), train_tokenizer(["☃", "☀"]), 0)
+    unknowing = built(TextConfig(width=32), train_tokenizer(["☃", "☀"]))
     with pytest.raises(
         ValueError, match=r"knows none of the 12 words in the captions: 'yawns' becomes .*<unk>"
     ):
@@ -97,7 +101,7 @@ def test_a_tokenizer_that_knows_no_word_is_refused():
 def test_the_tokenizer_that_transformers_makes_of_nothing_is_refused():
     from transformers import T5Tokenizer
 
-    encoder = build_text_encoder(TextConfig(width=32), train_tokenizer(CAPTIONS), 0)
+    encoder = built(TextConfig(width=32), train_tokenizer(CAPTIONS))
     encoder.tokenizer = T5Tokenizer()
     encoder.model.config.vocab_size = 128
     with pytest.raises(ValueError, match="knows none of the 12 words"):
@@ -106,16 +110,16 @@ def test_the_tokenizer_that_transformers_makes_of_nothing_is_refused():
 
 def test_captions_that_differ_behind_the_cut_are_refused():
     captions = [f"in the meadow behind the old house there is a {animal}" for animal in ("rabbit", "fox")]
-    encoder = build_text_encoder(TextConfig(width=32, length=4), train_tokenizer(captions), 0)
+    encoder = built(TextConfig(width=32, length=4), train_tokenizer(captions))
     with pytest.raises(ValueError, match=r"the same in their first 4 tokens.* raise --text\.length"):
         encoder.check(captions)
-    build_text_encoder(TextConfig(width=32, length=40), train_tokenizer(captions), 0).check(captions)
+    built(TextConfig(width=32, length=40), train_tokenizer(captions)).check(captions)
 
 
 def test_a_tokenizer_of_another_encoder_is_refused(tmp_path):
     saved_encoder("t5", tmp_path, tmp_path, [chr(0x4E00 + n) for n in range(300)])
     with pytest.raises(ValueError, match=r"of another encoder: it gives token \d+ where the encoder has 128"):
-        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0).check([chr(0x4E00 + n) for n in range(300)])
+        built(TextConfig(path=str(tmp_path)), "").check([chr(0x4E00 + n) for n in range(300)])
 
 
 DAMAGES = {
@@ -132,7 +136,7 @@ def test_a_damaged_folder_is_named_in_one_line(tmp_path, name):
     saved_encoder("umt5", tmp_path, tmp_path)
     DAMAGES[name](tmp_path / name)
     with pytest.raises(ValueError, match=rf"text\.path {tmp_path}") as caught:
-        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+        built(TextConfig(path=str(tmp_path)), "")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -147,7 +151,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path):
     with pytest.raises(
         ValueError, match=r"not hold all weights of a T5EncoderModel: 1 are .*SelfAttention\.q\.weight"
     ):
-        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+        built(TextConfig(path=str(tmp_path)), "")
 
 
 def test_no_code_of_a_folder_is_run(tmp_path):
@@ -162,13 +166,13 @@ def test_no_code_of_a_folder_is_run(tmp_path):
         values.pop("tokenizer_class", None)
         (tmp_path / name).write_text(json.dumps(values))
     with contextlib.suppress(ValueError):
-        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+        built(TextConfig(path=str(tmp_path)), "")
     assert not marker.exists()
 
 
 def test_a_folder_without_an_encoder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json; give the local folder of a T5"):
-        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+        built(TextConfig(path=str(tmp_path)), "")
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ValueError, match="holds a 'clip' model"):
-        build_text_encoder(TextConfig(path=str(tmp_path)), "", 0)
+        built(TextConfig(path=str(tmp_path)), "")

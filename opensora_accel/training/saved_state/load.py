@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import region_of
+from opensora_accel.training.adapters import saved_weights
+from opensora_accel.training.lowbit import new_moment
 from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM
 from opensora_accel.training.saved_state.save import TrainState, class_name
 from opensora_accel.weights import Stored, find_stored
@@ -26,7 +28,7 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
     """
     weights = find_stored(folder / MODEL, WEIGHTS_STEM)
     _check_same_model(folder, record, state.model, weights)
-    for name, tensor in state.model.state_dict().items():
+    for name, tensor in saved_weights(state.model).items():
         _fill(tensor.detach(), weights[name])
     moments = find_stored(folder, OPTIMIZER_STEM)
     fused = state.optimizer.defaults.get("fused")
@@ -38,7 +40,7 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
                 moments[f"{name}.step"].read(torch.float32).to(parameter.device if fused else "cpu")
             )
             for entry in ("exp_avg", "exp_avg_sq"):
-                entries[entry] = torch.zeros_like(parameter, requires_grad=False)
+                entries[entry] = new_moment(state.optimizer, parameter, entry)
                 _fill(entries[entry], moments[f"{name}.{entry}"])
     if state.ema is not None:
         # A run without averages goes on with them from its weights.
@@ -62,7 +64,7 @@ def _fill(target: Tensor, stored: Stored) -> None:
 def _check_same_model(
     folder: Path, record: Mapping[str, Any], model: nn.Module, weights: Mapping[str, Stored]
 ) -> None:
-    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    mine = {name: tuple(tensor.shape) for name, tensor in saved_weights(model).items()}
     saved = {name: stored.shape for name, stored in weights.items()}
     different = [name for name in {**mine, **saved} if mine.get(name) != saved.get(name)]
     if not different:

@@ -36,6 +36,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from opensora_accel.deferred import region_of
 from opensora_accel.retry import retried
+from opensora_accel.training.adapters import saved_weights
+from opensora_accel.training.lowbit import saved_values
 from opensora_accel.training.optim import EMA
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
@@ -179,18 +181,17 @@ class Saver:
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Callable[[], object]:
         """Copies what this rank has to send or to write to host memory; what waits until that is done."""
-        rank, held, buffers = dist.get_rank(), list[Tensor](), list[Tensor]()
+        rank = dist.get_rank()
         for stem, places in self._places.items():
             staged = self._staged[stem]
             for name, place in places.items():
-                if rank in place.holders:
-                    tensor = tensors[stem][name]
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-                    if name not in staged:
-                        staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                    held.append(local)
-                    buffers.append(staged[name])
-        torch._foreach_copy_(buffers, held, non_blocking=True)
+                if rank not in place.holders:
+                    continue
+                # Quantized moments are made one at a time.
+                local = saved_values(tensors[stem][name])
+                if name not in staged:
+                    staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                staged[name].copy_(local, non_blocking=True)
         if not torch.cuda.is_available():
             return lambda: None
         # The next step's kernels come after these copies; nothing on the host has to wait.
@@ -327,7 +328,7 @@ def class_name(model: nn.Module) -> str:
 
 def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """Everything that is saved, by the stem of its files and by name."""
-    weights = dict(state.model.state_dict())
+    weights = saved_weights(state.model)
     moments = {
         f"{name}.{entry}": state.optimizer.state[parameter][entry]
         for name, parameter in state.model.named_parameters()
