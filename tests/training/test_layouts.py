@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from opensora_accel import Plan
+from opensora_accel import Plan, parallel_states
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import read_record, save
+from opensora_accel.training.saved_state.folder import read_manifest
 from shardformer.tensor_parallel import full_tensor
 from tests.tiers import some
 from tests.training.runs import tiny_config
@@ -147,6 +148,32 @@ def test_training_goes_on_beside_a_save_and_the_state_is_that_of_its_step(ranks,
     one = tiny_config(clips, tmp_path / "one", steps=8)
     found, _ = ranks(1, loaded, one, tmp_path / "run" / "checkpoints" / "step_000003")[0]
     assert all(torch.equal(found[key], tensor) for key, tensor in held[0].items())
+
+
+def two_runs(config, other):
+    original = save.save_file
+
+    def slow(*args, **options):
+        time.sleep(dist.get_rank() / 2)  # rank 0 must wait for what rank 1 writes now
+        original(*args, **options)
+
+    save.save_file = slow
+    for each in (config, other):
+        Trainer(each).train()
+        parallel_states.reset()
+    save.save_file = original
+
+
+def test_a_second_run_in_one_job_writes_what_is_its_own(ranks, clips, tmp_path):
+    """Ranks tell each other what they wrote under keys that outlive a run."""
+    plan = Plan(dp_shard=2, sharding="FULL_SHARD")
+    first, second = (
+        tiny_config(clips, tmp_path / name, plan, steps=1, seed=seed) for seed, name in enumerate("ab")
+    )
+    ranks(2, two_runs, first, second)
+    sums = [read_manifest(tmp_path / name / "checkpoints" / "step_000001") for name in "ab"]
+    assert sums[0] != sums[1]
+    read_record(tmp_path / "b" / "checkpoints" / "step_000001")
 
 
 def fail_on_rank(config, rank):

@@ -208,7 +208,11 @@ class Saver:
         keep: int,
     ) -> None:
         """What the thread does."""
-        begun, key = folder.with_name(folder.name + PARTIAL), f"save/{self._num_saves}"
+        # The group's name tells this saver's keys from those of another run in the same job.
+        begun, key = (
+            folder.with_name(folder.name + PARTIAL),
+            f"save/{self._group.group_name}/{self._num_saves}",
+        )
         try:
             copied()
             if dist.get_rank() == 0:
@@ -298,9 +302,8 @@ class Saver:
         """Writes the texts and the manifest once all ranks have written, and gives the folder its name."""
         sums, errors = dict[str, str](), list[str]()
         try:
-            for rank in range(
-                dist.get_world_size()
-            ):  # all of them, also after an error: they may still be writing
+            # All of them, also after an error: they may still be writing.
+            for rank in range(dist.get_world_size()):
                 try:
                     sums |= self._hear(f"{key}/{rank}", rank)
                 except OSError as error:
