@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import deferred_shapes, region_of, replace_later
-from opensora_accel.retry import retried
+from opensora_accel.files import retried
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ needs room for one beside what it holds. Weights that are frozen do not travel.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_accel.files import replacing
 from shardformer.tensor_parallel import full_tensors
 
 # Pipelines of diffusers look for their transformer's adapter under this name, whatever its class.
@@ -106,7 +105,7 @@ def _write_diffusers(model: nn.Module, config: Any, folder: Path, tensors: dict[
         for name, value in config.to_dict().items()
     }
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)}
-    with _replacing(folder / _DIFFUSERS_FILE) as path:
+    with replacing(folder / _DIFFUSERS_FILE) as path:
         save_file({f"{_PREFIX}.{name}": tensor for name, tensor in tensors.items()}, path, metadata)
 
 
@@ -127,19 +126,8 @@ def _write_peft(model: Any, config: Any, folder: Path, tensors: dict[str, Tensor
     described = {
         name: sorted(value) if isinstance(value, set) else value for name, value in described.items()
     }
-    with _replacing(folder / _PEFT_FILES[0]) as path:
+    with replacing(folder / _PEFT_FILES[0]) as path:
         path.write_text(json.dumps(described, indent=2, sort_keys=True), encoding="utf-8")
     # Last: whoever finds the weights finds their description.
-    with _replacing(folder / _PEFT_FILES[1]) as path:
+    with replacing(folder / _PEFT_FILES[1]) as path:
         save_file(tensors, path, {"format": "pt"})
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A path beside `target` that takes its name when all went well."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ LAYERS = [
         "opensora_accel.wrapping",
         "opensora_accel.flash_attn",
         "opensora_accel.watch",
-        "opensora_accel.retry",
+        "opensora_accel.files",
     },
 ]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from opensora_accel.retry import retried
+from opensora_accel.files import retried
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank

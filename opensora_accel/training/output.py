@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from opensora_accel.files import replacing
 from opensora_accel.training import saved_state
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.ranks import from_first_rank
@@ -32,23 +33,6 @@ SAMPLES = "samples"
 LORA = "lora"
 WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA)
 _LOCK = ".opensora-accel.lock"
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its name on success and vanishes on failure.
-
-    A file that is written so is there whole or as it was before: a full disk costs none that was there.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename replaces a file at once only within one file system.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        yield temporary
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,10 +14,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from opensora_accel.files import replacing
 from opensora_accel.training.config import FlowConfig
 from opensora_accel.training.encoders import Codec
 from opensora_accel.training.flow import generator, sample
-from opensora_accel.training.output import replacing
 
 _LEAST_HEIGHT = 240
 _STRIP_MARGIN = 6

@@ -46,7 +46,11 @@ def compared(name, tokens, heads, masked, causal, backend):
 @pytest.mark.parametrize("seen", some(["all", "masked", "masked and causal"], "masked and causal"))
 @pytest.mark.parametrize(
     ("tokens", "heads"),
-    [pytest.param((12, 12), (4, 4), marks=PROVE), ((13, 13), (5, 5)), ((7, 7), (6, 2))],
+    [
+        pytest.param((12, 12), (4, 4), marks=PROVE),
+        pytest.param((13, 13), (5, 5), marks=PROVE),
+        ((7, 7), (6, 2)),
+    ],
 )
 @pytest.mark.parametrize("name", ["ulysses", "ring"])
 def test_compiled_in_one_graph(ranks, name, tokens, heads, seen):
@@ -60,6 +64,7 @@ def test_compiled_by_inductor(ranks, name):
     assert max(ranks(2, compared, name, (7, 7), (3, 3), True, False, "inductor")) < 1e-12
 
 
+@pytest.mark.prove
 def test_usp_is_compiled_too(ranks):
     assert max(ranks(4, compared, "usp", (13, 13), (5, 5), False, False, BACKEND)) < 1e-12
 

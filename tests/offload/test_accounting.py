@@ -71,7 +71,11 @@ def step(plan, layers=LAYERS):
 
 @pytest.mark.parametrize(
     ("mode", "offload"),
-    [("full", 0.5), pytest.param("full", 1.0, marks=PROVE), pytest.param("selective", 1.0, marks=PROVE)],
+    [
+        pytest.param("full", 0.5, marks=PROVE),
+        pytest.param("full", 1.0, marks=PROVE),
+        pytest.param("selective", 1.0, marks=PROVE),
+    ],
 )
 def test_wan_14b_holds_two_slots_and_the_kept_blocks(mode, offload):
     entry = ENTRY_BYTES[mode]

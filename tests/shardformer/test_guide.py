@@ -24,6 +24,7 @@ def run(source, tmp_path):
     ).stdout
 
 
+@PROVE
 def test_the_policy_from_nothing_is_proven_and_short(tmp_path):
     """Model, table and proof; the table alone is eight lines."""
     lines = [line for line in code().splitlines() if line.strip()]

@@ -58,6 +58,7 @@ def test_tensor_and_sequence_parallelism_together(ranks, name, plan):
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi
+@pytest.mark.prove
 def test_the_mlps_of_every_policy_run_in_chunks(parallel_registry):
     """Of each model class once; some call them with tokens that have no batch."""
     seen, plan = set(), Plan(mlp_chunks=3)

@@ -58,6 +58,7 @@ def test_a_wrong_side_is_told_from_a_right_one():
     assert claim["held"] is False and claim["value"] is None
 
 
+@pytest.mark.prove
 def test_the_best_ring_is_right_on_four_ranks():
     each = task("errors", "best case ring")
     assert run(4, each)[0]["right"]

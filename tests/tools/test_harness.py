@@ -19,6 +19,7 @@ def task(part, side, **changes):
     return {"label": side, "part": part, "sides": [side], "problem": SMALL | changes, "rounds": 2}
 
 
+@pytest.mark.prove
 def test_what_raises_aborts_or_hangs_is_reported_and_the_rest_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     names = ["raises", "right", "aborts", "right", "hangs", "right"]

@@ -409,6 +409,7 @@ def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks, folder, tmp_path):
     assert losses != expected
 
 
+@pytest.mark.prove
 def test_bf16_computes_the_same_on_whole_and_on_sharded_weights(ranks, folder, tmp_path):
     """Two ranks' gradients have one sum, whichever order; of norms they would not."""
     plans = [

@@ -178,6 +178,7 @@ ONE, TWO = Plan(), Plan(dp_shard=2, sharding="zero3")
 
 @pytest.mark.parametrize("plan", some([ONE, TWO], TWO), ids=str)
 @pytest.mark.parametrize("form", some(FORMS, "8bit"))
+@pytest.mark.prove
 def test_a_run_goes_on_bit_for_bit(ranks, clips, tmp_path, form, plan):
     config = tiny_config(clips, tmp_path / "a", plan, **LARGE, **{"optim.state": form})
     whole, expected, num_quantized, _ = ranks(plan.world_size, trained, config, None, 4)[0]

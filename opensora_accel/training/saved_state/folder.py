@@ -25,7 +25,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from opensora_accel.retry import retried
+from opensora_accel.files import retried
 from opensora_accel.training.ranks import from_all_ranks, is_first_rank
 
 logger = logging.getLogger(__name__)

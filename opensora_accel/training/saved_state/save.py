@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from opensora_accel.deferred import region_of
-from opensora_accel.retry import retried
+from opensora_accel.files import retried
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.lowbit import saved_values
 from opensora_accel.training.optim import EMA

@@ -1,4 +1,4 @@
-"""Tries again what failed for a moment: reading and writing files, on network file systems above all.
+"""Files that are there whole or not at all, and attempts at what fails for a moment, on network file systems above all.
 
 A collective is never tried again. After one has failed, some ranks may have its result and others not.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,6 +32,23 @@ _PASSING = {
     errno.ENOTCONN,
     errno.EHOSTDOWN,
 }
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its name on success and vanishes on failure.
+
+    A file that is written so is there whole or as it was before: a full disk costs none that was there.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because a rename replaces a file at once only within one file system.
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def retried(work: Callable[[], T], what: str) -> T:

@@ -8,14 +8,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from opensora_accel import retry
-from opensora_accel.retry import retried
+from opensora_accel import files
+from opensora_accel.files import retried
 from opensora_accel.weights import Stored
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(retry, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
 
 
 def failing(errors):
