@@ -70,3 +70,18 @@ def attending_step(model, run, attention=None, averaging=None, after_forward=Non
 def whole_attention(q, k, v):
     shares = [q.size(1)] * get_parallel_group("sequence").size()
     return usp_attention(q, k, v, splits=shares, kv_splits=shares)
+
+
+class Two(nn.Module):
+    """35 elements of its own, 36 of a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def linear():
+    return nn.Linear(6, 5)
