@@ -10,8 +10,10 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from opensora_accel.attention import explain_kernel
+from opensora_accel.attention import explain_kernel, local, ring_attention
+from opensora_accel.attention.balance import positions
 from opensora_accel.attention.kernels import Problem, Scores, choose_kernel
 from opensora_accel.attention.kernels import flash_attn as flash_attn_file
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
@@ -157,6 +159,16 @@ def test_choice_on_a_hopper_gpu(hopper, changes, name):
     assert choose_kernel(problem(device=torch.device("cuda", 0), **changes)).kernel.name == name
 
 
+def as_read_raw(tensor):
+    """What a kernel reads that takes the pointer of a tensor [B, H, S] and assumes that it lies in one piece.
+
+    CUDA reads on behind the end of the memory, too; here what lies there is NaN.
+    """
+    memory = tensor.new_empty(0).set_(tensor.untyped_storage())[tensor.storage_offset() :]
+    beyond = memory.new_full((max(0, tensor.numel() - memory.numel()),), math.nan)
+    return torch.cat([memory, beyond])[: tensor.numel()].view(tensor.shape)
+
+
 class AtenStandIns:
     """torch's GPU operations by name, in plain maths: bound to the real schemas, with the real demands."""
 
@@ -174,6 +186,8 @@ class AtenStandIns:
             names = [a.name.rstrip("_") for a in schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
             assert set(given) <= set(names)
+            for operand in ("query", "key", "value", "grad_out", "out"):
+                assert operand not in given or given[operand].stride(-1) == 1, f"{operand} is not dense"
             for argument in schema.arguments:
                 known = argument.name.rstrip("_") in given or argument.has_default_value()
                 assert known, f"{argument.name} is missing"
@@ -208,7 +222,7 @@ class AtenStandIns:
 
     def backward(self, name, given):
         grad, q, k, v, out = (given[n].transpose(1, 2) for n in ("grad_out", "query", "key", "value", "out"))
-        lse = given["logsumexp"]
+        lse = as_read_raw(given["logsumexp"])
         if name == "efficient":
             assert lse.size(2) % 32 == 0 and given["grad_input_mask"] == [True, True, True, False]
             assert bool((lse[:, :, q.size(1) :] == math.inf).all())
@@ -238,6 +252,30 @@ def test_how_the_gpu_kernels_of_torch_are_called(monkeypatch, kernel, heads):
     found = blockwise(kernel, q, k, v, given_mask, grad, [3, 7, 4])
     for actual, wanted in zip(found, expected(q, k, v, mask, grad), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def balanced_ring(name, layout):
+    """The error of the gradients of a causal ring whose ranks attend by a stand-in for torch's kernel on a GPU."""
+    kernel = {"aten flash": FlashKernel(), "cuDNN": CudnnKernel(), "aten efficient": EfficientKernel()}[name]
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v, _ = random_inputs(16, 16, 4, 4, False)
+    # As that of a plain sum is: one number expanded.
+    grad = torch.ones(1, dtype=q.dtype).expand(q.shape)
+    _, *wanted = expected(q, k, v, None, grad, causal=True)
+    rows = positions(16, num_ranks, rank, layout)
+    own = [t[:, rows].detach().requires_grad_() for t in (q, k, v)]
+    with pytest.MonkeyPatch.context() as patch:
+        AtenStandIns(patch)
+        patch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=kernel))
+        ring_attention(*own, dist.group.WORLD, causal=True, layout=layout).backward(grad[:, rows])
+    return max(float((t.grad - w[:, rows]).abs().max()) for t, w in zip(own, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("name", ["aten flash", "cuDNN", "aten efficient"])
+def test_kernels_that_read_pointers_get_what_they_assume(ranks, name, layout):
+    """A rank attends with some of its rows at a time: their log-sum-exps are a part of those of all."""
+    assert max(ranks(2, balanced_ring, name, layout)) < 1e-12
 
 
 class _NoMask:

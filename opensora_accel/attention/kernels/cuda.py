@@ -26,7 +26,12 @@ def _refuses_on_any(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | 
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.transpose(1, 2) for tensor in tensors]
+    """[B, S, H, D] → [B, H, S, D], with a last dim that lies in one piece, as the kernels demand.
+
+    The gradient of a plain sum, one number expanded, does not.
+    """
+    dense = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+    return [tensor.transpose(1, 2) for tensor in dense]
 
 
 def _whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +74,9 @@ class _AtenKernel:
         """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
         num_kv_heads = k.size(2)
         inputs = _heads_first(grad, q, *_whole_heads(q, k, v), out)
-        grads = self._backward(inputs, lse, _bias(scores.mask, q), scores)
+        # Flash and cuDNN read log-sum-exps through their pointer. Those of some rows lie scattered among those of all,
+        # and a kernel that just reads on gets other rows' values.
+        grads = self._backward(inputs, lse.contiguous(), _bias(scores.mask, q), scores)
         grad_q, grad_k, grad_v = _heads_first(*grads)
         return grad_q, sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
 
@@ -202,7 +209,7 @@ class EfficientKernel(_AtenKernel):
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         # The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing.
         missing = -lse.size(2) % 32
-        lse = F.pad(lse, (0, missing), value=float("inf")) if missing else lse.contiguous()
+        lse = F.pad(lse, (0, missing), value=float("inf")) if missing else lse
         *grads, _of_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, q, k, v, bias, out, lse, seed, seed, 0.0),
             [True, True, True, False],
