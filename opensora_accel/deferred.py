@@ -109,6 +109,7 @@ class _Recording(TorchDispatchMode):
         return self
 
     def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor [...] is of this recording, and waits for its values."""
         return tensor.is_meta and not isinstance(tensor, DTensor) and _memory(tensor) in self.writers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,6 +234,7 @@ class _Recording(TorchDispatchMode):
                         self._fill(module, holder, name, tensor)
 
     def _fill(self, module: nn.Module, holder: Any, name: str, tensor: Tensor) -> None:
+        """Gives a tensor [...] that a module holds its values; refuses drawn ones outside of buffers."""
         if not any(self.operations[at].draws for at in self._needed([_memory(tensor)])):
             holder[name] = self.values([_view(tensor)], {})[0]
             vars(module)[_ATTRIBUTE].pop(name, None)
@@ -243,10 +245,12 @@ class _Recording(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
+    """The key of the memory of a tensor [...]."""
     return tensor.untyped_storage()._cdata
 
 
 def _view(tensor: Tensor) -> _View:
+    """How a tensor [...] shows its memory."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return _View(_memory(tensor), shape, stride, int(tensor.storage_offset()), tensor.dtype)
 
@@ -418,7 +422,7 @@ def replace_later(
     """Gives parameters and buffers that wait for their values another source.
 
     Args:
-        parts: by name, a function of a dtype and of the region that is wanted, () for all of it.
+        parts: by name, a function of a dtype and of the region that is wanted, () for all of it; it gives [...].
     """
     made: dict[int, Tensor] = {}  # tied parameters stay one
     for name, module, (recording, _) in list(_deferred_tensors(model)):

@@ -97,6 +97,7 @@ def _adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tens
 
 
 def _write_diffusers(model: nn.Module, config: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes whole tensors [...] as `load_lora_adapter` of diffusers reads them."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
     from safetensors.torch import save_file
 
@@ -110,6 +111,7 @@ def _write_diffusers(model: nn.Module, config: Any, folder: Path, tensors: dict[
 
 
 def _write_peft(model: Any, config: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes whole tensors [...] and their description as PEFT reads them."""
     from safetensors.torch import save_file
 
     base = model.get_base_model()

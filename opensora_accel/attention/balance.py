@@ -144,6 +144,7 @@ def restore(
 def _order(
     input_: Tensor, num_ranks: int, layout: TokenLayout, dim: int, splits: Sequence[int] | None
 ) -> Tensor:
+    """The places [S] in the sequence, rank by rank; input_: [..., S at dim, ...]."""
     total, device = input_.size(dim), input_.device
     parts = [positions(total, num_ranks, r, layout, splits=splits, device=device) for r in range(num_ranks)]
     return torch.cat(parts)

@@ -128,10 +128,10 @@ def enter_call(
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, of any shapes, in the dtype that torch.autocast gives to an attention kernel.
+    """The tensors [...] in the dtype that torch.autocast gives to an attention kernel.
 
-    Norms leave q and k in fp32 under autocast, while v is bf16. The cast is at the entry of every attention, so that
-    ranks with and without work of their own send one dtype.
+    Norms leave q and k in fp32 under autocast, while v is bf16. The cast is at the entry of every attention,
+    so that ranks with and without work of their own send one dtype.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -151,7 +151,7 @@ def _exchange(
     layout: str,
     text: Text | None,
 ) -> tuple[Sizes, Sizes]:
-    """Every rank's number of queries and of keys."""
+    """Every rank's number of queries and of keys; the tensors [...] are checked here."""
     # An error is not raised yet: the others would wait in the exchange for this rank.
     problem, digest = "", -1
     facts = _facts(q, k, v, mask, causal, scale, layout, text)
@@ -209,7 +209,7 @@ def _facts(
     layout: str,
     text: Text | None,
 ) -> dict[str, tuple[Any, str]]:
-    """What must be equal on all ranks, by name: what is compared, and how it is told."""
+    """What must be equal on all ranks of tensors [...] and options: what is compared, and how it is told."""
     tensors: tuple[Tensor | None, ...] = (q, k, v, mask)
     options = {"causal": causal, "scale": scale, "layout": layout}
     if text is not None:
@@ -236,7 +236,7 @@ def _check(
     layout: str,
     text: Text | None,
 ) -> None:
-    """Raises ValueError unless shapes, dtypes and masks are those of one attention on this rank."""
+    """Raises ValueError unless shapes, dtypes and masks of tensors [...] are those of one attention here."""
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale must be a number above 0; got {scale} (None is 1/√D)")
     check_layout(layout)
@@ -253,6 +253,7 @@ def _check(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: str) -> None:
+    """Raises ValueError unless q, k and v are [B, S, H, D] that fit, and the mask is a bool [B, S_kv]."""
     names = f"{prefix}q, {prefix}k and {prefix}v"
     of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     if not len(of_q) == len(of_k) == len(of_v) == 4:

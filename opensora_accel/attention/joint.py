@@ -134,4 +134,5 @@ def joint_attention(
 
 
 def _join(video: Tensor, text: Tensor, text_first: bool) -> Tensor:
+    """[B, S', ...] of the video and [B, T', ...] of the text → [B, S' + T', ...]."""
     return torch.cat([text, video] if text_first else [video, text], 1)

@@ -132,6 +132,7 @@ class _RingAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        """Refuses a derivative of the gradients, whatever their shapes [...]."""
         raise RuntimeError(
             "ring attention has no second derivative; use ulysses_attention, or local_attention on gathered keys"
         )
@@ -211,7 +212,10 @@ def _backward(
     layout: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in their shapes and dtypes."""
+    """The gradients of q, k and v, in their shapes and dtypes.
+
+    grad, q, out: [B, S_q/P, H, D]; k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P]; lse: [B, H, S_q/P].
+    """
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     dtype = accumulator_dtype(q.dtype)
     grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # [B, S_q/P, H, D], added up over P blocks
@@ -221,7 +225,7 @@ def _backward(
     grad_sizes = ring.block_sizes(k, v, None)
 
     def add_parts(grads: Tensor, is_new: bool) -> None:
-        """Adds this rank's gradients of the current block to those of the ranks before."""
+        """Adds this rank's gradients of the current block to those of the ranks before; grads: [N], flat."""
         if is_new:
             grads.zero_()
         grad_k, grad_v = _split_keys(grads, k, v, kv_splits[pipeline.owner])  # views: += fills the buffer
@@ -307,7 +311,7 @@ class _Ring:
 
 
 def _pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys and values in one flat buffer; with their mask, in one of bytes."""
+    """k, v [B, S_kv/P, H_kv, D] in one flat buffer; with their mask [B, S_kv/P], in one of bytes."""
     block = torch.cat([k.reshape(-1), v.reshape(-1)])
     if mask is None:
         return block
@@ -317,7 +321,10 @@ def _pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def _unpack(
     block: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inverse of `_pack`; `k`, `v` and `mask` tell dtypes and all sizes but the number of tokens."""
+    """The inverse of `_pack`: a flat block → keys, values [B, num_tokens, H_kv, D] and mask [B, num_tokens].
+
+    `k`, `v` and `mask` of this rank tell dtypes and all sizes but the number of tokens.
+    """
     key_mask = None
     if mask is not None:
         num_flags = k.size(0) * num_tokens

@@ -91,7 +91,8 @@ class RingPipeline:
     def send_grads(self, add: Callable[[Tensor, bool], Any]) -> None:
         """Sends on the gradients of the current block, flat, after `add(grads, is_new)` put this rank's part in.
 
-        A new buffer holds nothing yet: `add` must fill it. The gradients have the size [grad_sizes of the owner].
+        A new buffer holds nothing yet: `add` must fill it. It gets the gradients as [N], where N is the
+        owner's of `grad_sizes`.
         """
         assert self._step == self._num_sent + 1
         self._wait(self._grads_under_way)
@@ -135,6 +136,7 @@ class RingPipeline:
             logger.error("rank %d of the ring could not: %s", self._rank, error)
 
     def _start(self, sent: Tensor, received: Tensor) -> list[dist.Work]:
+        """Starts to send [N] to the next rank and to receive [M] from the one before; both are flat."""
         try:
             return start_shift(sent, received, self._group, operation="ring attention")
         except Exception:

@@ -139,6 +139,7 @@ class Heads:
 
 
 def _select_heads(tensor: Tensor, heads: list[int]) -> Tensor:
+    """[B, S, H, D] → [B, S, len(heads), D]."""
     return tensor.index_select(2, torch.tensor(heads, device=tensor.device))
 
 
@@ -173,6 +174,7 @@ def scatter_heads(
 
 
 def _whole_mask(mask: Tensor, group: dist.ProcessGroup, splits: Sizes) -> Tensor:
+    """[B, S_kv/P] → [B, S_kv]."""
     as_bytes = mask.to(torch.uint8)
     if not torch.compiler.is_compiling():
         return gather_forward_split_backward(as_bytes, group, 1, splits=splits).bool()

@@ -39,6 +39,7 @@ def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[
 
     def wrap(original: Forward) -> Forward:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            """hidden: [..., S at dim, ...], run in pieces along dim and joined again."""
             run: Forward = original
             if torch.is_grad_enabled():
                 run = partial(torch_checkpoint, original, use_reentrant=False, preserve_rng_state=False)

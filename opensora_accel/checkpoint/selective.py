@@ -46,7 +46,7 @@ def attention_contexts(engine: OffloadEngine, call: Call | None) -> Callable[[],
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Detached, with one version counter: views that are made below autograd have their own otherwise."""
+    """A tensor [...] detached, with one version counter: views made below autograd have their own otherwise."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -63,6 +63,7 @@ class _Keep(TorchDispatchMode):
         return outputs
 
     def _keep(self, tensor: Tensor) -> Saved | Kept:
+        """An output [...] as it waits for the recomputation: in host memory, or on the device."""
         tensor = _alias(tensor)  # without the graph, which would keep itself alive
         saved = None
         # Only output and log-sum-exp; the state of random numbers is a few bytes.

@@ -145,12 +145,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """grads: each [..., G at gather.dim, ..., N/P at scatter.dim, ...], as forward left it."""
         # A node of its own is needed for second derivatives only.
         exchange = _AllToAll.apply if torch.is_grad_enabled() else _exchange
         return None, None, None, *exchange(ctx.group, ctx.gather, ctx.scatter, *grads)
 
 
 def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Tensor) -> Sequence[Tensor]:
+    """Each [..., G/P at gather.dim, ..., N at scatter.dim, ...] → [..., G, ..., N/P, ...]."""
     same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)
     if same_shape and scatter.is_even and gather.is_even:
         return _exchange_even(tensors, group, scatter.dim, gather.dim)
@@ -160,7 +162,7 @@ def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Ten
 def _exchange_even(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
 ) -> Sequence[Tensor]:
-    """n tensors of one shape in one buffer, whose first dim says where a piece goes to, and then where it came from."""
+    """n tensors [..., G/P, ..., N, ...] in one buffer. Its first dim is the rank a piece goes to, then comes from."""
     shape = list(tensors[0].shape)
     # The dim that is cut becomes two: which rank gets the piece, and the place within it.
     shape[scatter_dim : scatter_dim + 1] = [group.size(), shape[scatter_dim] // group.size()]
@@ -181,7 +183,7 @@ def _exchange_even(
 
 
 def _stack(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """`torch.stack`, contiguous in every memory format, and without a copy of a single contiguous tensor."""
+    """`torch.stack` of tensors [...], contiguous in every memory format; a single contiguous one is not copied."""
     stacked = tensors[0].unsqueeze(dim) if len(tensors) == 1 else torch.stack(list(tensors), dim)
     return stacked.contiguous()
 
@@ -189,7 +191,7 @@ def _stack(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def _exchange_uneven(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter: Cut, gather: Cut
 ) -> list[Tensor]:
-    """Every rank's message is one flat piece of each tensor, one after the other."""
+    """Every rank's message is a flat piece of each tensor [..., G/P, ..., N, ...], one after the other."""
     rank, ranks = group.rank(), range(group.size())
     pieces = [t.split(sizes, scatter.dim) for t, sizes in zip(tensors, scatter.splits, strict=True)]
     # The pieces of a single tensor with a batch of one lie in order along the first dim behind the batch.
@@ -227,5 +229,5 @@ def _exchange_uneven(
 
 
 def _lie_in_order(tensors: Sequence[Tensor], dim: int) -> bool:
-    """Whether pieces along the dim, one after the other, are the tensor itself: nothing is to be rearranged."""
+    """Whether pieces of a tensor [...] along the dim, one after the other, are the tensor itself."""
     return len(tensors) == 1 and math.prod(tensors[0].shape[:dim]) == 1

@@ -142,6 +142,7 @@ def _along_dim(
     splits: Sequence[int] | None,
     grad_scale: GradScale = None,
 ) -> Tensor:
+    """input_: [..., N or N/P at dim, ...], as the operation of forward takes it."""
     group = check_group(process_group)
     dim = check_dim("dim", dim, input_)
     is_number = isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool)
@@ -194,12 +195,14 @@ class _AlongDim(torch.autograd.Function):
 
 
 def _split(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    """[..., N at dim, ...] → [..., N/P at dim, ...]."""
     rank = group.rank()
     # A copy even where the share is contiguous: a view would keep the whole tensor's memory alive.
     return input_.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
 
 def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    """[..., N/P at dim, ...] → [..., N at dim, ...]."""
     rows = input_.movedim(dim, 0)
     largest = max(sizes)
     # No backend gathers uneven sizes alike: shares travel padded to the largest.
@@ -214,6 +217,7 @@ def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) ->
 
 
 def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    """[..., N at dim, ...] → this rank's [..., N/P at dim, ...] of the sum over ranks."""
     rows = input_.movedim(dim, 0)
     largest = max(sizes)
     if min(sizes) < largest:
@@ -252,6 +256,7 @@ class _CopyReduce(torch.autograd.Function):
 
 
 def _reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks of [...], in memory of its own."""
     reduced = input_.clone(memory_format=torch.contiguous_format)  # the collective works in place
     all_reduce_(reduced, group)
     return reduced

@@ -142,7 +142,7 @@ class _ExchangeRows(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, group: dist.ProcessGroup, receive_sizes: list[int], send_sizes: list[int]
     ) -> Tensor:
-        """rows: [sum of send_sizes, ...] → [sum of receive_sizes, ...]."""
+        """rows: [N, ...], N the sum of send_sizes → [M, ...], M the sum of receive_sizes."""
         ctx.options = group, send_sizes, receive_sizes
         received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
         all_to_all_single(received, rows.contiguous(), group, receive_sizes, send_sizes)
@@ -150,5 +150,5 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """grad: [sum of receive_sizes, ...]."""
+        """grad: [M, ...] → [N, ...], by the same exchange the other way."""
         return _ExchangeRows.apply(grad, *ctx.options), None, None, None

@@ -32,7 +32,7 @@ class Queues:
     overlaps = False
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
-        """Starts copying uint8 [size_bytes]. The caller keeps both alive until it has waited for it."""
+        """Starts copying N bytes, uint8 [N]. The caller keeps both alive until it has waited for it."""
         destination.copy_(source)
 
     def record(self, queue: Queue) -> Any:
@@ -79,7 +79,7 @@ class CudaQueues(Queues):
         return self._streams.get(queue) or torch.cuda.current_stream(self.device)
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
-        """Starts copying uint8 [size_bytes]."""
+        """Starts copying N bytes, uint8 [N]."""
         with torch.cuda.stream(self._stream(queue)):
             # It returns at once only where the host memory is page-locked.
             destination.copy_(source, non_blocking=True)

@@ -203,6 +203,7 @@ class OffloadEngine:
         by_identity = {identity(tensor): tensor for tensor in marked}
 
         def pack(tensor: Tensor) -> Saved | Kept:
+            """What autograd keeps of a tensor [...] that it saves."""
             key = identity(tensor)
             saved = self.save(by_identity[key], call) if key in by_identity else None
             return saved or Kept(tensor, tensor._version)
@@ -261,6 +262,7 @@ class OffloadEngine:
     # ---- how it is done
 
     def _offload(self, tensor: Tensor, call: Call) -> Ticket | None:
+        """The ticket of a tensor [...]: a new one, or that of an earlier move; None where it stays on the device."""
         if not self.enable or self.arena is None or tensor in self._ignored:
             return None
         self._take_back()
@@ -397,6 +399,7 @@ class OffloadEngine:
         self._counters.kept_bytes += size_bytes
 
     def _warn_of_other_hooks(self, marked: Sequence[Tensor]) -> None:
+        """Warns once where marked tensors [...] stay because of other hooks."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if not self.enable or hooks is None or not marked:
             return
@@ -418,5 +421,6 @@ class OffloadEngine:
 def _copy(
     queues: Queues, queue: Queue, destination: Tensor, source: Tensor, measured: Measurement | None
 ) -> None:
+    """Starts to copy uint8 [N] on a queue, timed where a measurement runs."""
     with contextlib.nullcontext() if measured is None else measured.copying(queue, source.numel()):
         queues.copy(queue, destination, source)

@@ -67,6 +67,7 @@ def from_bytes(memory: Tensor, meta: TensorMeta) -> Tensor:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
+    """A view of [...] that has size 1 along every dim that is repeated with stride 0."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)

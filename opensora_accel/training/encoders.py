@@ -222,6 +222,7 @@ def _to_unit(frames: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_bytes(pixels: Tensor) -> Tensor:
+    """[B, T, 3, H, W] in −1…1 to uint8 [B, T, H, W, 3] on the host."""
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 1, 3, 4, 2).cpu()
 
 

@@ -80,7 +80,7 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
 
 
 def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:
-    """A moment [shape of the parameter] of zeros in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
+    """A moment of zeros, [...] as the parameter is, in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
     if hasattr(optimizer, "_new_buffer"):
         moment: Tensor = optimizer._new_buffer(parameter, name == "exp_avg")
         return moment

@@ -50,6 +50,7 @@ def sample_clips(
     ).to(like)
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
+        """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
         velocity = predict(latents, timestep, captions)
         if config.guidance == 1.0:
             return velocity
@@ -150,6 +151,7 @@ def write_strip(
 
 
 def _check_frames(frames: Tensor) -> None:
+    """Raises ValueError unless the frames are uint8 [T, H, W, 3] with T of at least 1."""
     if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[3] != 3 or frames.shape[0] < 1:
         raise ValueError(
             f"frames must be uint8 [T, H, W, 3], T 1 or more, got {frames.dtype} {list(frames.shape)}; "
@@ -158,7 +160,7 @@ def _check_frames(frames: Tensor) -> None:
 
 
 def _tiles(frames: Tensor, max_frames: int, tile_width: int) -> list[Image.Image]:
-    """Evenly spaced frames of a clip, each `tile_width` wide."""
+    """Evenly spaced frames of a clip, uint8 [T, H, W, 3], each `tile_width` wide."""
     _check_frames(frames)
     num_frames, height, width, _ = frames.shape
     picks = torch.linspace(0, num_frames - 1, min(num_frames, max_frames)).round().long()

@@ -163,6 +163,7 @@ class TrueSize:
         text = torch.randn(batch, self.config.text.length, self.text_width)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
             (velocity,) = forward(
                 hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
             )

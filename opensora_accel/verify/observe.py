@@ -176,7 +176,7 @@ class Observer:
         }
 
     def _see_tensor(self, name: str, leaf: Tensor) -> Tensor:
-        """The input in fp64, as a leaf that takes a gradient where it has numbers that can."""
+        """The input [...] in fp64, as a leaf that takes a gradient where it has numbers that can."""
         if isinstance(leaf, DTensor):  # the step has sharded it itself
             return leaf
         name = name if self._num_calls == 1 else f"{name} (call {self._num_calls})"

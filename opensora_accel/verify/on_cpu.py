@@ -171,12 +171,14 @@ def flash_attention_of_cuda() -> torch.library.Library:
         *_: Any,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
+        """q, k, v [B, H, S, D] → output [B, H, S_q, D], log-sum-exp [B, H, S_q], and what CUDA's adds."""
         operation = _aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = operation(q, k, v, dropout_p, causal, scale=scale)
         lengths, seeds = (torch.empty(0), torch.empty(0)), (torch.empty(0), torch.empty(0))
         return out, lse, *lengths, q.size(2), k.size(2), *seeds, torch.empty(0)
 
     def backward(grad: Tensor, *given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+        """grad: [B, H, S_q, D] → gradients [B, H, S, D] of q, k and v."""
         q_to_lse, (dropout_p, causal) = given[:5], given[9:11]  # in between are lengths, after them seeds
         operation = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return operation(grad, *q_to_lse, dropout_p, causal, scale=scale)

@@ -246,6 +246,7 @@ def join_shares(
 def _join_group(
     shares: Sequence[tuple[Tensor | None, tuple[int, Tensor] | None]], whole: Tensor
 ) -> list[Tensor] | None:
+    """Every rank's gradient, [...] as `whole`, from shares: all of it, or a slice with its dim and rows [N]."""
     # Either some ranks have all of it, and those that lack it are given theirs, or all have slices.
     complete = [gradient for gradient, place in shares if gradient is not None and place is None]
     slices = [(gradient, *place) for gradient, place in shares if gradient is not None and place is not None]

@@ -216,14 +216,14 @@ def _is_same(one: float, other: float) -> bool:
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """[data ranks, …], or flat where their batches differ in size."""
+    """Tensors [...] of R data ranks as [R, ...], or flat where their batches differ in size."""
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(list(tensors))
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _all_or_none(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
-    """The tensors, or None where one is missing or there are none."""
+    """The tensors [...], or None where one is missing or there are none."""
     listed = list(tensors)
     present = tuple(tensor for tensor in listed if tensor is not None)
     return present if listed and len(present) == len(listed) else None
@@ -329,7 +329,7 @@ def _is_call_right(
 
 
 def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | None:
-    """Whether one tensor's parts are right, by data rank and by rank; None where shapes are no part of `expected`."""
+    """Whether parts [...] of `expected` are right, by data rank and rank; None where shapes are no part of it."""
     ranks = [each for group in groups for each in group]
     if all(relative_error(each, expected) <= TOLERANCE for each in ranks):
         return True

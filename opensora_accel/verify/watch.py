@@ -112,6 +112,7 @@ def expected_after_clipping(
 
 
 def _norm(tensors: Sequence[Tensor], order: float) -> float:
+    """The norm of all numbers in tensors [...] together."""
     if not tensors:
         return 0.0
     return torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors]), order).item()

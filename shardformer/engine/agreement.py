@@ -121,11 +121,12 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """No fake one, no share of one, none that a compiler traces."""
+    """Whether a tensor [...] has values: no fake one, no share of one, none that a compiler traces."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def _summary(value: Tensor | float) -> Summary:
+    """What is compared of a tensor [...] or of a number."""
     if not isinstance(value, Tensor):
         return Summary((float(value),), _TOLERANCE_OF_FEW)
     flat = (torch.view_as_real(value) if value.is_complex() else value).flatten()

@@ -110,6 +110,7 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
+        """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
         splits = tokens.state.splits
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
         if mask is None:
@@ -132,6 +133,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
+        """q, k, v: [B, S/P + T, H, D]; q may be of the video, [B, S/P, H, D], or all of the text, [B, T, H, D]."""
         # Some models let the text attend to itself by a causal call of its own, in the same module.
         if causal and entry.text_alone:
             if mask is not None:
@@ -178,6 +180,7 @@ def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attentio
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
+        """q, k, v: [B, 2·S/P, H, D] → [B, 2·S/P, H, D]."""
         if mask is not None or causal:
             raise ValueError(f"{name} attends to the video twice, and cannot be causal or have a mask there")
         num_own = q.size(1) - _extent(tokens, q.size(1), name).num_text
@@ -198,6 +201,7 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
+        """q: [B, S_q, H, D], whole on every rank; k, v: [B, S/P, H, D] → [B, S_q, H, D]."""
         if causal:
             raise ValueError(f"{name} is causal, but its queries are not of the sequence of its keys")
         group, splits = tokens.group, share_sizes(q.size(1), tokens.group.size())
@@ -242,5 +246,5 @@ def _cut(tensor: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:
 
 
 def _of_padding(out: Tensor, read: Mask) -> Tensor:
-    """Queries that are padding give 0, as a kernel gives for a row that sees nothing."""
+    """out: [B, S/P, H, D], with 0 for queries that are padding, as a kernel gives for a row that sees nothing."""
     return out if read.queries is None else out * read.queries[:, :, None, None]

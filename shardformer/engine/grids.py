@@ -129,6 +129,7 @@ class _Grid:
             change_output(module, lambda output: self._leave(output, f"{name}'s output"), undo)
 
     def _leave(self, output: Tensor, what: str) -> Tensor:
+        """output: [...] in the layout of the entry's tokens."""
         entry, tokens = self.entry, self.tokens
         if entry.lends_row and _own_size(tokens, entry.spread) == 0:
             # The row that was lent is given back.
@@ -168,7 +169,7 @@ class _Grid:
                 arguments[count] = _own_size(self.tokens, spread)
 
     def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
-        """This rank's part of a tensor that is whole."""
+        """This rank's part of a tensor [...] that is whole."""
         spread, tokens = self.entry.spread, self.tokens
         layouts = [layout for name, layout in self.others if name == argument]
         layout = next((each for each in layouts if len(each.groups) == tensor.dim()), layouts[0])
@@ -195,7 +196,7 @@ def _own_size(tokens: Tokens, dimension: str) -> int:
 
 
 def _local_sizes(tensor: Tensor, layout: GridLayout, tokens: Tokens, what: str) -> dict[str, int]:
-    """Sizes of a tensor whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
+    """Sizes of a tensor [...] whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
     state, known = tokens.state, dict(tokens.state.sizes)
     if state.spread is not None:
         known[state.spread] = _own_size(tokens, state.spread)
@@ -207,7 +208,7 @@ def _local_sizes(tensor: Tensor, layout: GridLayout, tokens: Tokens, what: str) 
 def _spread_along(
     tensor: Tensor, layout: GridLayout, dimension: str, tokens: Tokens, what: str, may_be_empty: bool
 ) -> Tensor:
-    """The same tokens with `dimension` spread over the ranks, whatever was spread before."""
+    """The same tokens [...] with `dimension` spread over the ranks, whatever was spread before."""
     state, group = tokens.state, tokens.group
     if state.spread == dimension:
         return tensor
@@ -230,6 +231,7 @@ def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str, und
     layout = GridLayout.parse(entry.layout)
 
     def change(output: Tensor) -> Tensor:
+        """output: [...] in the entry's layout → the same with the spread dimension whole."""
         spread = tokens.state.spread
         if spread is None:
             raise ValueError(f"the policy gathers {what}, but no dimension of it is spread")

@@ -128,6 +128,7 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: E
 
     # "up" multiplies the gradient by P: the average over the sequence group divides by it again.
     def gather(output: Tensor) -> Tensor:
+        """[..., S/P at dim, ...] → [..., S at dim, ...]."""
         return gather_forward_split_backward(
             output, tokens.group, entry.dim, "up", splits=tokens.state.splits
         )
@@ -240,6 +241,7 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
 
 
 def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
+    """This rank's share of [..., S at dim, ...], where S counts tokens, frames, or text and video."""
     total, known = tensor.size(entry.dim), tokens.state.splits
     is_shared = "*" in entry.module  # by many blocks; what one module gets is not kept for another
     frames = isinstance(entry, SplitInput) and entry.frames

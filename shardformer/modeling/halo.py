@@ -39,6 +39,7 @@ def add_halo(
 
     def with_neighbours(original: Forward) -> Forward:
         def forward(input_: Tensor) -> Any:
+            """input_: [..., N/P at dim, ...] → as many rows of the output."""
             num_own = input_.size(dim)
             rows, before = exchange_halo(input_, group, dim, reach, splits=get_splits())
             if rows.size(dim) == 0:

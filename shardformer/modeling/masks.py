@@ -183,6 +183,7 @@ class MaskReader:
         return torch.arange(keys.num_whole, device=device) < ends
 
     def _kind(self, mask: Tensor, has_all_keys: bool) -> Kind:
+        """What a mask [B, H or 1, S_q or 1, S_kv] says, as found the first time for its dtype and shape."""
         key = mask.dtype, *mask.shape[1:]
         plain: Kind = "keys" if mask.size(2) == 1 else "padding"
         known = self._kinds.get(key)

@@ -223,7 +223,7 @@ def _probe(twin: nn.Module, num_features: int) -> list[Probe]:
 
 @torch.no_grad()
 def _run(twin: nn.Module, x: Tensor, parameters: dict[str, Tensor]) -> Tensor | None:
-    """The output, or None where the module does not take these dtypes."""
+    """The output [..., C] for x [..., C], or None where the module does not take these dtypes."""
     for name, value in parameters.items():
         getattr(twin, name).data = value
     try:

@@ -60,6 +60,7 @@ class Kernel:
 
 
 def _check_rms(x: Tensor, weight: Weight, bias: Weight, order: Order) -> None:
+    """Raises Unfit unless x [..., C] and weight [C] share a dtype, without bias or offset."""
     if bias is not None:
         raise Unfit("it takes no bias")
     if weight is not None and weight.dtype != x.dtype:
@@ -80,11 +81,13 @@ def _function(path: str, name: str) -> Any:
 
 
 def _torch_rms_norm(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
+    """[..., C] → [..., C], the product with the weight included."""
     _check_rms(x, weight, bias, order)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def _torch_rms_norm_times_weight(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
+    """[..., C] → [..., C], rounded before the product with the weight."""
     _check_rms(x, weight, bias, order)
     if weight is None or order.rounds == "end":
         raise Unfit("the order rounds after the product")
@@ -92,11 +95,13 @@ def _torch_rms_norm_times_weight(x: Tensor, weight: Weight, bias: Weight, order:
 
 
 def _quack(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
+    """[..., C] → [..., C]. Raises: Unfit, where it is not installed or does not take this order."""
     _check_rms(x, weight, bias, order)
     return _function("quack", "rmsnorm")(x, weight, eps=eps)
 
 
 def _liger(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
+    """[..., C] → [..., C]. Raises: Unfit, where it is not installed or does not take this order."""
     _check_rms(x, weight, bias, replace(order, offset=0.0))
     casting = "gemma" if order.rounds == "end" else "llama"
     # Not in place (the last argument): the gradient that comes in belongs to autograd.
@@ -105,6 +110,7 @@ def _liger(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> T
 
 
 def _apex(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
+    """[..., C] → [..., C]. Raises: Unfit, where it is not installed or does not take this order."""
     _check_rms(x, weight, bias, order)
     function = _function("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
     return function(x, weight, x.shape[-1:], eps)
@@ -208,7 +214,10 @@ def _swap(
     choose: Callable[[Meaning, Dtypes, torch.device], Row],
     undo: ExitStack,
 ) -> Row:
-    """Swaps one norm, if a kernel is found for its own dtype; the report's row."""
+    """Swaps one norm, if a kernel is found for its own dtype; the report's row.
+
+    like: [...], whose dtype and device count where the norm has no weight.
+    """
     meaning = find_meaning(module, meanings)
     weight, bias = _parameters(module, meaning)
     own = like if weight is None else weight
@@ -346,7 +355,7 @@ def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) 
 def _measure(
     function: Callable[..., Tensor], inputs: Sequence[Weight], grad: Tensor, *options: Any
 ) -> tuple[Tensor, tuple[Tensor, ...], int]:
-    """The output, the gradient of every input, and the bytes a token kept for backward beside the inputs."""
+    """The output [N, C], the gradient of every input, and the bytes a token kept for backward beside the inputs."""
     leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
     given = [tensor for tensor in leaves if tensor is not None]
     kept: dict[int, int] = {}
@@ -366,13 +375,13 @@ def _measure(
 
 
 def _largest_difference(out: Tensor, expected: Tensor) -> float:
-    """Over the largest value expected of the row."""
+    """Between tensors [..., C], over the largest value expected of the row."""
     row = expected.double().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return ((out.double() - expected.double()).abs() / row).max().item()
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    """In the Frobenius norm; `exact` in fp64 on the CPU."""
+    """Of a tensor [...] in the Frobenius norm; `exact` in fp64 on the CPU."""
     return ((actual.detach().cpu().double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 

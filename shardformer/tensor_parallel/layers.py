@@ -35,6 +35,7 @@ class Entrance:
         self._entered: list[tuple[Tensor, int, Tensor]] = []
 
     def __call__(self, exchange: Exchange, input_: Tensor) -> Tensor:
+        """input_: [...] → the copy [...] that all layers of the region take."""
         if not (torch.is_grad_enabled() and input_.requires_grad):
             return input_  # nothing comes back
         for before, version, after in self._entered:
@@ -54,6 +55,7 @@ def share_linear(module: nn.Linear, flow: Flow, entrance: Entrance, group: dist.
 
     def wrap(original: Forward) -> Forward:
         def forward(input: Tensor) -> Tensor:
+            """[..., in or in/P] → [..., out/P or out], as the weight is cut."""
             x = input if flow.enter is None else entrance(flow.enter, input)
             if flow.leave is None:
                 return original(x)

@@ -74,6 +74,7 @@ def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tensor:
+    """[..., N/P at the dim that is cut, ...] → [..., N, ...]."""
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # An optimizer's count of steps is a single number, however its parameter is cut.
@@ -101,6 +102,7 @@ def local_tensor(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
 
 def _local(name: str, whole: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tensor:
+    """[..., N at the dim that is cut, ...] → [..., N/P, ...]."""
     if found is None or whole.dim() == 0:
         return whole
     cut, group = found
@@ -113,7 +115,7 @@ def _local(name: str, whole: Tensor, found: tuple[Cut, dist.ProcessGroup] | None
 
 
 def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`full_tensor` of each, by name, one after another; all ranks call it with the same names, and take all."""
+    """`full_tensor` of each [...], by name, one after another; all ranks call it with the same names, and take all."""
     cuts = _cuts_of(model)
     for name, tensor in tensors.items():
         yield name, _whole(tensor, cuts.get(_WRAPPERS.sub("", name)))
@@ -187,5 +189,6 @@ def total_grad_norm(model: nn.Module) -> Tensor:
 
 
 def _norm(grads: Iterable[Tensor | None]) -> Tensor:
+    """The 2-norm of gradients [...], of DTensors over their mesh."""
     norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

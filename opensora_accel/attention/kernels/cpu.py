@@ -46,9 +46,11 @@ class CpuFlashKernel:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
+    """[B, S, H, D] → [B, H, S, D], in fp32 unless it is fp64."""
     tensor = tensor.transpose(1, 2)  # [B, H, S, D], a view: the kernel takes any strides
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _bias(scores: Scores, q: Tensor) -> Tensor | None:
+    """The key mask as a bias [B, 1, 1, S_kv] in the dtype of q [...]; None without a mask."""
     return None if scores.mask is None else key_bias(scores.mask, q.dtype)[:, None, None, :]

@@ -35,7 +35,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Grouped heads written out, for kernels that do not group."""
+    """Grouped heads written out, for kernels that do not group: [B, S_kv, H_kv, D] → [B, S_kv, H, D]."""
     return (k, v) if k.size(2) == q.size(2) else (expand_heads(k, q.size(2)), expand_heads(v, q.size(2)))
 
 
@@ -54,7 +54,7 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _unused_seed(q: Tensor) -> Tensor:
-    """The state of a dropout that is not used."""
+    """The state [2] of a dropout that is not used, on the device of q [...]."""
     return torch.empty(2, dtype=torch.uint64, device=q.device)
 
 
@@ -89,7 +89,7 @@ class _AtenKernel:
     def _backward(
         self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
     ) -> Sequence[Tensor]:
-        """The output's gradient, q, k, v, the output → gradients of q, k, v."""
+        """The output's gradient, q, k, v, the output [B, H, S, D], lse [B, H, S_q] → gradients of q, k, v."""
         raise NotImplementedError
 
 
@@ -149,6 +149,7 @@ class CudnnKernel(_AtenKernel):
     def _forward(
         self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
+        """As in the base class; cuDNN's own log-sum-exp is [B, H, S_q, 1]."""
         q, k, v = inputs
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale
@@ -158,6 +159,7 @@ class CudnnKernel(_AtenKernel):
     def _backward(
         self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
     ) -> Sequence[Tensor]:
+        """As in the base class; cuDNN takes the log-sum-exp as [B, H, S_q, 1]."""
         grad, q, k, v, out = inputs
         seed, sizes = _unused_seed(q), (q.size(2), k.size(2))
         grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -196,6 +198,7 @@ class EfficientKernel(_AtenKernel):
     def _forward(
         self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
+        """As in the base class; rows that the kernel pads its log-sum-exp with are cut off: [B, H, S_q]."""
         q, k, v = inputs
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale
@@ -205,6 +208,7 @@ class EfficientKernel(_AtenKernel):
     def _backward(
         self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
     ) -> Sequence[Tensor]:
+        """As in the base class; lse: [B, H, S_q], padded here as the kernel wants it."""
         grad, q, k, v, out = inputs
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         # The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing.

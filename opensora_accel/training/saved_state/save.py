@@ -180,7 +180,7 @@ class Saver:
 
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Callable[[], object]:
-        """Copies what this rank has to send or to write to host memory; what waits until that is done."""
+        """Copies to host memory what this rank sends or writes of tensors [...]; what waits until that is done."""
         rank = dist.get_rank()
         for stem, places in self._places.items():
             staged = self._staged[stem]
@@ -349,7 +349,7 @@ def _names(by_stem: Mapping[str, Mapping[str, object]]) -> dict[str, list[str]]:
 
 
 def _find_places(tensors: Mapping[str, Tensor]) -> dict[str, _Place]:
-    """Where each tensor goes: to the rank with the fewest bytes so far, of those that can have it whole."""
+    """Where each tensor [...] goes: to the rank with the fewest bytes so far, of those that can have it whole."""
     loads: dict[frozenset[int], list[tuple[int, int]]] = {}
     copies: dict[Any, dict[int, frozenset[int]]] = {}
     everyone = {rank: frozenset([rank]) for rank in range(dist.get_world_size())}
@@ -401,7 +401,7 @@ def _config_of(model: nn.Module) -> str:
 
 
 def _index(stem: str, tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> str:
-    """Which file each tensor lies in, as diffusers reads it."""
+    """Which file each tensor [...] lies in, as diffusers reads it."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     names = _file_names(stem, places)
     files = {name: Path(names[place.owner]).name for name, place in places.items()}
@@ -428,7 +428,7 @@ def _make_partial(begun: Path) -> dict[str, str]:
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a file; its sum."""
+    """Writes tensors [...] to a file; its sum."""
     path.parent.mkdir(exist_ok=True)
     save_file(dict(tensors), path, metadata={"format": "pt"})
     _flush(path)

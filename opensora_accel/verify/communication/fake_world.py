@@ -92,6 +92,7 @@ class LazyChunks:
     """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
+        """tensor: [..., N at dim, ...], to be cut into `num_chunks` along it."""
         self._tensor, self._dim = tensor, dim
         self._size = -(-tensor.size(dim) // num_chunks)  # as torch.chunk does
 
@@ -184,6 +185,7 @@ class OtherRanks(TorchDispatchMode):
         return result
 
     def _exchange(self, outputs: Sequence[Tensor], given: Tensor, ranks: tuple[int, ...]) -> None:
+        """Notes what this rank gives, [...], and fills the ranks' outputs [...] with what is known of them."""
         # Counts and sizes are int64. In place of all else this rank's own data serves.
         if given.dtype != torch.int64 or isinstance(given, FakeTensor):
             return
@@ -202,7 +204,7 @@ def _ranks(boxed_group: Any) -> tuple[int, ...]:
 
 
 def merge_exchanges(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]]) -> Exchanges:
-    """What all recorded ranks have given, by group and in order; tensors [n] of whole numbers."""
+    """What all recorded ranks have given, by group and in order: tensors [...] of whole numbers."""
     found: Exchanges = {}
     for rank, groups in given.items():
         for ranks, tensors in groups.items():

@@ -125,6 +125,7 @@ def calls_of(
     def call(
         kind: str, tensors: Sequence[Tensor], sent_bytes: int, peer: int | None = None, **chunks: Any
     ) -> tuple[Call, tuple[Tensor, ...]]:
+        """One call, and the tensors [...] that this rank gives to it."""
         input_bytes, num_elements = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
         root = None if peer is None else ranks[peer]
@@ -181,7 +182,7 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
 
 
 def _chunk_bytes(tensor: Tensor, splits: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
-    # Bytes for every rank: rows of dim 0 by `splits`, or equal chunks.
+    """Bytes of [N, ...] for every rank: rows of dim 0 by `splits`, or equal chunks."""
     if not splits:
         return (tensor.nbytes // num_ranks,) * num_ranks
     row_bytes = prod(tensor.shape[1:]) * tensor.element_size()

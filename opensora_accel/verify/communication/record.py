@@ -123,7 +123,7 @@ class _GradientStorages:
                 self._add(tensor, names)
 
     def names_in(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-        """The parameters whose gradients are in these tensors, of any shape."""
+        """The parameters whose gradients are in these tensors [...]."""
         is_bucket = any(_may_be_gradient(tensor) and tensor.numel() > 1 for tensor in tensors)
         found = (self._accumulated() if is_bucket else set()) | self._held_in(tensors)
         return tuple(name for name in self._parameters if name in found)
@@ -135,6 +135,7 @@ class _GradientStorages:
         return set() if name is None else {name}
 
     def _held_in(self, tensors: Sequence[Tensor]) -> set[str]:
+        """Those whose gradients share a storage with these tensors [...], as noted or by `.grad`."""
         wanted = {_storage(tensor) for tensor in tensors if _may_be_gradient(tensor)}
         found: set[str] = set()
         for key in wanted & self._storages.keys():
@@ -147,6 +148,7 @@ class _GradientStorages:
         return found
 
     def _add(self, tensor: Tensor, names: set[str]) -> None:
+        """Notes that the storage of a tensor [...] holds the gradients of these parameters."""
         key = _storage(tensor)
         # An address is used again once its storage is freed: a weak reference tells.
         reference, before = self._storages.get(key, (None, frozenset[str]()))
@@ -156,10 +158,11 @@ class _GradientStorages:
 
 
 def _may_be_gradient(tensor: Tensor) -> bool:
-    """Whole numbers are counts, or DDP's map of the parameters that were used."""
+    """Whether a tensor [...] has numbers of a gradient: whole ones are counts, or DDP's map of what was used."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _storage(tensor: Tensor) -> int:
+    """The key of the storage of a tensor [...], of a DTensor that of its shard."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     return local.untyped_storage()._cdata
