@@ -120,6 +120,7 @@ class _Recording(TorchDispatchMode):
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         written = _written(schema, args, kwargs)
         if not known:
+            # Nothing here waits for values. Only what may become a parameter is put off; all else is made at once.
             makes_floats = kwargs.get("dtype") in _FLOATS
             if generator is not None or (not draws and not (packet in _FACTORIES and makes_floats)):
                 return func(*args, **kwargs)
@@ -141,6 +142,7 @@ class _Recording(TorchDispatchMode):
         def to_meta(tensor: Tensor) -> Tensor:
             return tensor if tensor.is_meta else tensor.to("meta")
 
+        # On the meta device torch finds shapes, strides and errors by itself, without memory.
         on_meta = tree_map_only(Tensor, to_meta, (args, kwargs))
         device = {"device": torch.device("meta")} if any(a.name == "device" for a in schema.arguments) else {}
         result = func(*on_meta[0], **on_meta[1] | device)
@@ -154,10 +156,12 @@ class _Recording(TorchDispatchMode):
         writes = {_memory(tensor) for tensor in written} | ({_memory(tensor) for tensor in results} - reads)
         if writes:
             if device:
+                # Values are made on the host, so that draws do not depend on the GPU that the model goes to.
                 noted_kwargs["device"] = torch.device("cpu")
             self._add(
                 _Operation(func, noted_args, noted_kwargs, list(map(_view, results)), draws, reads), writes
             )
+        # A result that is dropped would free its memory's key for another one.
         self.alive += results
         return result
 
@@ -172,6 +176,7 @@ class _Recording(TorchDispatchMode):
         # Memory as it was before operation number `end`.
         left = [(memory, len(self.operations)) for memory in memories]
         seen = set(left)
+        # From what is wanted back to all that it was made of, each as it was at that time.
         while left:
             memory, end = left.pop()
             for at in self.writers.get(memory, ()):
@@ -205,12 +210,14 @@ class _Recording(TorchDispatchMode):
                 return leaf.of(storages[leaf.memory]) if isinstance(leaf, _View) else leaf
 
             args, kwargs = tree_map(real, (operation.args, operation.kwargs))
+            # Every draw starts from its own seed, and leaves the generator of the process as it was.
             with torch.random.fork_rng(devices=[], enabled=operation.draws):
                 if operation.draws:
                     torch.manual_seed(seeds[at])
                 result = operation.run(*args, **kwargs)
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             for view, tensor in zip(operation.results, made, strict=True):
+                # The first operation that returns a memory has made it. Later ones return it again, changed in place.
                 storages.setdefault(view.memory, tensor.untyped_storage())
         return [view.of(storages[view.memory]) for view in views]
 
@@ -228,6 +235,7 @@ class _Recording(TorchDispatchMode):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and self.knows(tensor):
                     deferred[name] = (self, _view(tensor))
+            # Buffers and plain attributes without drawn values, such as a rotary table, are filled at once.
             for holder in (module._buffers, vars(module)):
                 for name, tensor in list(holder.items()):
                     if isinstance(tensor, Tensor) and self.knows(tensor):
@@ -296,6 +304,7 @@ def _recording(recording: _Recording) -> Iterator[None]:
     def registered(module: nn.Module, _name: str, _tensor: Any) -> None:
         recording.modules.add(module)
 
+    # These hooks see every module that gets a parameter or a buffer, also those that a library builds.
     handles = [
         register_module_parameter_registration_hook(registered),
         register_module_buffer_registration_hook(registered),
@@ -355,6 +364,7 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
     found = list(_deferred_tensors(model))
     if not found:
         return model
+    # All names are looked at before any value is made: the first that a draw leads to decides its seed.
     seeds = {
         id(recording): recording.seeds((name, view) for name, _, (each, view) in found if each is recording)
         for recording in {id(each): each for _, _, (each, _) in found}.values()
@@ -365,6 +375,7 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
         holder = _holder(module, key)
         tensor = holder.get(key)
         if tensor is not None and tensor.is_meta:
+            # By object: a parameter that two modules hold is made once and stays shared.
             if id(tensor) not in made:
                 value = _shard_of(tensor, recording, view, seeds[id(recording)], device)
                 is_parameter = isinstance(tensor, nn.Parameter)
@@ -396,6 +407,7 @@ def _shard_of(
     last = recording.operations[recording.writers[view.memory][-1]]
     if any(part.start == part.stop for part in region):
         local = torch.empty([part.stop - part.start for part in region])  # this rank holds none of it
+    # A file of weights can be read in part, and then no more of it than this region is.
     elif last.part is not None:
         local = last.part(region)
     else:

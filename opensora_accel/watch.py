@@ -48,7 +48,9 @@ _has_failed = False
 def start_watch() -> None:
     """Starts the thread that answers; `init_parallel` calls it when the groups are there."""
     global _store, _stop, _has_failed
+    # Called again after groups were made anew, it leaves no thread of the old ones behind.
     stop_watch()
+    # One rank waits for nobody, and the other ranks of a fake group do not exist.
     if dist.get_world_size() == 1 or "fake" in dist.get_backend():
         return
     # A connection of its own: the program may wait in the store, for a group that is being made.
@@ -77,6 +79,7 @@ def _watch(store: dist.Store, stop: threading.Event) -> None:
     answered = told = False
     while not stop.wait(_POLL_S) and dist.is_initialized():
         try:
+            # Once, and never in the place of what a rank that failed has said of itself.
             if not answered and not _has_failed and store.check([_key("asked")]):
                 store.set(_key(dist.get_rank()), _whereabouts())
                 answered = True
@@ -107,6 +110,7 @@ def explanation(operation: str, group: dist.ProcessGroup) -> str:
         answer(mine)
         store = _any_store()
         store.set(_key("asked"), "")
+        # Asked again and again, because a wait in the store raises where one of them never answers.
         deadline = time.monotonic() + PATIENCE_S
         while not store.check([_key(rank) for rank in others]) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -117,6 +121,7 @@ def explanation(operation: str, group: dist.ProcessGroup) -> str:
     for rank in others:
         what = answers.get(rank, "did not come and does not answer: it has ended, or is stopped")
         doing.setdefault(what.replace("is at ", "did not come: it is at ", 1), []).append(rank)
+    # Whoever waits in the same collective is not the reason that it failed.
     doing.pop(mine, None)
     if not doing:
         return f"{told}, though every rank came"
@@ -187,6 +192,7 @@ def _names() -> dict[dist.ProcessGroup, str]:
 
 
 def _key(what: object) -> str:
+    # Under torchrun the store outlives a restart, and still holds what was answered before it.
     return f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
 
 

@@ -56,6 +56,7 @@ class Tile(NamedTuple):
     def num_pairs(self) -> int:
         """Scores that are not masked."""
         num_rows, num_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        # A triangle of n rows has 1 + 2 + … + n of them.
         return num_rows * (num_rows + 1) // 2 if self.causal else num_rows * num_keys
 
 
@@ -169,6 +170,7 @@ def apply_rotary(input_: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[B, S/P, H, D] with the channels 2i and 2i + 1 of every head turned by the tables [S/P, D/2], in their dtype."""
     pairs = input_.unflatten(-1, (-1, 2)).to(torch.promote_types(input_.dtype, cos.dtype))
     even, odd = pairs.unbind(-1)  # each [B, S/P, H, D/2]
+    # [S/P, 1, D/2]: one angle for all heads of a token.
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
     return turned.flatten(-2).to(input_.dtype)
@@ -181,6 +183,7 @@ def _runs(layout: str, splits: Sequence[int], rank: int) -> list[_Run]:
         return [_Run(sum(splits[:rank]), splits[rank])]
     # Zigzag: a rank has a piece from the front and one from the rear, which stand in mirrored order. For P = 3 the
     # sequence is front 0, front 1, front 2, rear 2, rear 1, rear 0.
+    # Of an odd share, the piece from the front has one token more.
     fronts, rears = [-(-size // 2) for size in splits], [size // 2 for size in splits]
     return [
         _Run(sum(fronts[:rank]), fronts[rank]),
@@ -188,6 +191,7 @@ def _runs(layout: str, splits: Sequence[int], rank: int) -> list[_Run]:
     ]
 
 
+# Every block of a model asks for the same tiles in every step, so they are made once.
 @lru_cache(maxsize=4096)
 def causal_tiles(
     layout: str, splits: tuple[int, ...], kv_splits: tuple[int, ...], rank: int, owner: int
@@ -213,7 +217,9 @@ def _stairs(q_runs: Sequence[_Run], kv_runs: Sequence[_Run]) -> list[tuple[int, 
     first = 0
     for run in q_runs:
         # Row i of this run sees the first i − delay + 1 keys of each run of keys.
+        # A negative delay means that the first row sees several of them already. Strides are equal in a layout.
         delays = [(-(-(kv.start - run.start) // run.stride), kv.length) for kv in kv_runs]
+        # The rows at which a run of keys begins to be seen, and from which on all of it is seen.
         edges = {0, run.length}
         for delay, length in delays:
             edges |= {min(max(edge, 0), run.length) for edge in (delay, delay + length)}
@@ -232,6 +238,8 @@ def _append(stairs: list[tuple[int, int, int, bool]], step: tuple[int, int, int,
     """Joins a step to the one before where one kernel call does for both."""
     if stairs:
         first, num_rows, seen, grows = stairs[-1]
+        # Rectangles join where their keys are the same. Triangles join where the second one's rows see all
+        # keys of the first and go on growing.
         if grows == step[3] and step[2] == seen + (num_rows if grows else 0):
             stairs[-1] = (first, num_rows + step[1], seen, grows)
             return

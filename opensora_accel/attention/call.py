@@ -216,6 +216,7 @@ def _facts(
         tensors += (text.q, text.k, text.v, text.mask)
         options["text_first"] = text.first
     facts: dict[str, tuple[Any, str]] = {name: (value, str(value)) for name, value in options.items()}
+    # A mask that only some ranks pass is told too, as None against its dtype and shape.
     for name, tensor in zip(_TENSORS, tensors, strict=False):
         if tensor is None:
             facts[name] = None, "None"

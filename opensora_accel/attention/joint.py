@@ -74,10 +74,12 @@ def joint_attention(
     """
     groups = SequenceGroups.of(mesh)
     q, k, v, text_q, text_k, text_v = autocast(q, k, v, text_q, text_k, text_v)
+    # Text goes along into the check, so that its shapes too are refused on all ranks together.
     text = Text(text_q, text_k, text_v, text_mask, text_first)
     call = enter_call(
         q, k, v, mask, groups.inner_first, splits=splits, kv_splits=splits, scale=scale, text=text
     )
+    # Ulysses needs the shares of its own ranks; the ring needs, of each of its ranks, the sum over ulysses.
     num_heads, own, ulysses = q.size(2), groups.of_ulysses(call.splits), groups.ulysses
     # A mask of one of them needs a mask of both: what has none is seen whole.
     if mask is None and text_mask is not None:
@@ -89,11 +91,14 @@ def joint_attention(
     text_splits, text_kv_splits = (share_sizes(t.size(1), groups.ring_size) for t in (text_q, text_k))
     text_q = text_q.split(text_splits, 1)[groups.ring_rank]
     text_k, text_v = (t.split(text_kv_splits, 1)[groups.ring_rank] for t in (text_k, text_v))
+    # Ulysses runs inside of the ring: it gathers the tokens of its ranks, and these go round as one block.
     heads = Heads.shared(num_heads, k.size(2), groups.ulysses_size)
     if ulysses is not None and ulysses.size() > 1:
         q, k, v, mask = scatter_heads(q, k, v, mask, ulysses, own, own)
         rank = ulysses.rank()
         queries, keys = heads.query_range(rank), heads.keys[rank]
+        # [B, T', H, D] → [B, T', H/U, D]. The gradient of a slice is zero for all other heads, which is why
+        # the parts of the ranks add up to the whole.
         text_q = text_q[:, :, queries.start : queries.stop]
         text_k, text_v = (heads.align_keys(t[:, :, keys.start : keys.stop], rank) for t in (text_k, text_v))
     q, k, v = (_join(video, words, text_first) for video, words in ((q, text_q), (k, text_k), (v, text_v)))
@@ -128,6 +133,7 @@ def joint_attention(
             splits=[heads.queries, heads.queries],
             scatter_splits=[own, (num_text,) * num_ranks],
         )
+    # Every rank goes on with the whole text, so in backward the gradients of its rows are summed over ranks.
     if groups.ring is not None and groups.ring.size() > 1 and any(text_splits):
         text_out = gather_forward_reduce_scatter_backward(text_out, groups.ring, 1, splits=text_splits)
     return video_out, text_out

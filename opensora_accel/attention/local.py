@@ -68,6 +68,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         return q.new_zeros(*q.shape[:3], v.size(3)) + connection
     causal, attention_mask, sees_none = call.causal, None, None
     if mask is not None:
+        # [B, 1, 1, S_kv]: the same for all heads and all queries.
         attention_mask = mask[:, None, None, :]
         if causal:
             # Kernels take a mask or the causal flag, not both.
@@ -76,6 +77,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         # Kernels differ in what they make of a row without keys: let it see all, and drop what it saw.
         sees_none = ~attention_mask.any(-1, keepdim=True)
         attention_mask = attention_mask | sees_none
+    # torch wants [B, H, S, D]; these are views, and nothing is copied here.
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -143,7 +145,9 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     block_lse = block_lse.to(lse.dtype)
     # The block's share of the row, w above. Where both are −inf the difference is NaN, and the share is 0.
     share = torch.sigmoid(block_lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
+    # The share is exactly 0 for a block that a row sees nothing of, and such a row keeps its bits.
     out.lerp_(block_out.to(out.dtype), share)
+    # Last, because the share needs the log-sum-exp from before. Of −inf and −inf it is −inf.
     torch.logaddexp(lse, block_lse, out=lse)
 
 
@@ -157,6 +161,7 @@ def attend_backward(
         [B, H, S_q], of the whole row, finite: 0 in place of −inf, for a row without keys, gives all of its masked
             keys the weight 0.
     """
+    # A rank without queries takes part in a ring as well, and adds zeros to the gradients of keys.
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kernel = choose_kernel(Problem.of(q, k, v, scores.mask)).kernel

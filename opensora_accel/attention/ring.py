@@ -96,6 +96,7 @@ def ring_attend(
         [B, S_q/P, H, D].
     """
     if group is None or group.size() == 1:
+        # A ring of one sends nothing: torch's own attention serves, with an autograd of its own.
         return attend_whole(q, k, v, mask, call)
     # An operator takes no None for a float.
     scale = float(q.size(-1) ** -0.5 if call.scale is None else call.scale)
@@ -176,6 +177,7 @@ def _forward(
     lse: Tensor | None = None  # [B, S_q/P, H]
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
     with RingPipeline(ring.group, packed, sizes) as pipeline:
+        # All P steps are run, also where this rank's queries see nothing of a block: the next rank waits for it.
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
@@ -191,9 +193,12 @@ def _forward(
                 if out is None or lse is None:
                     # The first tile has some of the rows only, as a causal mask gives.
                     out, lse = rows_without_keys()
+                # Slices are views, so that the rows of this tile change in place and all others stay as they are.
                 merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse)
     if out is None or lse is None:
         out, lse = rows_without_keys()  # a rank without queries, or whose queries see nothing
+    # Rounded to the dtype of q once, after the last merge. The log-sum-exp stays wide and is contiguous,
+    # because kernels on CUDA read it in backward through its raw pointer.
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
 
 
@@ -222,8 +227,10 @@ def _backward(
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
+    # A mask has no gradient, so gradients are counted in elements also where blocks are counted in bytes.
     grad_sizes = ring.block_sizes(k, v, None)
 
+    # It runs while the block is the current one: `parts` and the owner are then those of this step.
     def add_parts(grads: Tensor, is_new: bool) -> None:
         """Adds this rank's gradients of the current block to those of the ranks before; grads: [N], flat."""
         if is_new:
@@ -267,6 +274,7 @@ _OPERATORS.impl("ring_attention_backward", _backward, "CompositeExplicitAutograd
 @torch.library.register_fake("opensora_accel::ring_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _dim = q.shape
+    # Shapes and dtypes only. torch.compile and fake tensors ask for them, and nothing is sent.
     lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
     return q.new_empty((batch, tokens, heads, v.size(3))), lse
 
@@ -306,12 +314,15 @@ class _Ring:
         """
         per_token = k.size(2) * (k.size(3) + v.size(3))
         if mask is not None:
+            # With a mask the unit is the byte: a token's keys and values, and one byte for its flag.
             per_token = per_token * k.element_size() + 1
         return [k.size(0) * num_tokens * per_token for num_tokens in self.kv_splits]
 
 
 def _pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """k, v [B, S_kv/P, H_kv, D] in one flat buffer; with their mask [B, S_kv/P], in one of bytes."""
+    # One buffer is one message a hop, whatever is in it. The mask stands last: bytes can be viewed as the
+    # dtype of k only from a multiple of its size on, and the front of the buffer is one.
     block = torch.cat([k.reshape(-1), v.reshape(-1)])
     if mask is None:
         return block

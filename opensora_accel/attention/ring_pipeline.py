@@ -60,6 +60,7 @@ class RingPipeline:
         self._blocks = [own.new_empty(max(sizes)) for _ in range(min(2, self._num_ranks - 1))]
         self._grads: list[Tensor] = []
         if grad_sizes is not None:
+            # Two as well: one is added to and sent on, while the other one is received into.
             self._grads = [own.new_empty(max(grad_sizes), dtype=grad_dtype) for _ in range(2)]
         self._step, self._num_sent = -1, 0
         self._blocks_under_way: list[dist.Work] = []
@@ -70,6 +71,7 @@ class RingPipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Where the communication itself has failed, there is nothing to pass on with.
         if kind is not None and not self._is_broken:
             self._pass_on()
 
@@ -94,7 +96,9 @@ class RingPipeline:
         A new buffer holds nothing yet: `add` must fill it. It gets the gradients as [N], where N is the
         owner's of `grad_sizes`.
         """
+        # Blocks and gradients take turns on every rank, so that both ends of a link post messages in one order.
         assert self._step == self._num_sent + 1
+        # That message brought the sum which is added to now, and has freed the buffer that is received into next.
         self._wait(self._grads_under_way)
         # What came from the rank before, or at step 1 a buffer that holds nothing.
         grads = self._grads_at(self._step)
@@ -113,6 +117,8 @@ class RingPipeline:
         return (self._rank - step) % self._num_ranks  # rank 0 at step 1 has the block of rank 2, of 3
 
     def _block_at(self, step: int) -> Tensor:
+        # Odd steps have the first buffer and even steps the last one (index −1), which P = 2 never
+        # reaches. Buffers fit the largest block, and a smaller block is the front of one.
         return self._own if step == 0 else self._blocks[step % 2 - 1][: self._sizes[self._owner_at(step)]]
 
     def _grads_at(self, step: int) -> Tensor:
@@ -123,6 +129,7 @@ class RingPipeline:
         logger.error("rank %d of the ring failed: it passes on what the others wait for", self._rank)
         # The same messages in the same order as without the failure, or the others would take one for another.
         try:
+            # A block's gradients go before the next block, as they do in a step that works.
             while True:
                 if self._grad_sizes is not None and self._step > self._num_sent:
                     self.send_grads(lambda grads, _is_new: grads.fill_(float("nan")))

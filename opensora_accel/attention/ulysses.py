@@ -98,6 +98,7 @@ class Heads:
         queries, size = share_sizes(num_heads, num_ranks), num_heads // num_kv_heads
         # Then the query heads divide too, as they are a multiple of the key heads.
         if num_kv_heads % num_ranks == 0:
+            # Neighbouring key heads go to one rank, each with all of its query heads.
             share = num_kv_heads // num_ranks
             even = tuple(range(rank * share, (rank + 1) * share) for rank in range(num_ranks))
             return cls(queries, even, size, are_even=True)
@@ -118,6 +119,7 @@ class Heads:
         if self.are_even:
             return tensor
         heads = [head for keys in self.keys for head in keys]
+        # Without a copy where no rank shares a key head with another: the heads are then in order already.
         return tensor if heads == list(range(tensor.size(2))) else _select_heads(tensor, heads)
 
     def align_keys(self, tensor: Tensor, rank: int) -> Tensor:
@@ -160,6 +162,7 @@ def scatter_heads(
     Returns:
         [B, S_q, H/P, D], twice [B, S_kv, H_kv/P, D] (or more key heads, where shares cut a group), and [B, S_kv].
     """
+    # Whole heads go to each rank. A head's attention needs no other head, so nothing is sent within it.
     heads = Heads.shared(q.size(2), k.size(2), group.size())
     tokens = Cut(1, (splits, kv_splits, kv_splits))
     num_keys = tuple(map(len, heads.keys))
@@ -169,6 +172,7 @@ def scatter_heads(
         scatter=Cut(2, (heads.queries, num_keys, num_keys)),
         gather=tokens,
     )
+    # Key heads are repeated after the exchange, because copies would have to travel otherwise.
     k, v = heads.align_keys(k, group.rank()), heads.align_keys(v, group.rank())
     return q, k, v, None if mask is None else _whole_mask(mask, group, kv_splits)
 
@@ -186,6 +190,7 @@ def _whole_mask(mask: Tensor, group: dist.ProcessGroup, splits: Sizes) -> Tensor
 
 def gather_heads(out: Tensor, group: dist.ProcessGroup, splits: Sizes, num_heads: int) -> Tensor:
     """All `num_heads` heads of this rank's tokens, from its heads of all tokens: [B, S, H/P, D] → [B, S/P, H, D]."""
+    # The shares that `scatter_heads` gave out: this is the same exchange with its dims the other way round.
     heads = share_sizes(num_heads, group.size())
     (gathered,) = all_to_all_unchecked([out], group, scatter=Cut(1, (splits,)), gather=Cut(2, (heads,)))
     return gathered
@@ -220,5 +225,6 @@ def switch_sharded_dim(
     Source: dynamic sequence parallelism, arXiv:2403.10266.
     """
     group = get_parallel_group("sequence") if group is None else group
+    # What becomes spread is scattered, and what was spread is gathered.
     (switched,) = all_to_all_packed([input_], group, to_dim, from_dim, splits=[splits])
     return switched

@@ -42,6 +42,7 @@ def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[
             """hidden: [..., S at dim, ...], run in pieces along dim and joined again."""
             run: Forward = original
             if torch.is_grad_enabled():
+                # A piece is computed again in backward: the wide hidden layer is in memory for one piece at a time.
                 run = partial(torch_checkpoint, original, use_reentrant=False, preserve_rng_state=False)
             pieces = hidden.tensor_split(max(1, min(num_chunks, hidden.size(dim))), dim)
             return torch.cat([run(piece, *args, **kwargs) for piece in pieces], dim)

@@ -89,6 +89,7 @@ class _Reuse(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_kept(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
+        # The n-th attention of a recomputation is given what the n-th one of the forward returned.
         self._position += 1
         if self._position > len(self._outputs) or self._outputs[self._position - 1][0] is not func:
             raise RuntimeError(

@@ -86,6 +86,7 @@ def all_to_all_packed(
         ValueError: the tensors' dtypes differ, or as `all_to_all`.
     """
     group = check_group(process_group)
+    # What can be refused is refused before any data is sent: a rank that raised later would leave the others waiting.
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype:
             raise ValueError(
@@ -130,6 +131,7 @@ def all_to_all_unchecked(
     return tuple(tensors) if group.size() == 1 else _AllToAll.apply(group, scatter, gather, *tensors)
 
 
+# A view that autograd does not treat as one; `_AllToAll.forward` says why.
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
@@ -147,12 +149,14 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """grads: each [..., G at gather.dim, ..., N/P at scatter.dim, ...], as forward left it."""
         # A node of its own is needed for second derivatives only.
+        # The inverse is the same exchange with its cuts swapped: what was scattered is gathered.
         exchange = _AllToAll.apply if torch.is_grad_enabled() else _exchange
         return None, None, None, *exchange(ctx.group, ctx.gather, ctx.scatter, *grads)
 
 
 def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Tensor) -> Sequence[Tensor]:
     """Each [..., G/P at gather.dim, ..., N at scatter.dim, ...] → [..., G, ..., N/P, ...]."""
+    # Tensors of one shape can be stacked, in one copy. Key heads that are fewer than query heads cannot.
     same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)
     if same_shape and scatter.is_even and gather.is_even:
         return _exchange_even(tensors, group, scatter.dim, gather.dim)
@@ -178,7 +182,9 @@ def _exchange_even(
     received = torch.empty_like(sent)
     all_to_all_single(received, sent, group)
     if rows_first:
+        # [P, G/P, n, ...] → [G, n, ...] → [n, ..., G, ...]: views alone, side by side in one buffer.
         return received.flatten(0, 1).movedim(0, gather_dim + 1).unbind(0)
+    # [P, n, ..., G/P, ...] → [n, ..., P, G/P, ...] → [n, ..., G, ...], where joining two dims makes the copy.
     return received.movedim(0, gather_dim + 1).flatten(gather_dim + 1, gather_dim + 2).unbind(0)
 
 
@@ -208,17 +214,21 @@ def _exchange_uneven(
     shapes = []
     for tensor, scattered, gathered in zip(tensors, scatter.splits, gather.splits, strict=True):
         shape = list(tensor.shape)
+        # Cut along one dim as this rank's share is, and along the other as the sender's.
         shape[scatter.dim] = scattered[rank]
         shapes.append([(*shape[: gather.dim], size, *shape[gather.dim + 1 :]) for size in gathered])
     numels = [[torch.Size(shape).numel() for shape in of_tensor] for of_tensor in shapes]
+    # Elements to and from every rank, those of all tensors together.
     receive_sizes = [sum(of_tensor[of] for of_tensor in numels) for of in ranks]
     send_sizes = [sum(piece[to].numel() for piece in pieces) for to in ranks]
     received = sent.new_empty(sum(receive_sizes))  # by rank, then by tensor
     all_to_all_single(received, sent, group, receive_sizes, send_sizes)
+    # Behind dims of size 1 the pieces are the whole tensor already, in the order in which they arrive.
     if _lie_in_order(tensors, gather.dim):
         whole = list(shapes[0][0])
         whole[gather.dim] = sum(gather.splits[0])
         return [received.view(whole)]
+    # Pieces lie by rank and then by tensor, so that every len(tensors)-th one belongs to the same tensor.
     parts = received.split([of_tensor[of] for of in ranks for of_tensor in numels])
     return [
         torch.cat(

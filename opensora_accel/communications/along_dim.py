@@ -149,6 +149,8 @@ def _along_dim(
     if grad_scale not in ("up", "down", None) and not is_number:
         raise ValueError(f'grad_scale must be "up", "down", None or a number; got {grad_scale!r}')
     operation = f"{forward_name}_forward_{backward_name}_backward"
+    # What a gather needs to know lies with the others: agreement is checked before sizes are exchanged. Sizes
+    # of a split follow from what each rank holds, and a wrong one is told without asking.
     if forward_name == "gather":
         check_agreement(operation, input_, group, dim, dim=dim, grad_scale=grad_scale)
         (sizes,) = splits_of_locals([input_], [splits], group, dim)
@@ -177,13 +179,16 @@ class _AlongDim(torch.autograd.Function):
     ) -> Tensor:
         """input_: [..., N or N/P at dim, ...], as the operation takes it."""
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        # No tensor is saved: what backward does depends on sizes alone.
         ctx.backward_name, ctx.grad_scale = backward_name, grad_scale
         return _ALONG_DIM[forward_name](input_, group, dim, sizes)
 
     @staticmethod
+    # What backward sends is not recorded, so a second derivative would be wrong without a word.
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """grad: [..., N/P or N at dim, ...], as forward left it."""
+        # The operation below is linear: the factor may stand before it.
         if ctx.grad_scale == "up":
             grad = grad * ctx.group.size()
         elif ctx.grad_scale == "down":
@@ -203,6 +208,7 @@ def _split(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> 
 
 def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
     """[..., N/P at dim, ...] → [..., N at dim, ...]."""
+    # Rows of `dim` outermost: shares of several ranks are then one run of memory each.
     rows = input_.movedim(dim, 0)
     largest = max(sizes)
     # No backend gathers uneven sizes alike: shares travel padded to the largest.
@@ -210,6 +216,7 @@ def _gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) ->
         rows = torch.cat([rows, rows.new_zeros(largest - rows.size(0), *rows.shape[1:])])
     gathered = rows.new_empty(largest * len(sizes), *rows.shape[1:])
     all_gather(gathered, rows.contiguous(), group)
+    # Without padding the buffer is the whole, but for the order of its dims.
     if min(sizes) == largest:
         return gathered.movedim(0, dim).contiguous()
     parts = zip(gathered.split(largest), sizes, strict=True)  # without the padding
@@ -228,6 +235,7 @@ def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: S
         rows = padded.flatten(0, 1)
     reduced = rows.new_empty(largest, *rows.shape[1:])
     reduce_scatter(reduced, rows.contiguous(), group)
+    # Rows behind this rank's share were padding.
     return reduced[: sizes[group.rank()]].movedim(0, dim).contiguous()
 
 

@@ -119,6 +119,7 @@ def exchange_halo(
     received_from = [_halo_rows(of, rank, sizes, reach) for of in range(len(sizes))]
     given_to = [_halo_rows(rank, to, sizes, reach) for to in range(len(sizes))]
     start = sum(sizes[:rank])
+    # Ranges count in the whole sequence, and rows of this rank from its own first one.
     given = torch.cat([rows[r.start - start : r.stop - start] if len(r) else rows[:0] for r in given_to])
     received = _ExchangeRows.apply(given, group, [*map(len, received_from)], [*map(len, given_to)])
     before = sum(len(r) for r in received_from[:rank])  # rows that stand before this rank's own

@@ -96,6 +96,7 @@ class OffloadEngine:
                 raise ValueError(f"{name} must not be negative; got {value}")
         if size_bytes is None and limit_bytes is None:
             limit_bytes = default_limit_bytes()
+        # What an arena before this one holds can still be read: its tickets keep it alive.
         self.close()
         self.arena = Arena(size_bytes, limit_bytes, before_freeing=self._synchronize)
         self.enable, self._closes_with_users = True, False
@@ -199,7 +200,10 @@ class OffloadEngine:
             block = 0 if measurement is None else measurement.next_block
             call = Call(self._last_call, is_open=True, measurement=measurement, block=block)
             call.note("forward")
+            # Backward comes to the calls in reverse, so each knows the one before it. Only weakly: a graph
+            # that is dropped takes its calls along.
             self._last_call = weakref.ref(call)
+        # Autograd may give `pack` another Python object of a marked tensor; memory, shape and strides tell.
         by_identity = {identity(tensor): tensor for tensor in marked}
 
         def pack(tensor: Tensor) -> Saved | Kept:
@@ -234,6 +238,7 @@ class OffloadEngine:
                 return None
             saved = Saved(ticket, call, len(call.saved))
             call.saved.append(weakref.ref(saved))
+            # `append` of a deque takes no lock, and a finalizer may run in the middle of any other method.
             weakref.finalize(saved, self._ended.append, call)
             return saved
 
@@ -250,6 +255,7 @@ class OffloadEngine:
             call.note("backward")
             self._take_back()
             previous = call.previous() if call.previous is not None else None
+            # Nothing to fetch where the graph of that call is gone, or where it was fetched before.
             if previous is not None and not previous.fetched:
                 self._counters.prefetched += self._fetch(previous, previous.alive(), in_advance=True)
 
@@ -271,6 +277,7 @@ class OffloadEngine:
             self._keep(tensor.numel() * tensor.element_size())
             return None
         call.device = tensor.device
+        # A tensor that every block is given, as the timestep is, moves once. Only autograd keeps its ticket alive.
         reference = self._tickets.get(tensor)
         known = None if reference is None else reference()
         # Changed in place since: another value, so another entry.
@@ -341,6 +348,7 @@ class OffloadEngine:
         if memory is None:
             if in_advance:
                 return False
+            # It is needed now and no slot is free, as with two graphs at once: it gets memory of its own.
             self._counters.overflows += slots is not None
             memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         # Whatever computed in this memory before has been given to the compute queue by now.
@@ -350,6 +358,7 @@ class OffloadEngine:
             ticket = saved.ticket
             if ticket.copied is not None:  # asked back before its call has ended
                 queues.wait(Queue.IN, ticket.copied)
+            # Pieces begin at aligned places, so a piece may be longer than its tensor.
             call.fetched[saved.index] = piece[: ticket.meta.size_bytes]
             _copy(queues, Queue.IN, call.fetched[saved.index], ticket.host, saved.call.measurement)
             self._counters.fetched += 1

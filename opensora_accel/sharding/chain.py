@@ -88,6 +88,7 @@ class Chain:
                 raise ValueError(f"{name}: there is no axis {axis!r}; the axes are {', '.join(self.degrees)}")
             if isinstance(placement, Shard) and placement.label not in labels:
                 raise ValueError(f"{name}[{labels}] has no label {placement.label!r} to be sharded along")
+        # An input is the same on every rank unless the caller says something else.
         placed = {axis: placements.get(axis, Invariant()) for axis in self.degrees}
         return self._add(Node(name, tuple(labels), placed, "tensor"))
 
@@ -181,9 +182,12 @@ class Chain:
                 raise ValueError(f"{name}: {operand}[{''.join(node.labels)}] has no label {after.label!r}")
             before = placed.pop(axis)  # what is left are the other axes
             forward = self._figures.redistribution(before, after, axis, node.labels, placed)
+            # From the dual of what came out to the dual of what went in: S → R, an all-gather, has P → S in
+            # backward, which is a reduce-scatter.
             backward = self._figures.redistribution(dual(after), dual(before), axis, node.labels, placed)
             self.moves.append(Move(operand, axis, before, after, forward, backward))
             placed[axis] = after
+        # `pop` has moved these axes to the end; shown and listed they stand in the mesh's order.
         ordered = {axis: placed[axis] for axis in self.degrees}
         return self._add(Node(name, node.labels, ordered, "move", (operand,)))
 
@@ -214,6 +218,7 @@ class Chain:
                     )
                 else:
                     continue
+                # Either is an all-reduce along this axis, of what the other axes leave of the tensor on a rank.
                 reduced = self._figures.redistribution(Partial(), Replicate(), axis, node.labels, others)
                 assert reduced is not None
                 found.append(Pending(direction, why, reduced))

@@ -69,6 +69,7 @@ def derive(
         raise ValueError(
             f"{equation} has {len(equation.operands)} operands; got {len(placements)} placements, {len(names)} names"
         )
+    # In the order in which they are met, which makes messages the same from run to run.
     axes = dict.fromkeys(axis for each in placements for axis in each)
     found = {}
     for axis in axes:
@@ -90,6 +91,8 @@ def derive_gradients(
         of_output = {axis: dual(placement) for axis, placement in outputs.items()}
         sources: list[Placements] = [of_output, *(placements[i] for i in others)]
         source_names = ["the output's gradient", *(names[i] for i in others)]
+        # A label that this operand alone has was summed over: its gradient is repeated along it, by an einsum
+        # with ones.
         if alone:
             # The ones are cut as the operand is, so that its gradient comes out in its shares.
             cut = {a: p for a, p in placements[operand].items() if isinstance(p, Shard) and p.label in alone}
@@ -103,6 +106,7 @@ def _derive_on_axis(
     equation: Equation, placements: Sequence[Placement], names: Sequence[str], axis: str
 ) -> Derivation:
     _check(equation, placements, names, axis)
+    # I stands apart from R: its gradient is whole on every rank, where that of R comes in terms.
     invariant = [i for i, p in enumerate(placements) if isinstance(p, Invariant)]
     if len(invariant) == len(placements):
         words = f"all operands are the same on every rank of {axis}, and all ranks compute alike: I (rule 1)"
@@ -197,6 +201,7 @@ def _from_partial(
 def _reduce_scatter(
     equation: Equation, operand: int, shard: Placement, names: Sequence[str], axis: str
 ) -> list[str]:
+    # Half of an all-reduce is enough: each rank keeps of the sum what meets its shard of the other operand.
     if isinstance(shard, Shard) and equation.has(operand, shard.label):
         return [f"reduce-scatter it along {shard.label!r}"]
     return []
@@ -213,6 +218,7 @@ def _from_shards(
     placement = placements[first]
     assert isinstance(placement, Shard)
     label = placement.label
+    # Cut along two labels, rank r would multiply shard r of one with shard r of the other, and no rank the rest.
     for other in sharded[1:]:
         other_placement = placements[other]
         assert isinstance(other_placement, Shard)
@@ -232,6 +238,8 @@ def _from_shards(
             )
     who = " and ".join(names[i] for i in sharded)
     verb = "are" if len(sharded) > 1 else "is"
+    # With a label that is kept, a rank has its own part of the result. With one that is summed, it has a term
+    # of all of it.
     if label in equation.output:
         words = (
             f"{who} {verb} sharded along {label!r} over {axis}, which the result keeps: S({label}) (rule 2)"

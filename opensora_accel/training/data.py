@@ -110,6 +110,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             self.position += self._batch_size
             keys = []
             for position in (first + n for n in self._share):
+                # Of 8 videos, position 10 is the third one of epoch 1.
                 epoch, place = divmod(position, self._num_videos)
                 # A batch may run across the end of an epoch, but never back.
                 if epoch != self._epoch:
@@ -153,6 +154,7 @@ class VideoFolder(Dataset[Sample]):
     def start(self, video: Video, position: int) -> int:
         """The first frame of the clip at this position."""
         assert video.info is not None, f"{video.file} is set aside and must not be read"
+        # Every first frame from which the clip is whole, the last such one included.
         num_starts = video.info.num_frames - self.config.frames_needed + 1
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
 
@@ -230,6 +232,7 @@ class ClipLoader:
 
     def clips_until(self, end: int) -> set[Clip]:
         """Every clip that this data rank reads before sample `end` of the job, if no more files turn out bad."""
+        # A sampler of its own, because the loader's goes on with the training.
         found, sampler = set[Clip](), self._sampler()
         for keys in sampler:
             if sampler.position > end:
@@ -244,6 +247,7 @@ class ClipLoader:
         if self._batches is None:
             self._batches = self._new_batches()
         samples = self._replace_failures(next(self._batches))
+        # Counted when a batch is handed out. The sampler is ahead of it by what the workers have read.
         self.position += self.config.batch_size
         return Batch(
             torch.stack([sample.frames for sample in samples if sample.frames is not None]),
@@ -306,6 +310,7 @@ class ClipLoader:
         with warnings.catch_warnings():
             # torchdata 0.11 calls it, torch 2.13 deprecates it: nothing that a user could act on.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            # `collate_fn=list`, because a sample that could not be read has no frames to stack.
             loader = StatefulDataLoader(
                 self._folder,
                 batch_sampler=self._sampler(),
@@ -338,6 +343,7 @@ class ClipLoader:
             ]
             # A replacement may be bad too, on another rank: until no rank has a failure.
             failures = {sample.file: sample.error for sample in samples if sample.error is not None}
+            # One number for each batch; texts are exchanged only where some rank has a failure.
             if not (any_rank(bool(failures), self._group) if self._group is not None else failures):
                 return samples
             everyones = [failures] if self._group is None else from_all_ranks(failures, self._group)

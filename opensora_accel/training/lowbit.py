@@ -66,6 +66,7 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
         return
     problem = None
     try:
+        # A smaller one would keep fp32 moments, and the step would show nothing.
         parameter = nn.Parameter(torch.ones(_FEWEST, device=device))
         parameter.grad = torch.ones_like(parameter)
         low_bit_adamw([parameter], config).step()
@@ -81,6 +82,7 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
 
 def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:
     """A moment of zeros, [...] as the parameter is, in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
+    # torchao's own method; its last argument asks for signed codes, which a mean of squares does not need.
     if hasattr(optimizer, "_new_buffer"):
         moment: Tensor = optimizer._new_buffer(parameter, name == "exp_avg")
         return moment
@@ -96,7 +98,9 @@ def saved_values(moment: Tensor) -> Tensor:
     values: Tensor = local.dequantize()
     if getattr(local, "signed", False):
         blocks, scale = values.view(-1, local.block_size), local.scale
+        # Of each block the smallest value and one place that has it, both [number of blocks].
         lowest, at = blocks.min(1)
+        # The block has the lowest code and no value of the highest: then the scale was the size of a negative value.
         was_negative = (lowest == local.qmap[0] * scale) & (blocks.amax(1) < scale)
         blocks.scatter_(1, at.unsqueeze(1), torch.where(was_negative, -scale, lowest).unsqueeze(1))
     return values

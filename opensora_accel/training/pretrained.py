@@ -64,6 +64,7 @@ def load_pretrained(
     Raises:
         ValueError: there are no safetensors, they cannot be read, or weights are missing or of another shape.
     """
+    # Constructors make parameters in the default dtype, as `from_pretrained` has it while it builds.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -83,6 +84,8 @@ def load_pretrained(
         ) from error
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise unloadable(cls, option, folder, error) from error
+    # Before anything is filled: a library leaves weights that are missing random, and a frozen model never
+    # learns them.
     missing = missing_in(stored, model)
     if missing:
         raise ValueError(
@@ -104,6 +107,7 @@ def _keep_in_fp32(model: nn.Module) -> None:
     listed = getattr(
         model, "_keep_in_fp32_modules_strict" if is_transformers else "_keep_in_fp32_modules", None
     )
+    # Some classes name one module, some several, and most none.
     kept = {listed} if isinstance(listed, str) else set(listed or ())
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

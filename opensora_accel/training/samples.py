@@ -52,6 +52,7 @@ def sample_clips(
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
         velocity = predict(latents, timestep, captions)
+        # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
             return velocity
         unconditional = predict(latents, timestep, [""] * len(captions))

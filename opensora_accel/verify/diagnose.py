@@ -290,6 +290,7 @@ def fit_shares(
     found = mesh.parameters()
     wrong = [n for n in fits.unexplained if n in found and found[n].is_provable and not found[n].is_right]
     each_alone = [each.parameters() for each in alone]
+    # A parameter without a gradient where one rank counts alone gives no equation for that rank's factor.
     if any(name not in each for name in wrong for each in each_alone):
         return None
     # After the step's own average over ranks, so that the contributions add up to the whole gradient.
@@ -299,6 +300,7 @@ def fit_shares(
         of_ranks = [[parts[name][rank] for name in some] for rank in range(len(alone))]
         factors = fit_ranks(of_ranks, [found[name].expected for name in some])
         if factors is not None and not are_equal(factors):
+            # The factors may come from a few of the parameters; named are all that they make right.
             names = [name for name in wrong if are_factors(parts[name], factors, found[name].expected)]
             return _cause_of_shares(results, mesh.shape, factors, names)
     return None
@@ -353,6 +355,7 @@ def _wrong_gradients(
         if scalars and not any(each.is_right for each in scalars.values()):
             wrong_forward.add(mesh.shape)
     first: list[Cause] = []
+    # What may be chance is told as well, but behind the causes that leave no doubt.
     last: list[Cause] = []
     for remedy, samples in fits.remedies:
         wrong = {name: each for name, each in samples.items() if name not in by_shares}
@@ -391,6 +394,7 @@ def _cause_of_remedy(results: Results, remedy: Remedy, wrong: ByName) -> Cause:
         if clipped and _are_alike_once_clipped(results, wrong, remedy.missing):
             bad = dict.fromkeys(wrong, clipped)
             return results.cause(causes.ClippedTooEarly, bad, over=remedy.missing)
+        # A sum that comes out P times too large is an average that was left out, as DDP and FSDP take it.
         is_average = all(powers.get(axis) == 1 for axis in remedy.missing)
         if is_average:  # the sum is too large by what an average divides by
             powers = {axis: e for axis, e in powers.items() if axis not in remedy.missing}
@@ -436,6 +440,7 @@ def _place_of(results: Results, names: ByName) -> Place | None:
 
 def _first_wrong(results: Results, names: Sequence[str]) -> list[str]:
     """Those of `names` that belong to the module whose gradient is the first to be wrong."""
+    # Backward runs from the loss to the input, so the first one in this order is nearest to the mistake.
     order = [name for name in results.expected.first.backward_order if name in names]
     if not order:
         return []

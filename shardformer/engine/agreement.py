@@ -64,9 +64,11 @@ class Agreement:
         """
         if not inputs_are_compared():
             return
+        # A few forwards are enough, because a loop that seeds by RANK does so from its first step.
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if number >= NUM_COMPARED_FORWARDS and not debug_enabled():
             return
+        # By parameter name: what one rank passes by position, another may pass by keyword.
         values = dict(_values("", inspect.signature(model.forward).bind(*args, **kwargs).arguments))
         if not all(_is_real(value) for value in values.values() if isinstance(value, Tensor)):
             return

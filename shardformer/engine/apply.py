@@ -103,6 +103,7 @@ def shard(
         for name, refuse in (("__deepcopy__", refuse_copy), ("__reduce_ex__", refuse_pickle)):
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)
+        # From here on the undo belongs to the model, and leaving this block takes nothing back.
         setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report))
     return model
 
@@ -135,6 +136,7 @@ def unshard(model: ModelT) -> ModelT:
         raise ValueError(
             "the parameters were sharded by FSDP2, which cannot be undone; load a checkpoint instead"
         )
+    # The stack runs backwards: what was put on last is taken off first.
     applied.undo.close()
     delattr(model, _ATTRIBUTE)
     return model

@@ -63,6 +63,7 @@ def _attentions(
                 yield name, module, make(tokens, kernels, name)
     for entry in policy.joint_attention:
         found = find(model, entry.module)
+        # Blocks are found in the order in which they stand in the model, and decoders are the last of them.
         num_encoders = len(found) - _num_decoders(model, entry, len(found))
         for name, module in found[:num_encoders]:
             yield name, module, _joint_attention(tokens, kernels, entry, name)
@@ -112,6 +113,7 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
     ) -> Tensor:
         """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
         splits = tokens.state.splits
+        # Shares are known from the forward's first split, so attention exchanges no sizes.
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
         if mask is None:
             return kernels.spread(q, k, v, causal=causal, **options)

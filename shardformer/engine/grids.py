@@ -76,6 +76,7 @@ class GridLayout:
                     f'{what} is {tuple(tensor.shape)}, which is not "{self.pattern}" with '
                     + ", ".join(f"{name} = {known[name]}" for name in self.names if name in known)
                 )
+            # At most one name of a group is unknown, and its size is what the others leave.
             sizes |= {name: known.get(name, size // rest if unknown else size) for name in group}
         return sizes
 
@@ -101,6 +102,7 @@ def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitSta
             check_argument("", model, argument)
         change_arguments(model, inspect.signature(model.forward), read_sizes, undo)
     for entry in policy.grids:
+        # One for all blocks of the entry; what changes from forward to forward is in `tokens`.
         grid = _Grid(entry, tokens)
         for name, module in find(model, entry.module):
             grid.attach(name, module, undo)
@@ -171,6 +173,7 @@ class _Grid:
     def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
         """This rank's part of a tensor [...] that is whole."""
         spread, tokens = self.entry.spread, self.tokens
+        # One argument may have several layouts, as a mask with and without queries; the number of dims tells.
         layouts = [layout for name, layout in self.others if name == argument]
         layout = next((each for each in layouts if len(each.groups) == tensor.dim()), layouts[0])
         sizes = layout.sizes(tensor, tokens.state.sizes, what)

@@ -38,6 +38,7 @@ def change_arguments(
 
     @uncompiled
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
+        # Bound by name, so that an argument is found however the caller passes it.
         bound = signature.bind(*args, **kwargs)
         change(bound.arguments)
         return bound.args, bound.kwargs
@@ -63,6 +64,7 @@ def follow_forward(
     `hooked`: the modules that a policy names, by their paths.
     """
     running = ExitStack()
+    # One for each model that is sharded, because it counts that model's forwards.
     agreement = Agreement(tokens.group)
     check_agreement = uncompiled(agreement.check)
 
@@ -78,6 +80,7 @@ def follow_forward(
             for name in _CHECKPOINTS:
                 function = vars(module).get(name)
                 if callable(function) and not isinstance(function, _StatePreserving):
+                    # In the place of the user's function, which `release` puts back.
                     setattr(module, name, _StatePreserving(function))
 
     def end(*_: Any) -> None:

@@ -39,6 +39,7 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
 
             @functools.wraps(original)
             def function(*args: Any, **kwargs: Any) -> Any:
+                # Other models may call the same function, and so may this one where nothing is split yet.
                 if running_tokens() is not tokens or tokens.state.splits is None:
                     return original(*args, **kwargs)
                 bound = signature.bind(*args, **kwargs)

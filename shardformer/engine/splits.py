@@ -56,6 +56,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
                     f"{name or type(model).__name__} is parallel already (its {attribute} is set, as by "
                     "enable_parallelism); make the model anew and leave that out"
                 )
+    # Refusals go on first, so that they raise before anything is split.
     for argument, reason in policy.refuses:
         refuse_input(model, argument, reason, undo)
     if policy.arguments:

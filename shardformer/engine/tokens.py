@@ -158,6 +158,7 @@ class Tokens:
         Raises:
             ValueError: another number was split before, some rank would have none, or the units do not fit.
         """
+        # The first split of a forward tells how many tokens a frame has.
         if self.state.num_frames is not None and self.state.splits is None:
             self.state.unit = max(1, total // self.state.num_frames)
         if total < self.group.size():  # models are not written for no tokens; here all ranks say so together
@@ -199,6 +200,7 @@ class Tokens:
             return make()
         # Under a reentrant checkpoint the forward records no graph: that share has no gradient to give.
         version = 0 if tensor.is_inference() else tensor._version
+        # A tensor that was changed in place since has another version, and needs another share.
         key = id(tensor), version, torch.is_grad_enabled(), *key
         known = self._made.get(key)
         if known is None or known[0]() is not tensor:  # an id is a tensor's own while it lives

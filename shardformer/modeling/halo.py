@@ -52,6 +52,7 @@ def add_halo(
                     f"{name} made {out.size(dim)} rows of {rows.size(dim)}; a convolution over frames that are spread "
                     "must keep their number"
                 )
+            # Outputs at the neighbours' rows are cut off: those rows lack neighbours of their own here.
             return out.narrow(dim, before, num_own)
 
         return forward

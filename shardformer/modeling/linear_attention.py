@@ -46,6 +46,7 @@ class SpreadLinearAttention:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the pairs (0, 1), (2, 3), … of x [B, S/P, H, D]; cos, sin [1, S/P, 1, D] hold every angle twice."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    # One angle for each pair, [1, S/P, 1, D/2].
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     turned = (even * cos - odd * sin, even * sin + odd * cos)
     return torch.stack(turned, -1).flatten(-2).type_as(x)

@@ -103,6 +103,7 @@ def _quack(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> T
 def _liger(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
     """[..., C] → [..., C]. Raises: Unfit, where it is not installed or does not take this order."""
     _check_rms(x, weight, bias, replace(order, offset=0.0))
+    # Liger's own words: gemma multiplies by the weight before it rounds, llama afterwards.
     casting = "gemma" if order.rounds == "end" else "llama"
     # Not in place (the last argument): the gradient that comes in belongs to autograd.
     function = _function("liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
@@ -177,6 +178,7 @@ def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str]
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
+    # Under every name: a norm that is held twice is swapped once and stands in the report twice.
     modules = dict(model.named_modules(remove_duplicate=False))
     # With a dot behind both, a path is a prefix of whole names: `blocks.*.attn1.` of `blocks.0.attn1.norm_q.`.
     patterns = [re.compile(re.escape(path and f"{path}.").replace(r"\*", r"[^.]+")) for path in within]
@@ -307,6 +309,7 @@ def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) 
     Where none does, the row tells why of each.
     """
     order, eps, num_features = meaning.order, meaning.eps, meaning.num_features
+    # A generator of its own leaves the draws of the caller's run as they would be.
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = (draw(_ROWS, num_features) * 2).to(device, dtypes[0])
     weight, bias = (
@@ -319,6 +322,7 @@ def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) 
         expected, own, saved_before = _measure(order, inputs, grad, eps)
     except RuntimeError as error:
         return Row(reason=f"the norm itself refuses {dtypes}: {error}")
+    # The judge of both: the order in fp64, on the CPU, from the same rounded inputs.
     wide = [None if tensor is None else tensor.cpu().double() for tensor in inputs]
     _, exact, _ = _measure(order, wide, grad, eps)
 
@@ -341,6 +345,7 @@ def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) 
                 allowed = 1.25 * before + 4 * fp32 if mode == "strict" else 2 * before + 16 * fp32
                 if not wrong <= allowed:
                     raise Unfit(f"a gradient's error is {wrong:.1e}, {allowed:.1e} allowed")
+            # What a swap is for is memory. A kernel that keeps as much stays out, however fast it is.
             if saved_after >= saved_before:
                 raise Unfit(f"it keeps {saved_after} B a token for backward, no less than the norm itself")
         except Unfit as unfit:
@@ -368,6 +373,7 @@ def _measure(
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         out = function(*leaves, *options)
+    # Inputs are alive anyhow, so a kernel that keeps them costs nothing.
     for tensor in given:
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     gradients = torch.autograd.grad(out, given, grad.to(out.device, out.dtype))

@@ -51,6 +51,7 @@ def shard_tensors(model: nn.Module, regions: Sequence[TensorRegion], group: dist
     with ExitStack() as undo:
         for region in planned:
             _share(region, group, undo)
+        # Parameters come last, when nothing can be refused any more.
         for layer in (layer for region in planned for layer in region.layers):
             for name, cut in layer.cuts.items():
                 undo.callback(_cut_parameter(layer.module, name, cut, group))
@@ -105,6 +106,7 @@ def _cut_parameter(module: nn.Module, name: str, cut: Cut, group: dist.ProcessGr
 @torch.no_grad()
 def _convert(parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> None:
     """Replaces the data [...] of a parameter, and its gradient where there is one."""
+    # The gradient is taken off while shapes differ, and put back once both are converted.
     grad, parameter.grad = parameter.grad, None
     parameter.data = convert(parameter.data)
     if grad is not None:

@@ -57,6 +57,7 @@ class Cut:
     @torch.no_grad()
     def whole(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All ranks' shares in the model's own order: [..., N/P at dim, ...] → [..., N at dim, ...]. One all-gather."""
+        # [P]: how much of the dim each rank holds, all of its segments together.
         sizes = [sum(of_rank) for of_rank in zip(*self.shares, strict=True)]
         gathered = gather_forward_split_backward(local.detach(), group, self.dim, splits=sizes)
         # By rank, then by segment; the whole tensor is by segment, then by rank.

@@ -45,6 +45,7 @@ def derive_path(steps: Sequence[Sequence[tuple[str, str]]]) -> list[list[Flow]]:
     Raises:
         ValueError: shares that a layer cannot take, or that nobody takes, in the calculator's words.
     """
+    # What enters a region is whole and the same on all tensor ranks.
     given: Placement = Invariant()
     flows = []
     for layers in steps:
@@ -72,9 +73,11 @@ def derive_linear(name: str, weight: Placement, given: Placement) -> Flow:
     x = chain.tensor(f"the input of {name}", "si", tp=given)
     chain.tensor(f"{name}.weight", "oi", tp=weight)
     enter = leave = None
+    # Free in forward. In backward each rank has the part of the gradient that came through its channels.
     if isinstance(given, Invariant):
         x, enter = _move(chain, x, Replicate())
     out = chain.einsum(f"the product of {name}", "so", x, f"{name}.weight")
+    # A row-parallel layer leaves a term on each rank. Its sum is the same on all, and so is its gradient.
     if isinstance(_placement(chain, out), Partial):
         out, leave = _move(chain, out, Invariant())
     add_bias(chain, name, out)

@@ -38,6 +38,7 @@ class Entrance:
         """input_: [...] → the copy [...] that all layers of the region take."""
         if not (torch.is_grad_enabled() and input_.requires_grad):
             return input_  # nothing comes back
+        # The same object with other values, as after a change in place, has to enter again.
         for before, version, after in self._entered:
             if before is input_ and version == input_._version:
                 return after
@@ -58,6 +59,7 @@ def share_linear(module: nn.Linear, flow: Flow, entrance: Entrance, group: dist.
             """[..., in or in/P] → [..., out/P or out], as the weight is cut."""
             x = input if flow.enter is None else entrance(flow.enter, input)
             if flow.leave is None:
+                # Column-parallel: the layer's own forward, which finds fewer rows in its weight and its bias.
                 return original(x)
             # The bias after the sum: before it, every rank would add one.
             out = flow.leave(F.linear(x, module.weight), group)

@@ -53,6 +53,7 @@ def plan_region(model: nn.Module, region: TensorRegion, num_ranks: int, rank: in
     Raises:
         ValueError: the table does not fit the model.
     """
+    # In a policy `*` stands for any one name between dots.
     expression = re.compile(re.escape(region.module).replace(r"\*", r"[^.]+"))
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
     if not found:
@@ -78,6 +79,7 @@ def _plan(name: str, module: nn.Module, region: TensorRegion, num_ranks: int, ra
         [[(entry.module, labels[isinstance(entry, ColumnParallel)]) for entry in step] for step in steps]
     )
     layers = []
+    # What the step before leaves: the channels that every rank has of each of its segments.
     given: set[tuple[int, ...]] = set()
     for step, of_step in zip(steps, flows, strict=True):
         leaving: set[tuple[int, ...]] = set()
@@ -91,6 +93,7 @@ def _plan(name: str, module: nn.Module, region: TensorRegion, num_ranks: int, ra
             if isinstance(entry, ColumnParallel):
                 attribute = "embedding_dim" if isinstance(layer, nn.Embedding) else "out_features"
                 if getattr(layer, "bias", None) is not None:
+                    # A row-parallel layer's bias stays whole, and is added once, after the sum.
                     cuts["bias"] = Cut(0, cut.shares)
             # The module states its own width, which code of the model may read.
             width = attribute, sum(of_ranks[rank] for of_ranks in cut.shares)
@@ -183,6 +186,7 @@ class _Shares:
         return value
 
     def _share(self, what: str, size: int, num_heads: int | None) -> tuple[int, ...]:
+        # Without heads each channel is a unit, and may go to any rank.
         units = size if num_heads is None else num_heads
         if units < self._num_ranks:
             kind = "channels" if num_heads is None else "heads"

@@ -76,6 +76,7 @@ def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def _whole(tensor: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tensor:
     """[..., N/P at the dim that is cut, ...] → [..., N, ...]."""
     tensor = tensor.detach()
+    # FSDP2 has cut what the tensor ranks had left, so its mesh is gathered first.
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # An optimizer's count of steps is a single number, however its parameter is cut.
     if found is None or tensor.dim() == 0:
@@ -183,6 +184,7 @@ def total_grad_norm(model: nn.Module) -> Tensor:
         of_shares = (
             _norm(grads).square().to(next(model.parameters()).device)
         )  # of no gradients it is on the CPU
+        # Squares of norms may be added up over ranks, norms may not.
         dist.all_reduce(of_shares, group=group)
         total = total + of_shares
     return total.sqrt()

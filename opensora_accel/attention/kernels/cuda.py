@@ -122,6 +122,7 @@ class FlashKernel(_AtenKernel):
     ) -> Sequence[Tensor]:
         grad, q, k, v, out = inputs
         seed = _unused_seed(q)
+        # The two None are cumulative lengths, which only samples packed into one row have.
         grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, scores.causal, seed, seed),
             scale=scores.scale,
@@ -151,6 +152,7 @@ class CudnnKernel(_AtenKernel):
     ) -> tuple[Tensor, Tensor]:
         """As in the base class; cuDNN's own log-sum-exp is [B, H, S_q, 1]."""
         q, k, v = inputs
+        # True asks for the log-sum-exp, by which blocks are merged.
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale
         )
@@ -200,6 +202,7 @@ class EfficientKernel(_AtenKernel):
     ) -> tuple[Tensor, Tensor]:
         """As in the base class; rows that the kernel pads its log-sum-exp with are cut off: [B, H, S_q]."""
         q, k, v = inputs
+        # True asks for the log-sum-exp here too.
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale
         )
@@ -214,6 +217,7 @@ class EfficientKernel(_AtenKernel):
         # The kernel wants its log-sum-exps in multiples of 32 rows; those beyond the end weigh nothing.
         missing = -lse.size(2) % 32
         lse = F.pad(lse, (0, missing), value=float("inf")) if missing else lse
+        # Gradients of q, k and v are wanted, and none of the bias, which only hides keys.
         *grads, _of_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, q, k, v, bias, out, lse, seed, seed, 0.0),
             [True, True, True, False],

@@ -125,8 +125,10 @@ class Saver:
         Raises:
             OSError: on all ranks, where the save before could not be written.
         """
+        # One save at a time, because staged memory and the group belong to the one under way.
         self.wait()
         tensors = _tensors_of(state)
+        # Moments come with the first step. From then on places and staged memory stay.
         if _names(tensors) != _names(self._places):
             self._places = {stem: _find_places(entries) for stem, entries in tensors.items()}
             self._staged = {stem: {} for stem in tensors}
@@ -140,6 +142,8 @@ class Saver:
         files = {STATE: json.dumps(record, indent=2) + "\n", **texts}
         for stem, entries in tensors.items():
             folder_name = stem.partition("/")[0]
+            # Folders of weights are such as `from_pretrained` of diffusers reads; the optimizer's file is
+            # none.
             if folder_name != OPTIMIZER_STEM:
                 files[f"{folder_name}/{CONFIG}"] = _config_of(state.model)
                 if len(_file_names(stem, self._places[stem])) > 1:
@@ -190,6 +194,7 @@ class Saver:
                 # Quantized moments are made one at a time.
                 local = saved_values(tensors[stem][name])
                 if name not in staged:
+                    # Page-locked memory is dear to get, and its shapes do not change: it is kept for the next save.
                     staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
                 staged[name].copy_(local, non_blocking=True)
         if not torch.cuda.is_available():
@@ -249,6 +254,7 @@ class Saver:
     def _write_tensors(self, begun: Path) -> dict[str, str]:
         """Sends this rank's shards, receives and writes the tensors that it owns; the sum of each file."""
         rank = dist.get_rank()
+        # Messages between two ranks match by their order, which on both sides is that of `_places`.
         sent: list[Any] = [
             dist.isend(self._staged[stem][name], place.owner, group=self._group)
             for stem, places in self._places.items()
@@ -258,6 +264,7 @@ class Saver:
         sums: dict[str, str] = {}
         error: Exception | None = None
         for stem, places in self._places.items():
+            # Only one file's tensors at a time are whole in host memory.
             tensors = self._receive(stem)
             file = _file_names(stem, places).get(rank)
             # After an error nothing is written, but what the others send is still taken.
@@ -267,6 +274,7 @@ class Saver:
                     sums[file] = retried(partial(_write_file, path, tensors), f"writing {path}")
                 except (OSError, SafetensorError) as failure:
                     error = failure
+        # Sends read the staged memory, which the next save writes over.
         for work in sent:
             work.wait()
         if error is not None:
@@ -280,6 +288,7 @@ class Saver:
             if place.owner != rank:
                 continue
             own = self._staged[stem][name]
+            # Nobody else has a part of it, so it is written as it was staged.
             if len(place.holders) == 1:
                 whole[name] = own
                 continue
@@ -340,6 +349,7 @@ def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     }
     found = {f"{MODEL}/{WEIGHTS_STEM}": weights, OPTIMIZER_STEM: moments}
     if state.ema is not None:
+        # Weights that are not averaged are saved beside those that are: the folder is a whole model.
         found[f"{AVERAGED}/{WEIGHTS_STEM}"] = {**weights, **state.ema.weights}
     return found
 
@@ -377,12 +387,14 @@ def _copies(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, froz
     sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     replicated = [dim for dim in range(mesh.ndim) if dim not in sharded]
     shards = math.prod(mesh.size(dim) for dim in sharded)
+    # [copies, shards]: a row holds ranks that differ along the sharded axes alone.
     rows = mesh.mesh.permute(*replicated, *sharded).reshape(-1, shards).tolist()
     return {rank: frozenset(row if sharded else [rank]) for row in rows for rank in row}
 
 
 def _file_names(stem: str, places: Mapping[str, _Place]) -> dict[int, str]:
     """The file of each rank that owns any."""
+    # Where there are no tensors, rank 0 writes an empty file, so that every state has the same files.
     ranks = sorted({place.owner for place in places.values()}) or [0]
     if len(ranks) == 1:
         return {ranks[0]: f"{stem}.safetensors"}

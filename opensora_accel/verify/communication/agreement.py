@@ -64,10 +64,12 @@ def unlike_collectives(record: Record) -> Iterator[Violation]:
     for rank in record.ranks:
         queues[rank.rank] = defaultdict(list)
         for call in rank.calls:
+            # Messages have two ends and no order among a group's collectives: they are compared apart.
             if not call.is_point_to_point:
                 queues[rank.rank][call.group].append(call)
     for group in dict.fromkeys(group for calls in queues.values() for group in calls):
         rule = f"all ranks of a group call the same collectives in the same order ({group_of(group, record.shape)})"
+        # Every pair is compared, because in an all-to-all any two ranks may disagree about what they exchange.
         for first, other in itertools.combinations([rank for rank in group if rank in queues], 2):
             pairs = enumerate(zip(queues[first][group], queues[other][group], strict=False), start=1)
             unlike = [(n, one, two) for n, (one, two) in pairs if not _fit(one, two, first, other)]
@@ -161,6 +163,7 @@ def circular_waits(record: Record) -> Iterator[Violation]:
         waiting = {
             rank: calls[position[rank]] for rank, calls in queues.items() if position[rank] < len(calls)
         }
+        # A collective runs when all of its recorded members have come to it. Then each of them goes on.
         ready = []
         for rank, call in waiting.items():
             members = [member for member in call.group if member in queues]
@@ -170,6 +173,7 @@ def circular_waits(record: Record) -> Iterator[Violation]:
             position[rank] += 1
         if not ready:
             break
+    # None of the ranks that are left can go on, so each waits for another one of them.
     if waiting:
         shown = [
             f"rank {rank} in {call.kind} over {group_of(call.group, record.shape)}"

@@ -82,10 +82,12 @@ def find_call_site() -> CallSite:
                 via = _owner(inner, name)
         elif not caller and name not in _PASSES_ON and not _is_plumbing(path):
             line = f"{_short(path)}:{frame.f_lineno} in {name}"
+            # The first such line is the source. The caller goes on outwards, until a line is not this toolkit's.
             source = source or line
             caller = "" if path.startswith(_TOOLKIT) else line
         frame = frame.f_back
     source = source or NOWHERE.source
+    # A checkpoint's frames stand above its forward as well. It is a recomputation only under autograd's engine.
     return CallSite(source, caller or source, via, is_recomputed and passed_engine)
 
 

@@ -119,6 +119,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
             f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) is initialised in this process, "
             "and a recording needs to make its own; record in a process of its own, or destroy_process_group() first"
         )
+    # Groups that are registered here are of another world.
     parallel_states.reset()
     with (
         # A recording draws numbers, and the caller's must go on as if it had not.
@@ -176,6 +177,7 @@ class OtherRanks(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.c10d.allreduce_.default:
+            # DDP's reducer reads the sum from the work, and the fake backend's work holds nothing.
             self._works.append(_Finished(list(args[0])))
             return result[0], self._works[-1].boxed()
         if func is torch.ops.c10d._allgather_base_.default:

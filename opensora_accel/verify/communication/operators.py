@@ -132,6 +132,7 @@ def calls_of(
         sizes = (sent_bytes, input_bytes, num_elements)
         return Call(kind, func._schema.name, ranks, root, *sizes, dtype, **chunks), tuple(tensors)
 
+    # Sends and receives that are started together come as one operator.
     if name == "batch_p2p_ops":
         for each, peer, tensor in zip(values["op_list"], values["peer_list"], values["tensors"], strict=True):
             kind = _KIND_OF.get(each, "unknown")
@@ -151,6 +152,7 @@ def calls_of(
             sent_to = _chunk_bytes(tensors[0], splits, len(ranks))
             output = values.get("output", tensors[0])
             received_from = _chunk_bytes(output, values.get("output_split_sizes"), len(ranks))
+        # The piece for this rank itself stays here.
         sent_bytes = sum(sent_to) - sent_to[group.rank()]
         yield call(kind, tensors, sent_bytes, sent_to=sent_to, received_from=received_from)
         return
@@ -159,6 +161,7 @@ def calls_of(
     # The other end of a send or recv, or the root of a broadcast, reduce, gather or scatter.
     peer = next((values[each] for each in ("root_rank", "dst", "src") if each in values), None)
     is_root, others, size_bytes = peer == group.rank(), len(ranks) - 1, sum(t.nbytes for t in tensors)
+    # As the text at the top counts: an all-reduce is a reduce-scatter and then an all-gather.
     sent = {
         "send": size_bytes,
         "all-reduce": 2 * size_bytes * others // len(ranks),

@@ -62,6 +62,7 @@ def broken_promises(record: Record) -> list[Violation]:
         # Nothing can be said of gradients under FSDP1, as the record's notes say.
         uses_fsdp1 = any(call.where.via.startswith("FSDP1") for call in rank.calls)
         has_gradients = rank.num_backwards > 0 and not uses_fsdp1
+        # Groups are looked at on any mesh, and all else as far as the mesh promises it.
         found += strange_groups(rank, record)
         if plan is not None:
             found += misplaced_calls(rank, record, plan)
@@ -147,6 +148,7 @@ def missing_attention(record: Record, axis: str, degree: int) -> Iterator[Violat
                     "send at every step but the last; where there are fewer tokens than ranks, record with more",
                     sources_of(of_phase),
                 )
+        # What a recomputation sends again is in neither count.
         there = [call for call in calls if call.phase in _FORWARD]
         back = [call for call in calls if call.phase == BACKWARD]
         # Frozen layers may need no gradient of their input.
@@ -167,6 +169,7 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
         call for call in rank.calls if call.kind == "all-gather" and call.is_by_fsdp and len(call.group) > 1
     ]
     name = name_of(shard_axes, shape) if shard_axes else "one rank"
+    # Gathers of FSDP over one rank send nothing and are left out above.
     wrong = [call for call in gathers if group_of(call.group, shape).axes != shard_axes]
     over = " and ".join(dict.fromkeys(group_of(call.group, shape).name for call in wrong or gathers))
     if plan.sharding == "none" or not shard_axes:
@@ -189,6 +192,7 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
     sharded = [parameter for parameter in rank.parameters if parameter.padded_elements is not None]
     whole = sum(parameter.padded_elements or 0 for parameter in sharded)
     gathered = sum(call.num_elements * len(call.group) for call in gathers)
+    # zero3 frees the parameters after forward and gathers them again in backward; zero2 keeps them.
     often = 2 if plan.sharding == "zero3" and rank.num_backwards else 1
     least = most = often * whole
     if often == 2:
@@ -214,6 +218,7 @@ def unreduced_whole_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[Vi
     axes = shape.used(MIXED_AXES)
     whole = [p for p in rank.parameters if p.is_trained and p.padded_elements is None]
     reductions = [call for call in rank.calls if call.kind in _REDUCTIONS]
+    # How often each parameter's gradient was in a reduction over a group that has this axis.
     times = {parameter.name: dict.fromkeys(axes, 0) for parameter in whole}
     for call in reductions:
         for name in call.gradients:
@@ -249,6 +254,7 @@ def unreduced_sharded_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[
         for axis in group_of(call.group, shape).axes or ():
             if axis in reduced:
                 reduced[axis] += shards * call.num_elements
+    # Collectives may carry the padding or leave it out: all counts from the one to the other are right.
     least = sum(parameter.num_elements for parameter in sharded)
     padded = sum(parameter.padded_elements or 0 for parameter in sharded)
     most = rank.num_backwards * padded

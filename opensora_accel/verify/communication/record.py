@@ -114,6 +114,7 @@ class _GradientStorages:
         if not self._parameters or func._schema.name not in _HOLDS_GRADIENTS_OF_ITS_INPUTS:
             return
         names = self._accumulated()
+        # In backward nearly every operation has gradients in it. Only what autograd accumulates is followed.
         if in_backward and not names:
             return
         names |= self._held_in([*tensors_in(args)])
@@ -142,6 +143,7 @@ class _GradientStorages:
             reference, names = self._storages[key]
             if not reference.expired():
                 found |= names
+        # A loop may communicate `.grad` itself, which nothing was copied into.
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and _storage(parameter.grad) in wanted:
                 found.add(name)

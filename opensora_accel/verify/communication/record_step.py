@@ -214,6 +214,8 @@ def _tensors(are_fake: bool) -> Iterator[None]:
 def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parameter, ...]:
     named, kept = dict(model.named_parameters()), _kept_by_root(model)
     seen = with_gradient | {name for name, parameter in named.items() if parameter.grad is not None}
+    # A step that clears its gradients leaves nothing to look at. Where none was followed either, whatever
+    # asks for a gradient counts as trained.
     cleared = all(parameter.grad is None for parameter in named.values())
     found = []
     for name, parameter in named.items():
@@ -248,6 +250,7 @@ def _sharding(parameter: nn.Parameter) -> tuple[int | None, int | None]:
         if isinstance(placement, Shard):
             shard_ranks *= parameter.device_mesh.size(dim)
             rows = parameter.shape[placement.dim]
+    # FSDP2 fills the dim that it cuts up to a multiple of the ranks, so that all of them send as much.
     return shard_ranks, -(-rows // shard_ranks) * shard_ranks * (parameter.numel() // max(rows, 1))
 
 
