@@ -104,7 +104,8 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     modules: list[nn.Module] = [*blocks, model]
     for module in modules:
         unit = fully_shard(module, **options)
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        groups = unit._get_fsdp_state()._fsdp_param_groups if kept else ()
+        for group in groups:
             if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
     _prefetch(model, blocks, plan.prefetch)
@@ -199,10 +200,11 @@ def _without_views(_model: nn.Module, _args: Any, output: Any) -> Any:
 
 def _prefetch(model: nn.Module, blocks: Sequence[nn.Module], num_blocks: int) -> None:
     """Gathers the next blocks while one computes: those after it in forward, those before it in backward."""
+    if not isinstance(model, FSDPModule):
+        return  # blocks prefetch each other on the streams of their root
     # By default FSDP2 overlaps by itself, on a stream of its own, and for that keeps what has arrived of one block
     # until the next one is here: with a block fetched ahead that would be three blocks' bytes in forward.
-    if isinstance(model, FSDPModule):
-        model._set_unshard_async_op(True)
+    model._set_unshard_async_op(True)
     units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + num_blocks])

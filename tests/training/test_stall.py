@@ -31,7 +31,7 @@ def timed(work):
 
 
 def stalls(config, num_rounds):
-    """Medians in seconds: a step, what one waits for a save beside it, and a save that is waited for."""
+    """Seconds of each round: a step, what one waits for a save beside it, and a save that is waited for."""
     trainer = Trainer(config)
     for _ in range(2):
         trainer.step()
@@ -44,7 +44,7 @@ def stalls(config, num_rounds):
         trainer.saver.wait()
         synchronous = timed(lambda: (trainer.save(), trainer.saver.wait()))
         rounds.append((step, asynchronous, synchronous))
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return list(zip(*rounds, strict=True))
 
 
 @pytest.mark.prove
@@ -52,10 +52,13 @@ def test_a_step_waits_for_a_copy_and_not_for_the_disk(ranks, clips, tmp_path):
     plan = Plan(dp_shard=2, sharding="FULL_SHARD")
     options = {"data.batch_size": 8, "model.config": MODEL}
     config = tiny_config(clips, tmp_path / "run", plan, steps=100, keep_checkpoints=1, **options)
-    step, asynchronous, synchronous = ranks(2, stalls, config, 5)[0]
+    rounds = ranks(2, stalls, config, 5)[0]
+    step, asynchronous, synchronous = map(statistics.median, rounds)
     print(
         f"a step takes {step:.2f} s; a save beside it stalls it for {asynchronous:.3f} s, {asynchronous / step:.1%} "
         f"of a step; a save that is waited for {synchronous:.2f} s, {synchronous / step:.0%}"
     )
+    # The least of each: whatever else runs on the machine only adds, and most to what is short.
+    step, asynchronous, synchronous = map(min, rounds)
     assert asynchronous < 0.05 * step
     assert asynchronous < 0.25 * synchronous
