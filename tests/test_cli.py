@@ -277,6 +277,8 @@ from opensora_accel.training.loop import Trainer
 step = Trainer.step
 
 def dying_step(trainer, *args):
+    if trainer.state.step == 3:
+        trainer.saver.wait()  # or the state of step 2 may still lack what the rank that dies would have sent
     if trainer.state.step == 3 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return step(trainer, *args)

@@ -26,7 +26,7 @@ from opensora_accel.communications.waiting import waiting
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import find_saved_state, list_saved_states, read_record, save
 from opensora_accel.verify.pool import RankError, RankPool
-from tests.tiers import PROVE, some
+from tests.tiers import PROVE
 from tests.training.runs import tiny_config
 from tests.training.test_layouts import everything
 
@@ -134,7 +134,8 @@ def hang(config, how):
 HANG_TIMEOUT_S = 4.0
 
 
-@pytest.mark.parametrize("how", some(["stopped", "gone another way"]))
+@pytest.mark.prove
+@pytest.mark.parametrize("how", ["stopped", "gone another way"])
 def test_a_rank_that_hangs(ranks, clips, tmp_path, undisturbed, how, fault):
     config = dataclasses.replace(config_of(clips, tmp_path / "run"), timeout_s=HANG_TIMEOUT_S)
     with RankPool(2, collective_timeout_s=HANG_TIMEOUT_S, grace_s=60) as impatient:
