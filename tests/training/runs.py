@@ -8,6 +8,15 @@ from typing import Any
 
 from opensora_accel import Plan
 
+TINY_WAN = {
+    "num_attention_heads": 3,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "ffn_dim": 32,
+    "freq_dim": 32,
+    "rope_max_seq_len": 32,
+}
+
 
 def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None, **changes: Any) -> Any:
     """Changes are by full name: `steps=3`, `**{"data.batch_size": 2}`."""
@@ -21,16 +30,7 @@ def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None
         "codec": {"patch": 4},
         "text": {"length": 8, "width": 32},
         "optim": {"lr": 3e-3, "warmup_steps": 5},
-        "model": {
-            "config": {
-                "num_attention_heads": 3,
-                "attention_head_dim": 12,
-                "num_layers": 2,
-                "ffn_dim": 32,
-                "freq_dim": 32,
-                "rope_max_seq_len": 32,
-            }
-        },
+        "model": {"config": dict(TINY_WAN)},
         "plan": dataclasses.asdict(plan or Plan()),
     }
     for name, value in changes.items():

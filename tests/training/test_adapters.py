@@ -8,16 +8,7 @@ from torch.distributed.tensor import DTensor
 from opensora_accel import Plan
 from opensora_accel.training.adapters import saved_weights
 from tests.tiers import some
-from tests.training.runs import tiny_config
-
-SIZES = {
-    "num_attention_heads": 3,
-    "attention_head_dim": 12,
-    "num_layers": 2,
-    "ffn_dim": 32,
-    "freq_dim": 32,
-    "rope_max_seq_len": 32,
-}
+from tests.training.runs import TINY_WAN, tiny_config
 
 
 @pytest.fixture
@@ -26,7 +17,7 @@ def base(tmp_path):
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
-    model = WanTransformer3DModel(**SIZES, in_channels=48, out_channels=48, text_dim=32)
+    model = WanTransformer3DModel(**TINY_WAN, in_channels=48, out_channels=48, text_dim=32)
     model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
