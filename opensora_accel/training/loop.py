@@ -212,6 +212,7 @@ class Trainer:
         reason = self._why_skip(norm)
         if reason is None:
             self._norms.append(norm)
+            self.saver.wait_for_copy()
             state.optimizer.step()
             if state.ema is not None:
                 state.ema.update()
@@ -355,6 +356,7 @@ class Trainer:
 
     def _averaged(self) -> AbstractContextManager[None]:
         """Within it the model has the averaged weights, where there are any."""
+        self.saver.wait_for_copy()
         return self.state.ema.applied() if self.state.ema is not None else nullcontext()
 
     def _source(self, video: Video) -> Tensor:

@@ -89,11 +89,16 @@ def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -
     return torch.zeros_like(parameter, requires_grad=False)
 
 
+def is_quantized(moment: Tensor) -> bool:
+    """Whether a moment [...] is kept as codes and scales, of which `saved_values` makes new values."""
+    return hasattr(moment.to_local() if isinstance(moment, DTensor) else moment, "codes")
+
+
 @torch.no_grad()
 def saved_values(moment: Tensor) -> Tensor:
     """What this rank holds of a moment [...] in fp32, as it is saved; the tensor itself where it is not quantized."""
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment.detach()
-    if not hasattr(local, "codes"):
+    if not is_quantized(local):
         return local
     values: Tensor = local.dequantize()
     if getattr(local, "signed", False):

@@ -1,10 +1,11 @@
 """Writes saved states beside the training.
 
-A step waits only while every rank copies the shards that it holds to host memory, page-locked on a GPU, where not even
-that is waited for. A thread of each rank does the rest while training goes on. Each tensor has an owner, the rank with
-the fewest bytes to write so far; the ranks of its copy send their shards there, over a group of gloo that nothing else
-uses, and the owner writes the tensor whole. Rank 0's thread hears through torch's store how the others fared, writes
-the manifest last and gives the folder its name. P = 2, one weight of 4 rows and one of 2:
+A thread of each rank copies the shards that the rank holds to host memory, while the next step runs forward and
+backward; only its optimizer waits for the copy, on a GPU without the host (page-locked memory and a stream of its own).
+Then the thread writes. Each tensor has an owner, the rank with the fewest bytes to write so far; the ranks of its copy
+send their shards there, over a group of gloo that nothing else uses, and the owner writes the tensor whole. Rank 0's
+thread hears through torch's store how the others fared, writes the manifest last and gives the folder its name. P = 2,
+one weight of 4 rows and one of 2:
 
     rank 0    stages rows 0, 1 and row 0    receives rows 2, 3 of the first     writes the first
     rank 1    stages rows 2, 3 and row 1    receives row 0 of the second        writes the second
@@ -37,7 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 from opensora_accel.deferred import region_of
 from opensora_accel.files import retried
 from opensora_accel.training.adapters import saved_weights
-from opensora_accel.training.lowbit import saved_values
+from opensora_accel.training.lowbit import is_quantized, saved_values
 from opensora_accel.training.optim import EMA
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
@@ -97,6 +98,10 @@ class Saver:
     _thread: threading.Thread | None = None
     # What became of the save: the error, if there was one. Rank 0 knows those of all ranks.
     _error: Exception | None = None
+    # Set while nothing is being copied.
+    _copied: threading.Event = field(default_factory=threading.Event)
+    # What the copies run on beside the training; none without a GPU.
+    _stream: torch.cuda.Stream | None = None
     _num_saves: int = 0
     # By the stem of a file and name; they stay the same from one save to the next.
     _places: dict[str, dict[str, _Place]] = field(default_factory=dict)
@@ -108,13 +113,17 @@ class Saver:
         self._group = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=self.limit_s), group_desc=BACKGROUND
         )
+        self._copied.set()
+        if torch.cuda.is_available():
+            self._stream = torch.cuda.Stream()
 
     def save(
         self, folder: Path, state: TrainState, extra: Mapping[str, Any], texts: Mapping[str, str], keep: int
     ) -> None:
         """Starts to write `folder`, and removes all but the newest `keep` that the same run wrote once it is whole.
 
-        A save that is still under way is waited for first.
+        A save that is still under way is waited for first. Parameters, moments and averages must stay as they are until
+        `wait_for_copy` has returned.
 
         Args:
             extra: JSON values stored beside the step (configuration, data position, the run's id under "run").
@@ -132,7 +141,6 @@ class Saver:
         if _names(tensors) != _names(self._places):
             self._places = {stem: _find_places(entries) for stem, entries in tensors.items()}
             self._staged = {stem: {} for stem in tensors}
-        copied = self._stage(tensors)
         record = {
             "step": state.step,
             "model_class": class_name(state.model),
@@ -149,9 +157,13 @@ class Saver:
                 if len(_file_names(stem, self._places[stem])) > 1:
                     files[f"{stem}.safetensors.index.json"] = _index(stem, entries, self._places[stem])
         self._num_saves += 1
+        self._copied.clear()
+        if self._stream is not None:
+            # What this step still computes is copied once it is there.
+            self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = threading.Thread(
             target=self._run,
-            args=(folder, files, copied, extra.get("run"), keep),
+            args=(folder, files, tensors, extra.get("run"), keep),
             name=SAVING,
             daemon=True,
         )
@@ -161,6 +173,12 @@ class Saver:
     def failed(self) -> bool:
         """Whether this rank knows already that the save under way cannot end well; rank 0 knows of all ranks."""
         return self._error is not None
+
+    def wait_for_copy(self) -> None:
+        """Waits until what is being saved may change again: before an optimizer steps, or weights are exchanged."""
+        self._copied.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def wait(self) -> None:
         """Waits until what was saved lies whole on disk.
@@ -183,45 +201,55 @@ class Saver:
         from_first_rank(outcome)
 
     @torch.no_grad()
-    def _stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Callable[[], object]:
-        """Copies to host memory what this rank sends or writes of tensors [...]; what waits until that is done."""
+    def _stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copies to host memory what this rank sends or writes of tensors [...]."""
         rank = dist.get_rank()
-        for stem, places in self._places.items():
-            staged = self._staged[stem]
-            for name, place in places.items():
-                if rank not in place.holders:
-                    continue
-                # Quantized moments are made one at a time.
-                local = saved_values(tensors[stem][name])
-                if name not in staged:
-                    # Page-locked memory is dear to get, and its shapes do not change: it is kept for the next save.
-                    staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                staged[name].copy_(local, non_blocking=True)
-        if not torch.cuda.is_available():
-            return lambda: None
-        # The next step's kernels come after these copies; nothing on the host has to wait.
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize
+        held = [
+            (tensors[stem][name], self._staged[stem], name)
+            for stem, places in self._places.items()
+            for name, place in places.items()
+            if rank in place.holders
+        ]
+        sources, copies = list[Tensor](), list[Tensor]()
+        try:
+            with torch.cuda.stream(self._stream):  # nothing, where there is none
+                for tensor, staged, name in held:
+                    local = saved_values(tensor)
+                    if name not in staged:
+                        # Page-locked memory is dear to get, and its shapes do not change: the next save uses it again.
+                        staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                    if is_quantized(tensor):
+                        # Its values were made for this, and are gone before the next ones are made.
+                        staged[name].copy_(local, non_blocking=True)
+                    else:
+                        sources.append(local)
+                        copies.append(staged[name])
+                # One call, which leaves Python to the training while it copies.
+                torch._foreach_copy_(copies, sources, non_blocking=True)
+        finally:
+            # Also after an error, for which no step may wait.
+            self._copied.set()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _run(
         self,
         folder: Path,
         files: Mapping[str, str],
-        copied: Callable[[], object],
+        tensors: Mapping[str, Mapping[str, Tensor]],
         run: Any,
         keep: int,
     ) -> None:
-        """What the thread does."""
+        """What the thread does with tensors [...] and the other files."""
         # The group's name tells this saver's keys from those of another run in the same job.
         begun, key = (
             folder.with_name(folder.name + PARTIAL),
             f"save/{self._group.group_name}/{self._num_saves}",
         )
         try:
-            copied()
+            _tell(f"{key}/copied/{dist.get_rank()}", lambda: self._stage(tensors))
             if dist.get_rank() == 0:
-                _tell(f"{key}/begin", lambda: _make_partial(begun))
+                _tell(f"{key}/begin", lambda: self._begin(begun, key))
             self._hear(f"{key}/begin", 0)
             _tell(f"{key}/{dist.get_rank()}", lambda: self._write_tensors(begun))
             if dist.get_rank() == 0:
@@ -307,6 +335,13 @@ class Saver:
                 part.copy_(buffer)
         return whole
 
+    def _begin(self, begun: Path, key: str) -> None:
+        """Makes the folder once all ranks have copied."""
+        for rank in range(dist.get_world_size()):
+            self._hear(f"{key}/copied/{rank}", rank)
+        remove_partial(begun.parent)
+        begun.mkdir(parents=True)
+
     def _finish(self, folder: Path, begun: Path, files: Mapping[str, str], key: str) -> None:
         """Writes the texts and the manifest once all ranks have written, and gives the folder its name."""
         sums, errors = dict[str, str](), list[str]()
@@ -341,6 +376,8 @@ def class_name(model: nn.Module) -> str:
 def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     """Everything that is saved, by the stem of its files and by name."""
     weights = saved_weights(state.model)
+    # Unlike parameters, they may change in the forward that runs beside the copy.
+    weights |= {name: buffer.clone() for name, buffer in state.model.named_buffers() if name in weights}
     moments = {
         f"{name}.{entry}": state.optimizer.state[parameter][entry]
         for name, parameter in state.model.named_parameters()
@@ -424,19 +461,13 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _tell(key: str, work: Callable[[], dict[str, str]]) -> None:
-    """Does the work and tells rank 0 what came of it."""
+def _tell(key: str, work: Callable[[], dict[str, str] | None]) -> None:
+    """Does the work and tells the other ranks what came of it: the sums of the files that it wrote, or its error."""
     try:
-        told: dict[str, Any] = {"sums": work()}
-    except Exception as error:  # noqa: BLE001 - rank 0 must hear of it, whatever it is
+        told: dict[str, Any] = {"sums": work() or {}}
+    except Exception as error:  # noqa: BLE001 - they must hear of it, whatever it is
         told = {"error": str(error)}
     _store().set(key, json.dumps(told))
-
-
-def _make_partial(begun: Path) -> dict[str, str]:
-    remove_partial(begun.parent)
-    begun.mkdir(parents=True)
-    return {}
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
