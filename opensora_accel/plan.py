@@ -67,6 +67,9 @@ class Plan:
     """Sequence parallel ranks that exchange tokens for heads by all-to-all (Ulysses)."""
     tp: int = 1
     """Tensor parallel ranks."""
+    overlap_ulysses: bool = False
+    """Send what Ulysses exchanges under compute, in more and smaller collectives: v is projected while q and k travel,
+    and heads attend in groups. The same numbers."""
     checkpoint: Checkpoint = "none"
     """Activation checkpointing: none; full (recompute every block); selective (keep attention outputs)."""
     offload: float | Literal["auto"] = 0.0
@@ -101,6 +104,14 @@ class Plan:
             raise ValueError(
                 f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "
                 'set checkpoint="full" (or "selective"), or offload=0'
+            )
+        if not isinstance(self.overlap_ulysses, bool):
+            raise ValueError(f"overlap_ulysses must be true or false; got {self.overlap_ulysses!r}")
+        if self.overlap_ulysses and (self.ulysses == 1 or self.ring > 1):
+            raise ValueError(
+                "overlap_ulysses overlaps the exchange of a ulysses degree with attention to whole sequences; the plan "
+                f"has ulysses={self.ulysses} and ring={self.ring}: put the ranks on ulysses, or leave it out (a ring "
+                "overlaps by itself)"
             )
         if not isinstance(self.mlp_chunks, int) or isinstance(self.mlp_chunks, bool) or self.mlp_chunks < 1:
             raise ValueError(

@@ -16,8 +16,9 @@ Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from opensora_accel.attention.call import autocast, enter_call
 from opensora_accel.attention.local import attend_whole
+from opensora_accel.attention.ulysses_pipeline import attend_in_groups, heads_divide
 from opensora_accel.communications import all_to_all_packed, gather_forward_split_backward, share_sizes
 from opensora_accel.communications.alltoall import Cut, all_to_all_unchecked
 from opensora_accel.communications.checks import check_group
@@ -35,7 +37,7 @@ from opensora_accel.parallel_states import get_parallel_group
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | Callable[[], Tensor],
     group: dist.ProcessGroup | None = None,
     *,
     mask: Tensor | None = None,
@@ -43,6 +45,7 @@ def ulysses_attention(
     scale: float | None = None,
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """This rank's rows of the attention over the whole sequence, equal to that of one device.
 
@@ -50,13 +53,16 @@ def ulysses_attention(
 
     Args:
         q: [B, S_q/P, H, D].
-        k, v: [B, S_kv/P, H_kv, D]; H is a multiple of H_kv.
+        k, v: [B, S_kv/P, H_kv, D]; H is a multiple of H_kv. v may be a function that computes it: with `overlap` it
+            runs while q and k travel.
         group: the P ranks; by default the registered sequence group.
         mask: [B, S_kv/P], this rank's part of the key mask, true where a key may be seen.
         causal: query i sees keys 0…i of the whole sequence; needs S_q = S_kv.
         scale: 1/√D by default.
         splits, kv_splits: every rank's number of queries and of keys, where the caller knows them; otherwise
             they are exchanged. Within torch.compile they must be given.
+        overlap: sends under compute, in more and smaller collectives (`ulysses_pipeline`), where every rank gets as
+            many key heads; the same numbers to the last bit. There is no second derivative then.
 
     Returns:
         [B, S_q/P, H, D].
@@ -69,14 +75,26 @@ def ulysses_attention(
     backward. A mask adds one all-gather of its bytes.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
-    q, k, v = autocast(q, k, v)
-    call = enter_call(q, k, v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale)
+    # A graph holds no transfer that has only begun.
+    overlaps = overlap and not torch.compiler.is_compiling() and heads_divide(q, k, group)
+    if callable(v) and not overlaps:
+        v = v()
+    q, k = autocast(q, k)
+    # Of a v that is not there yet only dtype and shape are checked here, and they are to be those of k.
+    (known_v,) = (k,) if callable(v) else autocast(v)
+    call = enter_call(
+        q, k, known_v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale
+    )
+    if overlaps:
+        project_v = v if callable(v) else lambda: known_v
+        whole_mask = None if mask is None else partial(_whole_mask, mask, group, call.kv_splits)
+        return attend_in_groups(q, k, project_v, whole_mask, group, call)
     if group.size() == 1:
-        return attend_whole(q, k, v, mask, call)
+        return attend_whole(q, k, known_v, mask, call)
     num_heads = q.size(2)
     # [B, S/P, H, D] → [B, S, H/P, D] → attention → [B, S, H/P, D] → [B, S/P, H, D]
-    q, k, v, mask = scatter_heads(q, k, v, mask, group, call.splits, call.kv_splits)
-    return gather_heads(attend_whole(q, k, v, mask, call), group, call.splits, num_heads)
+    q, k, whole_v, mask = scatter_heads(q, k, known_v, mask, group, call.splits, call.kv_splits)
+    return gather_heads(attend_whole(q, k, whole_v, mask, call), group, call.splits, num_heads)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ Two thirds of what a rank holds leave it. The way back scatters tokens and gathe
 dims exchanged. It is also the gradient, because an all-to-all only moves numbers.
 
 On the wire there is one `all_to_all_single` for any number of tensors. Equal shares take one permutation on one side
-of it and a view on the other, or a second permutation where a view cannot give the order. Shares that differ are cut
-into a piece for each rank and joined again.
+of it and a view on the other, or a second permutation where a view cannot give the order; tensors may then differ in
+the scattered dim, as query heads and key heads do. Shares that differ between ranks are cut into a piece for each rank
+and joined again.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Cut(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        return len(set(self.splits)) == 1 and len(set(self.splits[0])) == 1
+        """Whether every rank has as much as the others, of each tensor."""
+        return all(sizes.count(sizes[0]) == len(sizes) for sizes in self.splits)
 
 
 def all_to_all_unchecked(
@@ -131,7 +133,8 @@ def all_to_all_unchecked(
     return tuple(tensors) if group.size() == 1 else _AllToAll.apply(group, scatter, gather, *tensors)
 
 
-# A view that autograd does not treat as one; `_AllToAll.forward` says why.
+# Autograd forbids changing views of one buffer in place, as a rotary embedding may do. What an exchange returns does
+# not overlap, and is made by views that autograd does not treat as such, here and by `torch.unsafe_split_with_sizes`.
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
@@ -141,9 +144,7 @@ class _AllToAll(torch.autograd.Function):
         # Not by name: torch.compile (2.13) counts the parameters, and takes two tensors after three names for no ctx.
         group, scatter, gather, *tensors = arguments
         ctx.group, ctx.scatter, ctx.gather = group, scatter, gather
-        outputs = _exchange(group, scatter, gather, *tensors)
-        # Autograd forbids changing views of one buffer in place, as a rotary embedding may do; these do not overlap.
-        return tuple(_UNSAFE_VIEW(output, output.shape) for output in outputs)
+        return tuple(_exchange(group, scatter, gather, *tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -156,42 +157,59 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Tensor) -> Sequence[Tensor]:
     """Each [..., G/P at gather.dim, ..., N at scatter.dim, ...] → [..., G, ..., N/P, ...]."""
-    # Tensors of one shape can be stacked, in one copy. Key heads that are fewer than query heads cannot.
-    same_shape = all(tensor.shape == tensors[0].shape for tensor in tensors)
-    if same_shape and scatter.is_even and gather.is_even:
-        return _exchange_even(tensors, group, scatter.dim, gather.dim)
+    if scatter.is_even and gather.is_even:
+        # Tensors that differ in the dim that is scattered, as query heads and key heads do, still lie side by side.
+        if gather.dim < scatter.dim and _agree(tensors, scatter.dim):
+            return _exchange_to_rows(tensors, group, scatter.dim, gather.dim)
+        if gather.dim > scatter.dim and all(tensor.shape == tensors[0].shape for tensor in tensors):
+            return _exchange_to_columns(tensors, group, scatter.dim, gather.dim)
     return _exchange_uneven(tensors, group, scatter, gather)
 
 
-def _exchange_even(
+def _agree(tensors: Sequence[Tensor], dim: int) -> bool:
+    """Whether tensors [...] are of one shape but for this dim."""
+    first = tensors[0].shape
+    return all(t.shape[:dim] == first[:dim] and t.shape[dim + 1 :] == first[dim + 1 :] for t in tensors)
+
+
+def _cut(tensor: Tensor, dim: int, num_ranks: int) -> Tensor:
+    """[..., N at dim, ...] → [..., P, N/P, ...]: which rank gets a piece, and the place within it."""
+    shape = list(tensor.shape)
+    shape[dim : dim + 1] = [num_ranks, shape[dim] // num_ranks]
+    return tensor.view(shape)
+
+
+def _exchange_to_rows(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
 ) -> Sequence[Tensor]:
-    """n tensors [..., G/P, ..., N, ...] in one buffer. Its first dim is the rank a piece goes to, then comes from."""
-    shape = list(tensors[0].shape)
-    # The dim that is cut becomes two: which rank gets the piece, and the place within it.
-    shape[scatter_dim : scatter_dim + 1] = [group.size(), shape[scatter_dim] // group.size()]
-    cut = [tensor.view(shape) for tensor in tensors]  # [..., G/P, ..., P, N/P, ...]
-    rows_first = gather_dim < scatter_dim
-    if rows_first:
-        # With the rows of gather_dim outermost, what arrives from all ranks is in order: [P, G/P, n, ..., N/P, ...].
-        sent = _stack([tensor.movedim((scatter_dim, gather_dim), (0, 1)) for tensor in cut], 2)
-    else:
-        # Here a piece lies in longer runs of memory as it is: [P, n, ..., N/P, ..., G/P, ...]. What arrives takes a
-        # second permutation, but a batch of one is not copied before it is sent.
-        sent = _stack([tensor.movedim(scatter_dim, 0) for tensor in cut], 1)
+    """Tensors [..., G/P, ..., N, ...] of any N, gathered along a dim before the one that is scattered."""
+    num_ranks = group.size()
+    # With the rows of gather_dim outermost, what arrives from all ranks is in order: [P, G/P, ..., N/P, ...].
+    pieces = [
+        _cut(tensor, scatter_dim, num_ranks).movedim((scatter_dim, gather_dim), (0, 1)) for tensor in tensors
+    ]
+    # The one copy; a single tensor that lies so already is not copied.
+    sent = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, scatter_dim + 1)).contiguous()
     received = torch.empty_like(sent)
     all_to_all_single(received, sent, group)
-    if rows_first:
-        # [P, G/P, n, ...] → [G, n, ...] → [n, ..., G, ...]: views alone, side by side in one buffer.
-        return received.flatten(0, 1).movedim(0, gather_dim + 1).unbind(0)
+    # [P, G/P, ..., ΣN/P, ...] → [..., G, ..., ΣN/P, ...] → [..., G, ..., N/P, ...] side by side in one buffer.
+    rows = received.flatten(0, 1).movedim(0, gather_dim)
+    return torch.unsafe_split_with_sizes(rows, [piece.size(scatter_dim + 1) for piece in pieces], scatter_dim)
+
+
+def _exchange_to_columns(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
+) -> Sequence[Tensor]:
+    """n tensors [..., N, ..., G/P, ...], gathered along a dim behind the one that is scattered."""
+    # A piece lies in longer runs of memory as it is, [P, n, ..., N/P, ..., G/P, ...]: a single tensor of a batch of one
+    # is not copied before it is sent. What arrives takes a permutation.
+    pieces = [_cut(tensor, scatter_dim, group.size()).movedim(scatter_dim, 0) for tensor in tensors]
+    sent = (pieces[0].unsqueeze(1) if len(pieces) == 1 else torch.stack(pieces, 1)).contiguous()
+    received = torch.empty_like(sent)
+    all_to_all_single(received, sent, group)
     # [P, n, ..., G/P, ...] → [n, ..., P, G/P, ...] → [n, ..., G, ...], where joining two dims makes the copy.
-    return received.movedim(0, gather_dim + 1).flatten(gather_dim + 1, gather_dim + 2).unbind(0)
-
-
-def _stack(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """`torch.stack` of tensors [...], contiguous in every memory format; a single contiguous one is not copied."""
-    stacked = tensors[0].unsqueeze(dim) if len(tensors) == 1 else torch.stack(list(tensors), dim)
-    return stacked.contiguous()
+    columns = received.movedim(0, gather_dim + 1).flatten(gather_dim + 1, gather_dim + 2)
+    return [_UNSAFE_VIEW(column, column.shape) for column in columns.unbind(0)]
 
 
 def _exchange_uneven(
@@ -227,7 +245,7 @@ def _exchange_uneven(
     if _lie_in_order(tensors, gather.dim):
         whole = list(shapes[0][0])
         whole[gather.dim] = sum(gather.splits[0])
-        return [received.view(whole)]
+        return [_UNSAFE_VIEW(received, whole)]
     # Pieces lie by rank and then by tensor, so that every len(tensors)-th one belongs to the same tensor.
     parts = received.split([of_tensor[of] for of in ranks for of_tensor in numels])
     return [

@@ -23,7 +23,7 @@ Sizes = tuple[int, ...]
 def share_sizes(total: int, num_ranks: int) -> Sizes:
     """Every rank's share of `total`, by the rule of `torch.tensor_split`."""
     base, extra = divmod(total, num_ranks)  # the first `extra` ranks have one more
-    return tuple(base + (rank < extra) for rank in range(num_ranks))
+    return (base + 1,) * extra + (base,) * (num_ranks - extra)
 
 
 def exchange_integers(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[Sizes]:

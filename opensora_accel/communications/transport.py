@@ -54,6 +54,26 @@ def all_to_all_single(
             dist.all_to_all_single(output, input_, list(output_sizes), list(input_sizes or ()), group=group)
 
 
+def start_all_to_all(
+    output: Tensor,
+    input_: Tensor,
+    group: dist.ProcessGroup,
+    output_sizes: Sequence[int],
+    input_sizes: Sequence[int],
+    *,
+    operation: str,
+) -> list[dist.Work]:
+    """`all_to_all_single` of `input_` [N] into `output` [M] that has only begun.
+
+    Neither buffer may be touched before `finish` has waited for what is returned.
+    """
+    with waiting(operation, group):
+        work = dist.all_to_all_single(
+            output, input_, list(output_sizes), list(input_sizes), group=group, async_op=True
+        )
+    return [work]
+
+
 def start_shift(
     sent: Tensor, received: Tensor, group: dist.ProcessGroup, *, shift: int = 1, operation: str
 ) -> list[dist.Work]:
@@ -74,15 +94,15 @@ def start_shift(
 
 
 def finish(works: list[dist.Work], group: dist.ProcessGroup, device: torch.device, *, operation: str) -> None:
-    """Waits for each message between devices of this kind, and takes it off the list.
+    """Waits for each transfer between devices of this kind, and takes it off the list.
 
     It leaves the list before it is waited for: Ctrl-C is raised where the wait returns, and a second wait for one
-    message would never end.
+    transfer would never end.
     """
     backend = group._get_backend(device)
     is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
     with waiting(operation, group):
         while works:
             work = works.pop(0)
-            # A message of gloo knows the timeout that its group was made with, and none that was set since.
+            # A transfer of gloo knows the timeout that its group was made with, and none that was set since.
             work.wait(backend.options._timeout) if is_gloo else work.wait()

@@ -31,6 +31,7 @@ from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, running_attention
 from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
 from shardformer.modeling.functions import replace_function
+from shardformer.modeling.late_values import LateTensor, computed, project_late
 from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
 from shardformer.paths import find
@@ -47,10 +48,26 @@ def redirect_attentions(
     for path in policy.linear_attention:
         for name, module in find(model, path):
             undo.callback(redirect_linear_attention(module, name, tokens.group))
+    if plan.overlap_ulysses:
+        _project_values_late(model, policy, undo)
     for name, module, attention in _attentions(model, plan, policy, tokens):
         undo.callback(redirect_attention(module, name, attention, tokens.own_counts))
     for function in policy.kernel_functions:
         undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))
+
+
+def _project_values_late(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
+    modules = [module for path in policy.self_attention for _name, module in find(model, path)]
+    if not modules:
+        raise ValueError(
+            f"overlap_ulysses overlaps self-attention, and {type(model).__name__} has joint attention of text and "
+            "video alone; leave it out"
+        )
+    for module in modules:
+        for name, child in module.named_children():
+            # One that is fused with q and k is there before they are, and only its heads travel in groups.
+            if name in policy.value_projections and hasattr(child, "out_features"):
+                undo.callback(project_late(module, name))
 
 
 def _attentions(
@@ -91,13 +108,14 @@ class _Kernels:
         # A sequence group that somebody else registered is all ring or all ulysses, as the plan says.
         is_ring = plan.ring == plan.sequence and not has_parallel_group("ring")
         self._axes = SequenceGroups(group, None) if is_ring else SequenceGroups.of(None)
-        self._has_ring = plan.ring > 1
+        self._has_ring, self._overlap = plan.ring > 1, plan.overlap_ulysses
 
     def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
         # Ulysses, where it is all of the plan, needs no group but the sequence group.
         if not self._has_ring:
-            return ulysses_attention(q, k, v, self._group, **options)
+            late = v.value if isinstance(v, LateTensor) else v
+            return ulysses_attention(q, k, late, self._group, overlap=self._overlap, **options)
         return usp_attention(q, k, v, self._axes, **options)
 
     def joint(self, video: Projected, text: Projected, **options: Any) -> tuple[Tensor, Tensor]:
@@ -123,6 +141,7 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         read = reader.read(mask, q.size(0), extent, extent, q.device)
         if read.bias is not None:
             # More than padding: neither heads nor blocks of keys could cut it.
+            v = computed(v)
             return gathered_attention(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
         return _of_padding(kernels.spread(q, k, v, mask=read.keys, **options), read)
 

@@ -103,9 +103,14 @@ class RedirectAttention(TorchFunctionMode):
         return out
 
 
+def running_redirection() -> RedirectAttention | None:
+    """The redirection of the attention module that runs on this thread; None where none is redirected."""
+    return getattr(_running, "mode", None)
+
+
 def running_attention() -> Callable[..., Tensor] | None:
     """What takes the place of kernel calls in the module that runs on this thread; None where it is not redirected."""
-    mode: RedirectAttention | None = getattr(_running, "mode", None)
+    mode = running_redirection()
     return None if mode is None else mode.attend
 
 

@@ -222,6 +222,8 @@ class Policy:
     # Attention modules whose queries, keys and values all come from the split tokens. Cross-attention to replicated
     # text needs nothing: its queries are local and its keys are whole.
     self_attention: tuple[str, ...] = ()
+    # Children of these that make the values: with `overlap_ulysses` they wait until queries and keys have left.
+    value_projections: tuple[str, ...] = ("to_v",)
     joint_attention: tuple[JointAttention, ...] = ()
     # Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens.
     whole_queries: tuple[str, ...] = ()

@@ -65,6 +65,7 @@ WAN_AUTHORS = Policy(
     ),
     gather_outputs=(GatherOutput("head"),),
     self_attention=("blocks.*.self_attn",),
+    value_projections=("v",),
     kernel_functions=("flash_attention",),
     positions=(Positions("rope_apply", tokens=("x",)),),
     blocks=(Blocks("blocks", ("x",)),),

@@ -49,6 +49,7 @@ RIGHT = [
     Plan(ring=4, checkpoint="selective"),
     Plan(ring=2, ulysses=2, checkpoint="selective", offload=1.0),
     Plan(ulysses=2, checkpoint="full", offload=1.0, mlp_chunks=2),
+    Plan(ulysses=3, overlap_ulysses=True, checkpoint="full"),
     Plan(dp_shard=4, sharding="zero3"),
     Plan(dp_shard=2, ulysses=2, sharding="zero3", checkpoint="full"),
     Plan(dp_shard=2, ring=2, ulysses=2, sharding="zero2"),
