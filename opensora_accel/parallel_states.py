@@ -63,6 +63,8 @@ _START_TIMEOUT_S = 600.0
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}
+# Of groups that carry device tensors only, by their name: the same ranks over gloo.
+_host_groups: dict[str, dist.ProcessGroup] = {}
 # What `init_parallel` was told; groups that are made later get it too.
 _group_timeout: datetime.timedelta | None = None
 
@@ -131,6 +133,23 @@ def make_mesh(num_outer: int, num_inner: int) -> DeviceMesh:
     )
     found = mesh["shard"] if num_outer == 1 else mesh["replicate", "shard"]
     _set_timeout(found.get_all_groups())
+    return found
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or where it carries device tensors only (NCCL alone) one of the same ranks that carries host tensors.
+
+    Communication: the first time that a group has none, its ranks start one of gloo.
+    """
+    if torch.device("cpu") in group._device_types:
+        return group
+    found = _host_groups.get(group.group_name)
+    # A name may come again in another job of this process.
+    if found is None or found not in dist.distributed_c10d._world.pg_map:
+        ranks = dist.get_process_group_ranks(group)
+        found = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
+        _set_timeout([found])
+        _host_groups[group.group_name] = found
     return found
 
 
@@ -353,6 +372,7 @@ def reset(destroy_process_group: bool = False) -> None:
     stop_watch()
     _groups.clear()
     _meshes.clear()
+    _host_groups.clear()
     _group_timeout = None
     _forget_meshes()
     if destroy_process_group and dist.is_initialized():

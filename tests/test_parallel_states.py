@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.communications.sizes import exchange_integers
 
 
 def members(group):
@@ -145,3 +146,18 @@ def test_a_rank_that_does_not_start_is_named(monkeypatch):
         parallel_states._store_of_this_start(dist.HashStore(), 0, 3)
     with pytest.raises(ValueError, match=r"rank 1 waited 0 s for rank 0 to start"):
         parallel_states._store_of_this_start(dist.HashStore(), 1, 3)
+
+
+def sizes_over_a_device_group():
+    """Sizes that ranks exchange over a group without a host backend, as one of NCCL alone; groups made on the way."""
+    init_parallel(Plan(ulysses=3))
+    group = dist.new_group(backend="cuda:gloo")
+    before = len(dist.distributed_c10d._world.pg_map)
+    sizes = [exchange_integers([dist.get_rank(), number], group) for number in (7, 8)]
+    return sizes, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_sizes_of_a_device_group_travel_on_the_host(ranks):
+    for sizes, num_groups in ranks(3, sizes_over_a_device_group):
+        assert sizes == [[(0, 7), (1, 7), (2, 7)], [(0, 8), (1, 8), (2, 8)]]
+        assert num_groups == 1, "one, for all exchanges"

@@ -163,7 +163,7 @@ def _exchange(
     rows: list[Sizes] = [(q.size(1), k.size(1), digest) if q.dim() > 1 < k.dim() else (0, 0, -1)]
     for group in groups:
         # Each group passes on what it gathered within the ones before, so that the last gather has every rank's row.
-        numbers = exchange_integers([number for row in rows for number in row], group, q.device)
+        numbers = exchange_integers([number for row in rows for number in row], group)
         rows = [of_rank[start : start + 3] for of_rank in numbers for start in range(0, len(of_rank), 3)]
     # Every rank has the same rows here, so all of them explain, or none does.
     if -1 in (digests := {row[2] for row in rows}) or len(digests) > 1 or debug_enabled():

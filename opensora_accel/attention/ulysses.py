@@ -138,7 +138,10 @@ class Heads:
             return tensor
         heads = [head for keys in self.keys for head in keys]
         # Without a copy where no rank shares a key head with another: the heads are then in order already.
-        return tensor if heads == list(range(tensor.size(2))) else _select_heads(tensor, heads)
+        if heads == list(range(tensor.size(2))):
+            return tensor
+        # Slices, because an index would be copied to the device, which waits for that.
+        return torch.cat([tensor[:, :, keys.start : keys.stop] for keys in self.keys if keys], 2)
 
     def align_keys(self, tensor: Tensor, rank: int) -> Tensor:
         """[B, S, this rank's key heads, D] with key heads repeated until each has as many query heads.
@@ -155,12 +158,10 @@ class Heads:
         # A kernel's own grouping: as many queries in a row for each key.
         if num_keys == 0 or serving == [i // (len(serving) // num_keys) for i in range(len(serving))]:
             return tensor
-        return _select_heads(tensor, serving)
-
-
-def _select_heads(tensor: Tensor, heads: list[int]) -> Tensor:
-    """[B, S, H, D] → [B, S, len(heads), D]."""
-    return tensor.index_select(2, torch.tensor(heads, device=tensor.device))
+        repeated = [
+            tensor[:, :, head : head + 1].expand(-1, -1, serving.count(head), -1) for head in range(num_keys)
+        ]
+        return torch.cat(repeated, 2)
 
 
 def scatter_heads(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opensora_accel.communications.sizes import exchange_integers
 from opensora_accel.communications.transport import all_gather
+from opensora_accel.parallel_states import host_group
 
 
 def debug_enabled() -> bool:
@@ -77,16 +78,13 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
     `dist.all_gather_object` needs numpy, which nothing else here does.
     """
-    # NCCL alone carries device tensors only.
-    on_host = torch.device("cpu") in group._device_types
-    device = torch.device("cpu" if on_host else "cuda")
-    text = pickle.dumps(mine)
-    lengths = [length for (length,) in exchange_integers([len(text)], group, device)]
+    group, text = host_group(group), pickle.dumps(mine)
+    lengths = [length for (length,) in exchange_integers([len(text)], group)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    gathered = torch.empty(group.size() * len(padded), dtype=torch.uint8, device=device)
-    all_gather(gathered, padded.to(device), group)
-    rows = gathered.cpu().view(group.size(), -1)
+    gathered = torch.empty(group.size() * len(padded), dtype=torch.uint8)
+    all_gather(gathered, padded, group)
+    rows = gathered.view(group.size(), -1)
     # Pickles end by themselves: the padding behind them is not read.
     return [pickle.loads(bytes(row.tolist())) for row in rows]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opensora_accel.communications.transport import all_gather
 from opensora_accel.communications.waiting import report_failure
+from opensora_accel.parallel_states import host_group
 
 Sizes = tuple[int, ...]
 
@@ -26,13 +27,12 @@ def share_sizes(total: int, num_ranks: int) -> Sizes:
     return (base + 1,) * extra + (base,) * (num_ranks - extra)
 
 
-def exchange_integers(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[Sizes]:
+def exchange_integers(values: Sequence[int], group: dist.ProcessGroup) -> list[Sizes]:
     """The integers of every rank, in order of ranks; each passes as many. One all-gather."""
-    # A host tensor where the group can carry one: reading a device tensor would wait for the device.
-    if torch.device("cpu") in group._device_types:
-        device = torch.device("cpu")
-    gathered = torch.empty(group.size() * len(values), dtype=torch.int64, device=device)
-    all_gather(gathered, torch.tensor(values, device=device), group)
+    # On the host, because to read a device tensor is to wait for the device.
+    group = host_group(group)
+    gathered = torch.empty(group.size() * len(values), dtype=torch.int64)
+    all_gather(gathered, torch.tensor(values), group)
     return [tuple(row) for row in gathered.view(group.size(), -1).tolist()]
 
 
@@ -75,7 +75,7 @@ def splits_of_locals(
     if unknown:
         # All unknown sizes travel in one collective.
         own = [tensors[index].size(dim) for index in unknown]
-        by_tensor = zip(*exchange_integers(own, group, tensors[0].device), strict=True)
+        by_tensor = zip(*exchange_integers(own, group), strict=True)
         found = dict(zip(unknown, by_tensor, strict=True))
     for index, (tensor, given) in enumerate(zip(tensors, splits, strict=True)):
         if given is None:

@@ -179,8 +179,9 @@ class MaskReader:
             )
         if min(num_seen) == keys.num_whole:
             return None
-        ends = torch.tensor(num_seen, device=device)[:, None, None, None]
-        return torch.arange(keys.num_whole, device=device) < ends
+        # One comparison a sample, because a tensor of the lengths would be copied to the device, which waits for that.
+        index = torch.arange(keys.num_whole, device=device)
+        return torch.stack([index < end for end in num_seen])[:, None, None]
 
     def _kind(self, mask: Tensor, has_all_keys: bool) -> Kind:
         """What a mask [B, H or 1, S_q or 1, S_kv] says, as found the first time for its dtype and shape."""

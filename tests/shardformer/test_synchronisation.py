@@ -1,0 +1,30 @@
+"""No step waits for the GPU: every policy, forward and backward, on a device that has no numbers to give."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.video_models import CASES
+
+PLANS = {
+    "both": {"ring": 2, "ulysses": 2},
+    "ulysses": {"ulysses": 2},
+    "overlapped": {"ulysses": 2, "overlap_ulysses": True},
+}
+# Each of them waits in another place of its own code, which is let pass. The second has grouped heads.
+FEW = ["Wan", "Cosmos 3", "HunyuanVideo 1.5", "SkyReels-V2, diffusion forcing"]
+
+
+EVERY = [pytest.param(list(CASES), plan, marks=pytest.mark.prove) for plan in ("both", "ulysses")]
+
+
+@pytest.mark.parametrize(("names", "plan"), [(FEW, "both"), (["Wan"], "overlapped"), *EVERY])
+def test_no_policy_waits_for_the_device(names, plan):
+    # In a process of its own, because the device stays defined.
+    program = [sys.executable, "-m", "tests.stand_in_gpu", json.dumps(PLANS[plan]), *names]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=1200)
+    found = {row["model"]: row["waits"] for row in map(json.loads, ended.stdout.splitlines())}
+    assert list(found) == names, ended.stderr[-2000:]
+    assert not any(found.values()), found
