@@ -2,18 +2,38 @@
 
 Attention is most of a long block's time and its output is as small as the block's input. Kept outputs may wait in
 host memory beside it, which torch's own selective mode has no place for.
+
+torch's own is also a dispatch mode around the whole block, so that each of its hundreds of operators passes through
+Python, twice. Here a mode is on the stack only while an attention kernel is called. What calls it is a dispatch key:
+for each operator, torch's dispatcher has a table of kernels by key, and a thread may switch a key on.
+
+    operator                     key off          key on
+    addmm, gelu, ...             runs             runs: the key has no kernel and falls through, in C++
+    attention, in forward        runs             `_enter_modes` → _Keep → runs, and its results are kept
+    attention, recomputed        runs             `_enter_modes` → _Reuse → what was kept, and nothing runs
+
+The mode lies below autograd. So an attention that does not run has its node in the graph all the same, with the
+kept tensors in it, and torch's checkpoint counts as many saved tensors as in forward.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import lru_cache
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _len_torch_dispatch_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_map_only
 
 from opensora_accel.offload import Call, OffloadEngine
@@ -29,7 +49,14 @@ ATTENTION_KERNELS = {
     "aten::_scaled_dot_product_efficient_attention": -2,
     "aten::_scaled_dot_product_cudnn_attention": -2,
     "aten::_scaled_dot_product_fused_attention_overrideable": -2,
+    # flash-attn 2.7 and newer, flash_attn/flash_attn_interface.py; varlen has its samples in one row, [S, H, D].
     "flash_attn::_flash_attn_forward": -3,
+    "flash_attn::_flash_attn_varlen_forward": -3,
+    # flash-attn 3: hopper/flash_api.cpp, and hopper/flash_attn_interface.py, which wraps it in newer versions. An
+    # operator that runs within another one of these is a part of it.
+    "flash_attn_3::fwd": -3,
+    "flash_attn_3::_flash_attn_forward": -3,
+    "torch_attn::_varlen_attn": -3,  # torch.nn.attention.varlen
     "opensora_accel::ring_attention": None,
 }
 
@@ -51,7 +78,88 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-class _Keep(TorchDispatchMode):
+# A key that threads may switch on, above autograd, for which no operator of torch has a kernel: it was reserved for
+# torchdistx, which is archived. torch's bindings know it by this name only.
+_KEY: Any = "DeferredInit"
+
+
+class _Active(threading.local):
+    """The modes of the checkpointed calls that this thread is in, outermost first, each with the depth of torch's
+    stack of modes where it was entered."""
+
+    def __init__(self) -> None:
+        self.modes: list[tuple[TorchDispatchMode, int]] = []
+
+
+_active = _Active()
+
+
+@lru_cache(maxsize=1)
+def _install() -> list[torch.library.Library]:
+    """Gives the key its kernels, for as long as the result lives; they run only where the key is switched on."""
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, _KEY)
+    libraries = [everything]
+    for name in ATTENTION_KERNELS:
+        namespace, operator = name.split("::")
+        # Operators of libraries that are not imported yet, or are not there, may have kernels too.
+        libraries.append(torch.library.Library(namespace, "IMPL"))
+        libraries[-1].impl(operator, partial(_enter_modes, namespace, operator), _KEY)
+    return libraries
+
+
+def _enter_modes(namespace: str, operator: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls an attention operator, with q [...] first in `args`, through the modes of this thread."""
+    kernel = getattr(getattr(torch.ops, namespace), operator).default
+    # The operator is called anew without the key: autograd, autocast and the modes then see it as always, and what
+    # it calls in turn belongs to it.
+    with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
+        # A compiler that looks at an operator keeps nothing of it.
+        is_compiled = TracingContext.try_get() is not None
+        if is_compiled or not _active.modes or not _is_kept(kernel, args, kwargs):
+            return kernel(*args, **kwargs)
+        with _on_stack(_active.modes):
+            return kernel(*args, **kwargs)
+
+
+@contextmanager
+def _on_stack(modes: list[tuple[TorchDispatchMode, int]]) -> Iterator[None]:
+    """Puts the modes on torch's stack where they would lie if they had been there since they were entered.
+
+    Modes entered later, as by a selective checkpoint within the block, lie above them: they see the operator first.
+    """
+    start = modes[0][1]
+    above = [_pop_mode() for _ in range(_len_torch_dispatch_stack() - start)][::-1]
+    merged = above.copy()
+    for index, (mode, depth) in enumerate(modes):
+        merged.insert(depth - start + index, mode)
+    for mode in merged:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in merged:
+            _pop_mode()
+        for mode in above:
+            _push_mode(mode)
+
+
+class _AttentionMode(TorchDispatchMode):
+    """Entered, it sees the attention kernels that this thread calls, and no other operator."""
+
+    def __enter__(self) -> Any:
+        _install()
+        _active.modes.append((self, _len_torch_dispatch_stack()))
+        self._guard = torch._C._IncludeDispatchKeyGuard(_KEY)
+        self._guard.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._guard.__exit__(*exception)
+        _active.modes.pop()
+
+
+class _Keep(_AttentionMode):
     def __init__(self, outputs: list[tuple[Any, Any]], engine: OffloadEngine, call: Call | None):
         super().__init__()
         self._outputs, self._engine, self._call = outputs, engine, call
@@ -77,7 +185,7 @@ class _Keep(TorchDispatchMode):
             _warn_nothing_kept()
 
 
-class _Reuse(TorchDispatchMode):
+class _Reuse(_AttentionMode):
     def __init__(self, outputs: list[tuple[Any, Any]], engine: OffloadEngine):
         super().__init__()
         self._outputs, self._engine, self._position = outputs, engine, 0

@@ -1,4 +1,4 @@
-"""Host memory by the byte: exactly as much as was asked for, handed out and taken back in any order.
+"""Host memory by the byte: as much as was asked for, handed out and taken back in any order.
 
 An arena that grows, up to 300 bytes. A takes 128, B takes 64, A goes, C takes 64, B and C go, D takes 256:
 
@@ -6,16 +6,23 @@ An arena that grows, up to 300 bytes. A takes 128, B takes 64, A goes, C takes 6
     A, B            slab 1: [A A]   slab 2: [B]
     B, C            slab 1: [C .]   slab 2: [B]     C fits where A was: nothing is added
     D               slab 3: [D D D D]               256 + 192 would be over the limit: the empty slabs go first
+
+The system maps whole pages, so behind every slab up to a page less a byte lies unused. Limits and sizes do not count
+that: a slab is a block's input, of some hundred MiB for a long video, and a page is 4 KiB.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
 from opensora_accel.offload.host_memory import allocate_on_host
+
+logger = logging.getLogger(__name__)
 
 # Entries start at multiples of this, so that every dtype can view them and copies are aligned.
 ALIGNMENT_BYTES = 64
@@ -33,10 +40,14 @@ class Arena:
     """Bytes of host memory, page-locked where there is a GPU.
 
     A fixed arena has exactly `size_bytes`. A growing one (`size_bytes=None`) adds a slab of exactly the bytes asked
-    for whenever nothing free is large enough, up to `limit_bytes`; there it gives up the slabs that are empty.
+    for whenever nothing free is large enough, up to `limit_bytes`; there it gives up the slabs that are empty. Where
+    the system has less than the limit, it warns and grows no further.
 
     Args:
         before_freeing: called before memory goes back to the host, which does not wait for copies.
+
+    Raises:
+        MemoryError: the system has no memory for a fixed arena.
     """
 
     def __init__(
@@ -69,7 +80,13 @@ class Arena:
             self.trim()
         if not self._grows or (limit is not None and self.size_bytes + rounded > limit):
             return None
-        self._slabs.append(_Slab(rounded))
+        try:
+            self._slabs.append(_Slab(rounded))
+        except MemoryError as error:
+            # In the middle of a step nothing fails: this is an arena that is full.
+            self.limit_bytes = self.size_bytes
+            logger.warning("%s; the offload arena stays at %d bytes", error, self.size_bytes)
+            return None
         return self._slabs[-1].allocate(size_bytes)
 
     def trim(self) -> None:
@@ -96,10 +113,14 @@ class _Slab:
                 # The last entry of an arena need not be padded to the alignment.
                 stop = min(start + aligned(size_bytes), end)
                 self._free[index : index + 1] = [(stop, end)] if stop < end else []
-                return self.memory[start : start + size_bytes], partial(self._release, start, stop)
+                # Weakly: what still waits to be given back must not keep the memory of an arena that was closed.
+                return self.memory[start : start + size_bytes], partial(
+                    _release, weakref.ref(self), start, stop
+                )
         return None
 
-    def _release(self, start: int, end: int) -> None:
+    def release(self, start: int, end: int) -> None:
+        """Bytes `start` to `end` are free again."""
         merged: list[tuple[int, int]] = []
         for area in sorted([*self._free, (start, end)]):
             if merged and merged[-1][1] == area[0]:
@@ -107,3 +128,9 @@ class _Slab:
             else:
                 merged.append(area)
         self._free = merged
+
+
+def _release(slab: weakref.ref[_Slab], start: int, end: int) -> None:
+    alive = slab()
+    if alive is not None:
+        alive.release(start, end)

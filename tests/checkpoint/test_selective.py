@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from opensora_accel import checkpoint as ck
 from opensora_accel.checkpoint import selective
@@ -53,6 +55,114 @@ def test_moved_outputs_leave_the_device():
         log_sum_exp_bytes, input_bytes = 2 * 2 * 5 * 4, 2 * 5 * 16 * 4
         assert MANAGER.counters.in_use_bytes == 3 * (2 * input_bytes + -(-log_sum_exp_bytes // 16) * 16)
         out.sum().backward()
+
+
+def test_no_other_operator_passes_through_python():
+    """A mode on torch's stack sees every operator, and each one then costs as much as a small kernel."""
+    model, inputs = blocks(2), data()
+    ck.checkpoint_blocks(model, "selective")
+    depths = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: depths.append(len(_get_current_dispatch_mode_stack())))
+    run(model, inputs).sum().backward()
+    assert len(depths) >= 2 * (4 + 3) and set(depths) == {0}
+
+
+def torch_selective(function, *args):
+    policy = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    return torch_checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+
+
+class Inner(nn.Module):
+    """A block in a checkpoint of its own, within the block."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.block, self.inner = Block(), inner
+
+    def forward(self, hidden, timestep):
+        return self.inner(self.block, hidden.sin(), timestep).cos()
+
+
+def ours_selective(block, *args):
+    wrapped = getattr(block, "wrapped", None)
+    if wrapped is None:
+        block.wrapped = ck.checkpoint_blocks([block], "selective")
+    return block(*args)
+
+
+@pytest.mark.parametrize("inner", [torch_selective, ours_selective])
+def test_a_selective_checkpoint_within_a_selective_block(inner):
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        plain = None if checkpointed else (lambda block, *args: block(*args))
+        model, inputs = nn.ModuleList([Inner(plain or inner) for _ in range(2)]).to(data()[0].device), data()
+        if checkpointed:
+            ck.checkpoint_blocks(model, "selective")
+        with CountKernels() as count:
+            run(model, inputs).square().sum().backward()
+        assert count.attention == 2
+        results.append(gradients(model, inputs))
+    assert_identical(results[1], results[0])
+
+
+def test_a_gradient_within_the_block():
+    """Its backward runs while the block's forward does, and recomputes a part of it."""
+
+    class Guided(Block):
+        def forward(self, hidden, timestep=None):
+            x = hidden.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(super().forward(x, timestep).square().sum(), x)
+            return super().forward(hidden, timestep) + gradient
+
+    results = []
+    for mode in (None, "selective"):
+        torch.manual_seed(0)
+        model, inputs = nn.ModuleList([Guided() for _ in range(2)]).to(data()[0].device).eval(), data()
+        if mode:
+            ck.checkpoint_blocks(model, mode)
+        run(model, inputs).square().sum().backward()
+        results.append(gradients(model, inputs))
+    assert_identical(results[1], results[0])
+
+
+class PartCompiled(nn.Module):
+    """Its attention is compiled, the rest is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.attend = torch.compile(self.attention, backend="aot_eager")
+
+    def attention(self, hidden):
+        q, k, v = self.qkv(hidden).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, hidden, timestep):
+        return hidden + self.out(self.attend(hidden * timestep)).sin()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_compiled_part_of_a_block(mode):
+    results = []
+    for checkpointed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, inputs = nn.ModuleList([PartCompiled() for _ in range(2)]).to(data()[0].device), data()
+        if checkpointed:
+            ck.checkpoint_blocks(model, mode)
+        for _ in range(2):  # the first step compiles
+            loss = run(model, inputs).square().sum()
+            loss.backward()
+        results.append(gradients(model, inputs))
+    torch._dynamo.reset()
+    assert_identical(results[1], results[0])
 
 
 class Crossed(Block):
@@ -153,6 +263,78 @@ def test_selective_under_autocast():
         results.append(gradients(model, inputs))
     assert_identical(results[1], results[0])
     assert_identical(results[2], results[0])
+
+
+# As hopper/flash_api.cpp of flash-attn 3 declares it; only what a call here gives stands for the many options.
+FA3 = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
+    "Tensor? q_v = None, Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, float? softmax_scale = None, "
+    "bool is_causal = False) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+
+
+@pytest.fixture
+def flash_attn_3():
+    """Operators of flash-attn 3's names, computed by torch's kernel for CPUs; counts the calls that compute."""
+    calls = []
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def fwd(q, k, v, *options, **named):
+        calls.append(q.shape)
+        out, lse = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return out.transpose(1, 2).contiguous(), lse, q.new_empty(0), q.new_empty(0)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, name, q, k, v):
+            out, lse, *_ = getattr(torch.ops.flash_attn_3, name)(q, k, v)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            *tensors, lse = (*ctx.saved_tensors,)
+            grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, *tensors))
+            grads = backward(grad, q, k, v, out, lse, 0.0, False)
+            return None, *(tensor.transpose(1, 2) for tensor in grads)
+
+    # Defined after a first selective checkpoint has run, as by an import that comes late.
+    ck.checkpoint_blocks(early := blocks(1), "selective")
+    run(early, data()).sum().backward()
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define(FA3)
+    library.define("_flash_attn_forward(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor)")
+    library.impl("fwd", fwd, "CPU")
+    library.impl("_flash_attn_forward", lambda q, k, v: torch.ops.flash_attn_3.fwd(q, k, v), "CPU")
+    yield Function.apply, calls
+    library._destroy()
+
+
+@pytest.mark.parametrize("name", ["fwd", "_flash_attn_forward"])
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_flash_attention_3_runs_once(name, offload, device, flash_attn_3):
+    if device != "cpu":
+        pytest.skip("the operators are stand-ins on the CPU")
+    attend, calls = flash_attn_3
+
+    class Hopper(Block):
+        def forward(self, hidden, timestep=None):
+            q, k, v = self.qkv(hidden * timestep).unflatten(-1, (3, 2, -1)).unbind(2)
+            return hidden + self.out(attend(name, q, k, v).flatten(2))
+
+    results = []
+    for mode in (None, "selective"):
+        torch.manual_seed(0)
+        model, inputs = nn.ModuleList([Hopper() for _ in range(3)]), data()
+        if mode:
+            MANAGER.setup_arena(1 << 20)
+            ck.checkpoint_blocks(model, mode, offload)
+        calls.clear()
+        run(model, inputs).square().sum().backward()
+        assert len(calls) == 3
+        results.append([p.grad for p in model.parameters() if p.grad is not None] + [inputs[0].grad])
+    assert_identical(results[1], results[0])
 
 
 def ring_cross_attention():

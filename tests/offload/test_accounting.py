@@ -2,6 +2,9 @@
 
 import functools
 import gc
+import mmap
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 import shardformer
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.offload import Arena
 from opensora_accel.profiler import LiveBytes
 from tests.tiers import PROVE
 
@@ -97,3 +101,31 @@ def test_wan_14b_holds_two_slots_and_the_kept_blocks(mode, offload):
 def aligned_bytes(mode):
     assert INPUT_BYTES % 64 == 0 and ATTENTION_BYTES % 64 == 0
     return ENTRY_BYTES[mode]
+
+
+def bytes_left_out_of_a_fork():
+    """What Linux holds for this process in areas that a fork leaves out, as those of an arena are."""
+    found = size_bytes = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if name == "Size:":
+            size_bytes = int(values[0]) * 1024
+        elif name == "VmFlags:" and "dc" in values:
+            found += size_bytes
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_the_system_holds_less_than_a_page_a_slab_more_than_is_counted():
+    before, arena = bytes_left_out_of_a_fork(), Arena()
+    sizes = [64, 4096, 4160, 100_032, 1_000_064]
+    held = [arena.allocate(size) for size in sizes]
+    assert all(held) and arena.size_bytes == sum(sizes)
+    pages = [-(-size // mmap.PAGESIZE) for size in sizes]
+    assert bytes_left_out_of_a_fork() - before == sum(pages) * mmap.PAGESIZE
+    assert sum(pages) * mmap.PAGESIZE < arena.size_bytes + len(sizes) * mmap.PAGESIZE
+    del held, arena
+    assert bytes_left_out_of_a_fork() == before
+    with FakeTensorMode():
+        assert Arena(INPUT_BYTES * LAYERS).size_bytes == INPUT_BYTES * LAYERS
+        assert bytes_left_out_of_a_fork() == before, "fake memory takes none"

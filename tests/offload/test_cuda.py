@@ -47,13 +47,20 @@ def test_slow_copies_change_no_bit(scenario, mode):
         assert all(map(torch.equal, found, results[0])), "host copies wait, these must too"
 
 
-def test_an_arena_is_page_locked_to_the_byte():
+def test_an_arena_is_page_locked_while_anything_uses_it():
     arena = Arena(1_000_001)
     (memory,) = arena.memory
     assert memory.numel() == 1_000_001 and memory.is_pinned()
     view, release = arena.allocate(1000)
     del arena, memory, release
-    assert view.is_pinned(), "locked as long as anything uses it"
+    assert view.is_pinned()
+
+
+def test_arenas_of_any_sizes_are_page_locked(caplog):
+    """CUDA locks no page twice, so no two slabs may share one."""
+    arena = Arena()
+    held = [arena.allocate(size) for size in 4 * (100, 4097, 70_000, 150_000)]
+    assert all(view.is_pinned() for view, _ in held) and not caplog.records
 
 
 def test_copies_run_on_two_streams_of_their_own():
