@@ -258,7 +258,6 @@ def launched(launcher, config_file, output, *options):
 LAUNCHERS = {"torchrun": TORCHRUN, "accelerate": ACCELERATE}
 
 
-# torchrun by default: test_torchrun_starts_again_where_the_run_was.
 @pytest.mark.parametrize("name", some(LAUNCHERS, "accelerate"))
 def test_every_launcher_starts_the_same_run(run, config_file, tmp_path, name):
     assert run("train", "--config", config_file)[0] == 0
@@ -319,6 +318,7 @@ def test_an_error_under_torchrun_is_one_line_a_rank(config_file, tmp_path):
     assert "ValueError: the rule that was broken" in summary and "To enable traceback" not in summary, summary
 
 
+@pytest.mark.prove
 @pytest.mark.faults
 def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path, fault):
     (tmp_path / "dies_once.py").write_text(DIES_ONCE)

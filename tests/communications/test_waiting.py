@@ -144,6 +144,7 @@ def stopped():
     return str(caught.value)
 
 
+@pytest.mark.prove
 @pytest.mark.faults
 def test_a_stopped_rank_is_named(impatient, fault):
     first, _, last = impatient(3, stopped)

@@ -109,6 +109,7 @@ def test_without_any_one_order_there_is_a_race(places):
     assert unseen == []
 
 
+@pytest.mark.prove
 def test_without_a_wait_for_a_copy_there_is_nan(places):
     """The other orders keep a copy from being early, which a late one cannot show."""
 

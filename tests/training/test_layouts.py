@@ -136,6 +136,7 @@ def train_beside_a_slow_save(config):
     return any(beside), losses, [*held, everything(trainer)[0]]
 
 
+@pytest.mark.prove  # of a slow copy: test_save
 def test_training_goes_on_beside_a_save_and_the_state_is_that_of_its_step(ranks, clips, tmp_path):
     plan = Plan(dp_shard=2, sharding="FULL_SHARD")
     config = tiny_config(clips, tmp_path / "run", plan, steps=8, save_every=3, keep_checkpoints=3)

@@ -182,6 +182,7 @@ def test_a_run_that_does_not_start_leaves_nothing(run, config_file, tmp_path):
     assert status == 2 and not (tmp_path / "a").exists()
 
 
+@pytest.mark.prove
 def test_a_full_disk_costs_nothing_that_was_there(run, config_file, tmp_path, monkeypatch):
     """config.json says that the folder is a run, and metrics.jsonl is written anew when a run goes on."""
     output, write_text = tmp_path / "run", Path.write_text

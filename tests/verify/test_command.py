@@ -40,6 +40,7 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
+@pytest.mark.prove
 def test_the_guides_step_file_is_right(tmp_path):
     meshes = ["--mesh", "data=2,sequence=2", "--mesh", "sequence=3", "--data-axes", "data"]
     done = run("--step", step_file(tmp_path), *meshes)
