@@ -36,7 +36,7 @@ train: .venv/.train data/bunny/metadata.jsonl
 test: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m "not prove" $(ARGS)
 
-prove: .venv/.dev data/bunny/metadata.jsonl
+prove: .venv/.dev .venv/.kernels data/bunny/metadata.jsonl
 	$(PYTEST) tests/$(PART) $(ARGS)
 
 faults: .venv/.dev data/bunny/metadata.jsonl
@@ -69,6 +69,13 @@ lint: .venv/.dev
 	@$(PIP) install -c constraints.txt -e '.[train,plot,dev]'
 	@# Apart, because with it diffusers warns of missing GPU libraries whenever it is imported.
 	@$(PIP) install -c constraints.txt --no-deps --target .venv/lowbit torchao
+	@touch $@
+
+.venv/.kernels: .venv/.torch setup.py
+	@echo "installing Triton, which interprets the kernels for a GPU"
+	@# Apart, because it takes 1 GB and torch for a CPU has no use for it. There are wheels for Linux alone.
+	@$(PIP) install -c constraints.txt --no-deps --target .venv/kernels triton || \
+	  echo "there is no Triton for this machine; the tests of its kernels will be skipped"
 	@touch $@
 
 data/bunny/metadata.jsonl: | .venv/.train

@@ -26,6 +26,8 @@ TRAIN = [
 ]
 PLOT = ["matplotlib"]
 LOWBIT = ["torchao>=0.18"]
+# torch for CUDA brings it along; it is for a torch that does not.
+KERNELS = ["triton>=3.6"]
 DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"]
 
 setup(
@@ -39,6 +41,6 @@ setup(
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
     package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
     install_requires=["torch>=2.11"],
-    extras_require={"train": TRAIN, "plot": PLOT, "lowbit": LOWBIT, "dev": DEV},
+    extras_require={"train": TRAIN, "plot": PLOT, "lowbit": LOWBIT, "kernels": KERNELS, "dev": DEV},
     entry_points={"console_scripts": ["opensora-accel=opensora_accel.cli:main"]},
 )

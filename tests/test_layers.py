@@ -156,10 +156,11 @@ import torch.distributed as dist
 before, forward = dict(os.environ), torch.nn.Module.__call__
 import opensora_accel, shardformer
 import opensora_accel.attention, opensora_accel.communications, opensora_accel.verify, opensora_accel.cli
+import shardformer.modeling.kernels
 assert dict(os.environ) == before, "the environment was written to"
 assert torch.nn.Module.__call__ is forward and not dist.is_initialized()
 assert not torch.cuda.is_initialized(), "a device was asked for"
-for name in ("diffusers", "transformers", "colossalai", "apex", "matplotlib", "av", "rich", "tyro"):
+for name in ("diffusers", "transformers", "colossalai", "apex", "matplotlib", "av", "rich", "tyro", "triton"):
     assert name not in sys.modules, f"{name} was imported"
 """
 

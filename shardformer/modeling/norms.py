@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardformer.modeling.kernels import modulated_norm
+from shardformer.modeling.kernels.choose import why_plain, why_single_operations
 from shardformer.modeling.norm_orders import FLOATS, LeftAlone, Meaning, NotANorm, Order, agree, find_meaning
 
 Mode = Literal["strict", "fast"]
@@ -117,16 +119,32 @@ def _apex(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Te
     return function(x, weight, x.shape[-1:], eps)
 
 
-# In the order in which they are tried.
+def _triton(x: Tensor, weight: Weight, bias: Weight, order: Order, eps: Eps) -> Tensor:
+    """[..., C] → [..., C], any order. Raises: Unfit, where no kernel of ours can run, or torch's does the same."""
+    if order.rounds == "native":
+        raise Unfit("F.layer_norm computes this order in one pass")
+    is_one_dtype = weight is None or weight.dtype == x.dtype
+    if not order.centres and bias is None and is_one_dtype and (weight is None or order.name == "product"):
+        raise Unfit("F.rms_norm computes this order in one pass")
+    reason = why_plain(x, weight, bias)
+    if reason is not None:
+        raise Unfit(reason)
+    return modulated_norm(x, None, None, weight, bias, order=order, eps=eps)
+
+
+# In the order in which they are tried. Ours stand behind torch's for what torch computes in one pass: no GPU has
+# timed them yet.
 KERNELS = {
     "quack": Kernel(_quack, foreign=True),
     "liger": Kernel(_liger, foreign=True),
     "apex": Kernel(_apex, foreign=True),
     "F.rms_norm": Kernel(_torch_rms_norm),
-    "F.rms_norm × weight": Kernel(_torch_rms_norm_times_weight),
     "F.layer_norm": Kernel(
         lambda x, weight, bias, _, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps or 0.0), centres=True
     ),
+    "triton.rms_norm": Kernel(_triton),
+    "triton.layer_norm": Kernel(_triton, centres=True),
+    "F.rms_norm × weight": Kernel(_torch_rms_norm_times_weight),
 }
 
 
@@ -166,7 +184,7 @@ def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str]
     in, before it is sharded, wrapped or compiled.
 
     Args:
-        mode: `strict` changes no value beyond the last bit of an fp32 sum, and takes torch's own kernels only.
+        mode: `strict` changes no value beyond the last bit of an fp32 sum, and takes kernels of torch and our own.
             `fast` may round a half elsewhere, and takes kernels of quack, Liger or apex, if they agree.
         within: paths below which norms may be swapped, `*` for any one name: `("blocks.*.attn1",)`.
 
@@ -267,15 +285,8 @@ class SwappedNorm(nn.Module):
         """The norm's own signature; a kernel is for one tensor [..., C]."""
         meaning, kernels = self._runs_on
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        if (
-            # Compilers, tracers, autocast, transforms and tensor subclasses act on single operations; they get them.
-            type(x) in (Tensor, nn.Parameter)
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
-            and not torch.is_autocast_enabled(x.device.type)
-            and not torch._C._are_functorch_transforms_active()
-            and torch.autograd.forward_ad._current_level < 0
-        ):
+        # Compilers, tracers, autocast, transforms and tensor subclasses act on single operations; they get them.
+        if x is not None and why_single_operations(x) is None:
             weight, bias = _parameters(self, meaning)
             name = kernels.get((x.device.type, x.dtype, None if weight is None else weight.dtype))
             if name is not None:

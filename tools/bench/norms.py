@@ -19,6 +19,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,11 @@ from harness import Report, make_claim, make_table
 from torch import Tensor, nn
 
 from shardformer import swap_norms
+from shardformer.modeling.kernels import explain_kernel, gated_residual, modulated_norm, norm_rotary, plain
+from shardformer.modeling.norm_orders import ORDERS
+from shardformer.modeling.norms import KERNELS, Unfit
 
-LEAST_MS, LEAST_SHARE = 5.0, 0.85
+LEAST_MS, LEAST_SHARE, LEAST_SHARE_OF_KERNELS = 5.0, 0.85, 0.9
 PASSES = ("forward", "forward and backward")
 # Hidden size, tokens, and heads: 0, or the input is [B, H, S, C], transposed from [B, S, H, C].
 SIZES = {
@@ -102,6 +106,96 @@ def make_step(norm: nn.Module, x: Tensor, backward: bool) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(forward(), wanted, gradient)
 
 
+@dataclass
+class Fused:
+    """One kernel, the plain operations that it stands for, and peers that compute the same."""
+
+    operands: tuple[Tensor, ...]
+    ours: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
+    # How many tensors of the size of x are read and written, in forward and in backward.
+    passes: tuple[int, int]
+    peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
+
+
+def fused(hidden: int, tokens: int, head_dim: int, device: torch.device) -> dict[str, Fused]:
+    """Every kernel over x [1, tokens, hidden] in bf16, as Wan and T5 have it."""
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    x, y, weight = draw(1, tokens, hidden), draw(1, tokens, hidden), draw(hidden)
+    scale, shift = draw(1, 1, hidden).float(), draw(1, 1, hidden).float()
+    cos, sin = (draw(1, tokens, 1, head_dim).float() for _ in range(2))
+    t5, product, layer = ORDERS[0], ORDERS[2], ORDERS[5]
+    peers = {
+        name: lambda x, weight, run=KERNELS[name].run: run(x, weight, None, t5, 1e-6)
+        for name in ("quack", "liger", "apex")
+    }
+    return {
+        "RMS norm": Fused(
+            (x, weight),
+            lambda x, weight: modulated_norm(x, None, None, weight, order=t5, eps=1e-6),
+            lambda x, weight: t5(x, weight, None, 1e-6),
+            (2, 3),
+            peers,
+        ),
+        "norm, scale and shift": Fused(
+            (x, scale, shift),
+            lambda x, scale, shift: modulated_norm(x, scale, shift, order=layer, eps=1e-6, rounds="end"),
+            lambda x, scale, shift: plain.modulated_norm(x, scale, shift, None, None, layer, 1e-6, "end"),
+            (2, 3),
+        ),
+        "gate and residual": Fused(
+            (x, y, scale),
+            lambda x, y, gate: gated_residual(x, y, gate, rounds="end"),
+            lambda x, y, gate: plain.gated_residual(x, y, gate, "end"),
+            (3, 3),
+        ),
+        "norm and rotary": Fused(
+            (x, weight),
+            lambda x, w: norm_rotary(x, cos, sin, w, order=product, eps=1e-6, head_dim=head_dim),
+            lambda x, w: plain.norm_rotary(x, cos, sin, w, None, product, 1e-6, "neighbours", "end"),
+            (2, 3),
+        ),
+    }
+
+
+def measure_fused(case: Fused, rounds: int, copied: float | None) -> dict[str, Any]:
+    """The times of all sides, and the share of a copy's bandwidth that the kernel has."""
+    x = case.operands[0]
+    row: dict[str, Any] = {"kernel": explain_kernel(*case.operands), "refused": {}}
+    sides = {"ours": case.ours, "plain": case.plain}
+    if x.is_cuda:
+        sides["compiled"] = torch.compile(case.plain)
+    for name, peer in case.peers.items():
+        try:
+            peer(*case.operands)
+            sides[name] = peer
+        except (Unfit, RuntimeError) as error:
+            row["refused"][name] = str(error).splitlines()[0]
+    for name in PASSES:
+        backward = name != "forward"
+        steps = {side: make_fused_step(run, case.operands, backward) for side, run in sides.items()}
+        calls = max(1, int(LEAST_MS / harness.time_ms(steps["plain"], x.device, 2)))
+        turns = {side: partial(harness.time_ms, step, x.device, calls) for side, step in steps.items()}
+        times = harness.take_turns(turns, rounds)
+        row[name] = {f"{side}_ms": harness.spread(values)["median"] for side, values in times.items()}
+        row[name]["ratio"] = harness.ratios(times["plain"], times["ours"])
+        if copied:
+            moved = x.nbytes * sum(case.passes[: 2 if backward else 1])
+            row[name]["share_of_copy_bandwidth"] = moved / (row[name]["ours_ms"] / 1e3) / copied
+    return row
+
+
+def make_fused_step(
+    function: Callable[..., Tensor], operands: Sequence[Tensor], backward: bool
+) -> Callable[[], Any]:
+    """Forward, with or without backward, of a function of the operands."""
+    leaves = [tensor.detach().requires_grad_(backward) for tensor in operands]
+    if not backward:
+        return lambda: function(*leaves)
+    gradient = torch.randn_like(function(*leaves))
+    return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
+
+
 def copy_bytes_per_s(device: torch.device) -> float:
     source = torch.randn(32768, 5120, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
@@ -109,15 +203,27 @@ def copy_bytes_per_s(device: torch.device) -> float:
     return 2 * source.nbytes / (harness.spread(times)["median"] / 1e3)
 
 
-def claims(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def claims(
+    rows: Sequence[Mapping[str, Any]], of_kernels: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
     """The worst case decides; the names of those that fail stand with the claim."""
     asked = {f"{name}: original over swapped, least upper quartile": f"{name}.ratio.q3" for name in PASSES}
     found = []
-    for what, path, threshold in (
-        *((what, path, 1.0) for what, path in asked.items()),
-        ("forward: share of a copy's bandwidth", "share_of_copy_bandwidth", LEAST_SHARE),
+    share = "share_of_copy_bandwidth"
+    for what, path, threshold, measured in (
+        *((what, path, 1.0, rows) for what, path in asked.items()),
+        ("forward: share of a copy's bandwidth", share, LEAST_SHARE, rows),
+        *(
+            (
+                f"kernels, {name}: share of a copy's bandwidth",
+                f"{name}.{share}",
+                LEAST_SHARE_OF_KERNELS,
+                of_kernels,
+            )
+            for name in PASSES
+        ),
     ):
-        values = {row["case"]: harness.look_up(row, path) for row in rows}
+        values = {row["case"]: harness.look_up(row, path) for row in measured}
         values = {case: value for case, value in values.items() if value is not None}
         claim = make_claim(what, min(values.values(), default=None), "at least", threshold)
         found.append(claim | {"fails": [case for case, value in values.items() if value < threshold]})
@@ -135,6 +241,22 @@ COLUMNS = {
     "now": "kept_after",
     "of a copy": "share_of_copy_bandwidth",
     "not swapped, because": "reason",
+}
+
+
+COLUMNS_OF_KERNELS = {
+    "case": "case",
+    "runs": "kernel",
+    "forward ms": "forward.ours_ms",
+    "plain": "forward.plain_ms",
+    "torch.compile": "forward.compiled_ms",
+    "quack": "forward.quack_ms",
+    "liger": "forward.liger_ms",
+    "apex": "forward.apex_ms",
+    "of a copy": "forward.share_of_copy_bandwidth",
+    "and backward ms": "forward and backward.ours_ms",
+    "plain ": "forward and backward.plain_ms",
+    "of a copy ": "forward and backward.share_of_copy_bandwidth",
 }
 
 
@@ -164,8 +286,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             per_s = 2 * x.nbytes / (row["forward"]["swapped_ms"] / 1e3)
             row["share_of_copy_bandwidth"] = per_s / copied
         rows.append(row)
-    report.result |= {"cases": rows, "claims": claims(rows)}
+    # On a CPU the plain operations run on both sides: a quick run takes them, to see that they run.
+    kernels = list[dict[str, Any]]()
+    if copied or options.quick:
+        for hidden, tokens, _ in sizes:
+            for name, case in fused(hidden, tokens, 32 if options.quick else 128, device).items():
+                row = {"case": f"{name}, {tokens} tokens × {hidden}"}
+                if options.only in row["case"]:
+                    harness.say(f"norms: {row['case']}")
+                    kernels.append(row | measure_fused(case, options.rounds, copied))
+    report.result |= {"cases": rows, "kernels": kernels, "claims": claims(rows, kernels)}
     report.show(make_table("Swapped norms beside what they replace", COLUMNS, rows))
+    if kernels:
+        report.show(make_table("Kernels beside the plain operations", COLUMNS_OF_KERNELS, kernels))
     report.finish()
     return 0
 

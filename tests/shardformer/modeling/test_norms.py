@@ -236,7 +236,8 @@ def test_the_report_groups_what_is_the_same_and_says_why_something_was_kept(stan
         "stand-in, bit for bit, keeps 0 B a token for backward, not 100",
         "1 ×  odd            T5LayerNorm                  kept: its values fit no known order of normalisation",
         "1 ×  out            LayerNorm    layer    1e-05  "
-        "kept: F.layer_norm: it keeps 8 B a token for backward, no less than the norm itself",
+        "kept: F.layer_norm: it keeps 8 B a token for backward, no less than the norm itself; "
+        "triton.layer_norm: F.layer_norm computes this order in one pass",
         "1 ×  late.hooked    RMSNorm                      kept: it has hooks",
     ]
     told = json.loads(json.dumps(report.as_dict()))
