@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications.sizes import exchange_integers
+from opensora_accel.verify.communication.fake_world import fake_world
 
 
 def members(group):
@@ -161,3 +162,25 @@ def test_sizes_of_a_device_group_travel_on_the_host(ranks):
     for sizes, num_groups in ranks(3, sizes_over_a_device_group):
         assert sizes == [[(0, 7), (1, 7), (2, 7)], [(0, 8), (1, 8), (2, 8)]]
         assert num_groups == 1, "one, for all exchanges"
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"dp_replicate": 16, "dp_shard": 8, "ulysses": 8}, {"dp_shard": 128, "ring": 2, "ulysses": 4}]
+)
+def test_a_rank_makes_its_own_groups_and_none_twice(degrees, monkeypatch):
+    """On 1,024 simulated ranks; torch's mesh would have each rank wait for the making of 2,504 and 2,960."""
+    made = []
+    new_group = dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **options: made.append(ranks) or new_group(ranks, **options)
+    )
+    with fake_world(5, 1024):
+        init_parallel(Plan(sharding="zero3", **degrees))
+        groups = list(dist.distributed_c10d._world.pg_map)
+        ranks = [tuple(members(group)) for group in groups]
+    assert len(set(ranks)) == len(ranks), "no two of the same ranks"
+    assert [len(each) for each in ranks].count(1) == 1, "one for all axes of one rank"
+    assert len(made) == len(groups) - 1 == 5
+    sockets = sum(len(each) - 1 for each in ranks)
+    print(f"{len(groups)} groups, {sockets} connections of a host backend")
+    assert sockets < 1200
