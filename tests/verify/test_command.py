@@ -165,6 +165,8 @@ def test_interrupted_it_leaves_no_process_behind(tmp_path, signal_, delay_s):
     os.killpg(process.pid, signal_) if signal_ == signal.SIGINT else process.kill()
     assert process.wait(timeout=20) == (130 if signal_ == signal.SIGINT else -signal_)
     _, alive = psutil.wait_procs(started, timeout=10)
+    # One that has ended may wait for the system's first process to take note of it.
+    alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     assert len(started) >= 3 and not alive
     if signal_ == signal.SIGINT:
         assert (tmp_path / "errors").read_text() == "error: interrupted\n"
