@@ -295,7 +295,9 @@ def test_lines_of_the_toolkit_and_of_its_caller(ranks):
     for where in (forward, recompute, backward):
         assert where.source.startswith("opensora_accel/communications/alltoall.py:")
         # What the exchange gathers along is before what it scatters in one direction, and behind it in the other.
-        assert where.source.endswith(" in _exchange_to_rows" if where is backward else " in _exchange_to_columns")
+        assert where.source.endswith(
+            " in _exchange_to_rows" if where is backward else " in _exchange_to_columns"
+        )
     assert forward.caller.endswith("in doubled_elsewhere")
     assert recompute.caller.endswith("in doubled_elsewhere")
     assert backward.caller.endswith("in in_every_phase")
