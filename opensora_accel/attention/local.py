@@ -77,7 +77,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         # Kernels differ in what they make of a row without keys: let it see all, and drop what it saw.
         sees_none = ~attention_mask.any(-1, keepdim=True)
         attention_mask = attention_mask | sees_none
-    # torch wants [B, H, S, D]; these are views, and nothing is copied here.
+    # torch wants [B, H, S, D]; these are views, and nothing is copied here. Which kernel comes first is its own rule,
+    # the one that `choose_kernel` follows: cuDNN on Hopper and Blackwell, else flash.
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -92,13 +93,15 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
     return out.transpose(1, 2)
 
 
-def explain_kernel(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Choice:
+def explain_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False
+) -> Choice:
     """The kernel that ring attention takes for these tensors, and why not the ones before it: `print` it.
 
     Args:
         q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv].
     """
-    return choose_kernel(Problem.of(q, k, v, mask))
+    return choose_kernel(Problem.of(q, k, v, mask, causal))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -114,7 +117,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
         lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=accumulator_dtype(q.dtype))
         return q.new_zeros(*q.shape[:3], v.size(3)), lse
     mask = scores.mask
-    out, lse = choose_kernel(Problem.of(q, k, v, mask)).kernel.forward(q, k, v, scores)
+    out, lse = choose_kernel(Problem.of(q, k, v, mask, scores.causal)).kernel.forward(q, k, v, scores)
     if mask is not None:
         # [B, S_q] or [B, 1]: kernels differ in what they make of a row that sees nothing.
         sees_none = mask.cumsum(1) == 0 if scores.causal else ~mask.any(1, keepdim=True)
@@ -164,7 +167,7 @@ def attend_backward(
     # A rank without queries takes part in a ring as well, and adds zeros to the gradients of keys.
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel = choose_kernel(Problem.of(q, k, v, scores.mask)).kernel
+    kernel = choose_kernel(Problem.of(q, k, v, scores.mask, scores.causal)).kernel
     return kernel.backward(grad, q, k, v, out, lse, scores)
 
 

@@ -20,6 +20,7 @@ from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from opensora_accel.attention.kernels.plain import PlainKernel
+from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.local import attend, attend_backward, merge_
 from tests.attention.reference import full_attention, random_inputs, weights_like
 
@@ -135,6 +136,7 @@ def test_choosing_the_unfused_kernel_warns(caplog):
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
     choose_kernel.cache_clear()
     flash_attn_file._load.cache_clear()
     yield
@@ -145,18 +147,68 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"dtype": torch.bfloat16}, "aten flash"),
-        ({"dtype": torch.bfloat16, "masked": True}, "cuDNN"),
-        ({"dtype": torch.bfloat16, "masked": True, "head_dim": 256, "value_dim": 256}, "aten efficient"),
+        ({}, "aten flash"),
+        ({"masked": True}, "aten flash over visible keys"),
+        ({"masked": True, "causal": True}, "aten efficient"),
+        ({"masked": True, "head_dim": 256, "value_dim": 256}, "aten flash over visible keys"),
+        ({"masked": True, "head_dim": 264, "value_dim": 264}, "aten efficient"),
         ({"dtype": torch.float32}, "aten efficient"),
         ({"dtype": torch.float64}, "plain"),
-        ({"dtype": torch.bfloat16, "deterministic": True}, "aten flash"),
-        ({"dtype": torch.bfloat16, "deterministic": True, "masked": True}, "plain"),
+        ({"deterministic": True}, "aten flash"),
+        ({"deterministic": True, "masked": True}, "aten flash over visible keys"),
+        ({"deterministic": True, "masked": True, "causal": True}, "aten efficient"),
+        ({"deterministic": True, "masked": True, "dtype": torch.float32}, "aten efficient"),
         ({"dtype": torch.float32, "head_dim": 20, "value_dim": 20}, "plain"),
     ],
 )
 def test_choice_on_a_hopper_gpu(hopper, changes, name):
-    assert choose_kernel(problem(device=torch.device("cuda", 0), **changes)).kernel.name == name
+    """With cuDNN 9.15.0, whose backward is faulty."""
+    assert choose_kernel(on_gpu(**changes)).kernel.name == name
+
+
+def on_gpu(**changes):
+    return problem(**{"device": torch.device("cuda", 0), "dtype": torch.bfloat16, **changes})
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "first"),
+    [
+        ((9, 0), 91501, "cuDNN"),
+        ((10, 0), 91501, "cuDNN"),
+        ((10, 3), 92000, "cuDNN"),
+        ((9, 0), 91500, "flash-attn 3"),
+        ((9, 0), None, "flash-attn 3"),
+        ((10, 0), 91500, "flash-attn 2"),
+        ((12, 0), 92000, "flash-attn 2"),
+        ((8, 0), 92000, "flash-attn 2"),
+    ],
+)
+def test_the_order_is_torchs_own(flash_attn, monkeypatch, capability, version, first):
+    """flash-attn 2 and 3 are installed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    choice = choose_kernel(on_gpu())
+    assert choice.kernel.name == first
+    # cuDNN is never asked for what it does not take.
+    assert choose_kernel(on_gpu(head_dim=256, value_dim=256)).kernel.name.startswith("flash-attn")
+    if first == "cuDNN":
+        assert choose_kernel(on_gpu(masked=True)).kernel.name == "cuDNN" and choice.refused == ()
+    else:
+        assert choose_kernel(on_gpu(masked=True)).kernel.name == "aten flash over visible keys"
+
+
+def test_torchs_switch_turns_cudnn_down(hopper, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert choose_kernel(on_gpu()).kernel.name == "aten flash"
+
+
+def test_the_reason_against_cudnn_is_told(hopper):
+    causal = choose_kernel(on_gpu(masked=True, causal=True))
+    assert dict(causal.refused)["cuDNN"] == (
+        "version 9.15.0 of cuDNN has a faulty backward; 9.15.1 and newer have not"
+    )
+    assert "hidden ones are left out" in dict(causal.refused)["aten flash over visible keys"]
 
 
 def as_read_raw(tensor):
@@ -362,20 +414,20 @@ def test_choice_on_older_gpus(monkeypatch, hopper, capability, name):
     assert choice.kernel.name == name
 
 
-def test_a_single_key_is_not_for_cudnn(hopper):
-    one = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16, masked=True, single=True)
-    assert choose_kernel(one).kernel.name == "aten efficient"
+def test_a_single_key_is_not_for_cudnn(hopper, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    assert choose_kernel(on_gpu(masked=True, causal=True)).kernel.name == "cuDNN"
+    assert choose_kernel(on_gpu(masked=True, causal=True, single=True)).kernel.name == "aten efficient"
 
 
 def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
-    on_gpu = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    assert choose_kernel(on_gpu).kernel.name == "flash-attn 3"
+    assert choose_kernel(on_gpu()).kernel.name == "flash-attn 3"
     choose_kernel.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
-    assert choose_kernel(on_gpu).kernel.name == "flash-attn 2"
+    assert choose_kernel(on_gpu()).kernel.name == "flash-attn 2"
     choose_kernel.cache_clear()
     flash_attn.__version__ = "2.5.1"
-    choice = choose_kernel(on_gpu)
+    choice = choose_kernel(on_gpu())
     assert choice.kernel.name == "aten flash" and "install 2.7 or newer" in str(choice)
 
 
@@ -387,7 +439,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "kernel",
-    [FlashAttn3Kernel(), FlashAttn2Kernel(), FlashKernel(), CudnnKernel(), EfficientKernel()],
+    [
+        FlashAttn3Kernel(),
+        FlashAttn2Kernel(),
+        FlashKernel(),
+        VisibleKeysKernel(),
+        CudnnKernel(),
+        EfficientKernel(),
+    ],
     ids=lambda kernel: kernel.name,
 )
 def test_gpu_kernels_add_up_to_the_definition(kernel, masked, heads):
