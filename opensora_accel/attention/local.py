@@ -16,6 +16,8 @@ Source: the online softmax of Milakov and Gimelshein, arXiv:1805.02867; FlashAtt
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +68,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         # collectives before them, in which other ranks wait.
         connection = sum(tensor.flatten()[:0].sum() for tensor in (q, k, v))
         return q.new_zeros(*q.shape[:3], v.size(3)) + connection
+    if mask is not None and not call.causal and _leaves_hidden_keys_out(q, v):
+        return _MaskedAttention.apply(q, k, v, mask, q.size(3) ** -0.5 if call.scale is None else call.scale)
     causal, attention_mask, sees_none = call.causal, None, None
     if mask is not None:
         # [B, 1, 1, S_kv]: the same for all heads and all queries.
@@ -93,10 +97,98 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
     return out.transpose(1, 2)
 
 
+def _leaves_hidden_keys_out(q: Tensor, v: Tensor) -> bool:
+    """Whether one of our kernels serves a masked call better than torch's own choice; q, v: [B, S, H, D].
+
+    Under a mask torch leaves flash for the memory-efficient kernel: for a few hidden text tokens, a whole video would.
+    """
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.size(3) == v.size(3) and q.size(3) % 8 == 0
+    return fits and q.device.type == "cuda" and not torch.version.hip
+
+
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv] → [B, S_q, H, D]."""
+        out, lse = torch.ops.opensora_accel.masked_attention(q, k, v, mask, scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """grad: [B, S_q, H, D]."""
+        operator = torch.ops.opensora_accel.masked_attention_backward
+        # The node that refuses a second derivative is only needed where one could be taken.
+        backward = _MaskedAttentionBackward.apply if torch.is_grad_enabled() else operator
+        return *backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+class _MaskedAttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> Grads:
+        return torch.ops.opensora_accel.masked_attention_backward(*arguments)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        """Refuses a derivative of the gradients, whatever their shapes [...]."""
+        raise RuntimeError(
+            "masked attention has no second derivative in fp16 and bf16 on a GPU, nor has any fused kernel of torch; "
+            "take it in fp32 under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+# Operators of their own, as those of the ring: opaque to torch.compile, which need not know which kernel they take.
+_OPERATORS = torch.library.Library("opensora_accel", "FRAGMENT")
+_OPERATORS.define(
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> (Tensor, Tensor)"
+)
+_OPERATORS.define(
+    "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output [B, S_q, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q]."""
+    out, lse = attend(q, k, v, Scores(scale, mask))
+    return out.to(q.dtype).contiguous(), lse.to(accumulator_dtype(q.dtype)).contiguous()
+
+
+def _masked_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Grads:
+    """The gradients of q, k and v, in their shapes and dtypes.
+
+    grad, q, out: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv]; lse: [B, H, S_q].
+    """
+    lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
+    grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, out, lse, Scores(scale, mask))
+    return grad_q.to(q.dtype).contiguous(), grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
+
+
+_OPERATORS.impl("masked_attention", _masked_forward, "CompositeExplicitAutograd")
+_OPERATORS.impl("masked_attention_backward", _masked_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("opensora_accel::masked_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _dim = q.shape
+    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
+    return q.new_empty((batch, tokens, heads, v.size(3))), lse
+
+
+@torch.library.register_fake("opensora_accel::masked_attention_backward")
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def explain_kernel(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False
 ) -> Choice:
-    """The kernel that ring attention takes for these tensors, and why not the ones before it: `print` it.
+    """The kernel that a ring takes for these tensors, and on a GPU masked attention too; and why not those before it.
+
+    `print` it.
 
     Args:
         q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv].

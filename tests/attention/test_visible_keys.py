@@ -7,8 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
 
-from opensora_accel.attention import local, ring_attention
+from opensora_accel.attention import joint_attention, local, local_attention, ring_attention
 from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.local import attend, attend_backward
@@ -152,3 +154,88 @@ def test_nothing_is_read_from_the_device(monkeypatch, deterministic):
             assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Masked attention takes the way that it takes on a GPU, and the kernel a stand-in."""
+    monkeypatch.setattr(local, "_leaves_hidden_keys_out", lambda _q, _v: True)
+    monkeypatch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
+    return VarlenStandIn(monkeypatch)
+
+
+def masked(q, k, v, mask, grad, function=local_attention):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
+    out = function(*leaves, mask=mask)
+    out.backward(grad)
+    return [out.detach(), *(tensor.grad for tensor in leaves)]
+
+
+def test_masked_attention_on_one_gpu_leaves_hidden_keys_out(as_on_a_gpu):
+    """Output and gradients; the second sample sees nothing."""
+    q, k, v, mask = random_inputs(7, 11, 6, 2, True)
+    grad = weights_like(q)
+    for found, full in zip(masked(q, k, v, mask, grad), expected(q, k, v, mask, grad), strict=True):
+        torch.testing.assert_close(found, full, rtol=0, atol=1e-12)
+    assert as_on_a_gpu.num_calls == 1
+
+
+def test_masked_attention_on_a_gpu_is_one_node_of_a_graph(monkeypatch):
+    """With the CPU's kernel, because a compiler does not know stand-ins."""
+    monkeypatch.setattr(local, "_leaves_hidden_keys_out", lambda _q, _v: True)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "attention" in str(node.target)])
+        return aot_eager(graph, inputs)
+
+    q, k, v, mask = random_inputs(7, 11, 6, 2, True)
+    grad = weights_like(q)
+    compiled = torch.compile(local_attention, fullgraph=True, backend=backend)
+    for found, full in zip(masked(q, k, v, mask, grad, compiled), expected(q, k, v, mask, grad), strict=True):
+        torch.testing.assert_close(found, full, rtol=0, atol=1e-12)
+    assert len(graphs) == 1 and not any("scaled_dot_product" in name for name in graphs[0])
+
+
+def test_a_second_derivative_is_refused(as_on_a_gpu):
+    q, k, v, mask = random_inputs(4, 5, 2, 2, True)
+    q.requires_grad_()
+    (grad,) = torch.autograd.grad(local_attention(q, k, v, mask=mask).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def hunyuan_text_mask(text_first):
+    """Video and text over 3 ranks by Ulysses, the text's mask alone given; and how often flash ran."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("ring", "ulysses"))
+    q, k, v, _ = random_inputs(7, 7, 6, 6, False)
+    *text, text_mask = random_inputs(5, 5, 6, 6, True, seed=2)
+    order = slice(None, None, -1 if text_first else 1)
+    both = [torch.cat((video, words)[order], 1) for video, words in zip((q, k, v), text, strict=True)]
+    mask = torch.cat((torch.ones(2, 7, dtype=torch.bool), text_mask)[order], 1)
+    grad = weights_like(both[0])
+    out, *grads = expected(*both, mask, grad)
+    sizes = [5, 7] if text_first else [7, 5]
+    own = [tensor.tensor_split(num_ranks, 1)[rank].clone().requires_grad_() for tensor in (q, k, v)]
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in = VarlenStandIn(patch)
+        patch.setattr(local, "_leaves_hidden_keys_out", lambda _q, _v: True)
+        patch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
+        video_out, text_out = joint_attention(*own, *text, mesh, text_first=text_first, text_mask=text_mask)
+        video_grad, text_grad = grad.split(sizes, 1)[order]
+        # Every rank has all of the text's output: its share of the text's gradient.
+        torch.autograd.backward(
+            [video_out, text_out], [video_grad.tensor_split(num_ranks, 1)[rank], text_grad / num_ranks]
+        )
+    wanted = [whole.split(sizes, 1)[order][0].tensor_split(num_ranks, 1)[rank] for whole in (out, *grads)]
+    found = [video_out.detach(), *(tensor.grad for tensor in own)]
+    errors = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    errors.append(float((text_out.detach() - out.split(sizes, 1)[order][1]).abs().max()))
+    return max(errors), stand_in.num_calls
+
+
+@pytest.mark.parametrize("text_first", [False, True])
+def test_a_text_mask_keeps_flash(ranks, text_first):
+    for error, num_calls in ranks(3, hunyuan_text_mask, text_first):
+        assert error < 1e-12 and num_calls == 1
