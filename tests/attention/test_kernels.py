@@ -5,7 +5,6 @@ is a GPU.
 """
 
 import math
-import sys
 import types
 
 import pytest
@@ -22,6 +21,7 @@ from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashA
 from opensora_accel.attention.kernels.plain import PlainKernel
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.local import attend, attend_backward, merge_
+from tests.attention.flash_attn_releases import install
 from tests.attention.reference import full_attention, random_inputs, weights_like
 
 PLAIN = PlainKernel()
@@ -138,10 +138,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
     choose_kernel.cache_clear()
-    flash_attn_file._load.cache_clear()
+    flash_attn_file._find.cache_clear()
     yield
     choose_kernel.cache_clear()
-    flash_attn_file._load.cache_clear()
+    flash_attn_file._find.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -340,71 +340,10 @@ class _NoMask:
         return [None for _ in sizes]
 
 
-class FlashAttnStandIn(types.ModuleType):
-    """flash-attn's own functions, with the names of their arguments in 2.8 and 3.0."""
-
-    __version__ = "2.8.3"
-
-    @staticmethod
-    def two_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax,
-    ):  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert alibi_slopes is None and return_softmax is False
-        return *PLAIN.forward(q, k, v, Scores(softmax_scale, causal=causal)), None, None
-
-    @staticmethod
-    def two_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert softmax_lse.is_contiguous() and isinstance(deterministic, bool) and alibi_slopes is None
-        for target, grad in zip(
-            (dq, dk, dv),
-            PLAIN.backward(dout, q, k, v, out, softmax_lse, Scores(softmax_scale, causal=causal)),
-            strict=True,
-        ):
-            target.copy_(grad)
-
-    @staticmethod
-    def three_forward(q, k, v, k_new=None, *, softmax_scale=None, causal=False, num_splits=1):
-        return *PLAIN.forward(q, k, v, Scores(softmax_scale, causal=causal)), None, None
-
-    @staticmethod
-    def three_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, *, dq, dk, dv, softmax_scale,
-        is_causal, deterministic,
-    ):  # fmt: skip
-        FlashAttnStandIn.two_backward(
-            *(dout, q, k, v, out, softmax_lse, dq, dk, dv),
-            *(0.0, softmax_scale, is_causal, -1, -1, 0.0, None, deterministic),
-        )
-
-
 @pytest.fixture
 def flash_attn(monkeypatch, hopper):
-    package, two, three = (
-        FlashAttnStandIn(n) for n in ("flash_attn", "flash_attn_interface", "flash_attn_interface")
-    )
-    two._flash_attn_forward, two._flash_attn_backward = two.two_forward, two.two_backward
-    three._flash_attn_forward, three._flash_attn_backward = three.three_forward, three.three_backward
-    package.flash_attn_interface = two
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", two)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", three)
-    return package
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("kernel", [FlashAttn2Kernel(), FlashAttn3Kernel()], ids=lambda kernel: kernel.name)
-def test_how_flash_attn_is_called(flash_attn, kernel, heads):
-    q, k, v, mask = random_inputs(9, 14, *heads, True)
-    grad = weights_like(q)
-    found = blockwise(kernel, q, k, v, _NoMask(mask), grad, [3, 7, 4])
-    for actual, wanted in zip(found, expected(q, k, v, None, grad), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+    install(monkeypatch, "2.8")
+    install(monkeypatch, "3, operators")
 
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), "aten efficient"), ((8, 0), "aten flash")])
@@ -425,10 +364,6 @@ def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
     choose_kernel.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
     assert choose_kernel(on_gpu()).kernel.name == "flash-attn 2"
-    choose_kernel.cache_clear()
-    flash_attn.__version__ = "2.5.1"
-    choice = choose_kernel(on_gpu())
-    assert choice.kernel.name == "aten flash" and "install 2.7 or newer" in str(choice)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -12,7 +12,7 @@ import torch
 from opensora_accel.attention.kernels.base import Kernel, Problem
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
-from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
+from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttnKernel
 from opensora_accel.attention.kernels.plain import PlainKernel
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 
@@ -36,10 +36,13 @@ class Choice:
 
     kernel: Kernel
     refused: tuple[tuple[str, str], ...]
+    # Of a library that is called by what its release looks like: which one that is.
+    release: str = ""
 
     def __str__(self) -> str:
-        refused = "; ".join(f"not {name}: {reason}" for name, reason in self.refused)
-        return self.kernel.name + (f" ({refused})" if refused else "")
+        refused = [f"not {name}: {reason}" for name, reason in self.refused]
+        told = "; ".join([self.release, *refused] if self.release else refused)
+        return self.kernel.name + (f" ({told})" if told else "")
 
 
 @lru_cache
@@ -53,7 +56,8 @@ def choose_kernel(problem: Problem) -> Choice:
         if reason is None:
             break
         refused.append((kernel.name, reason))
-    choice = Choice(kernel, tuple(refused))
+    release = kernel.release() if isinstance(kernel, FlashAttnKernel) else ""
+    choice = Choice(kernel, tuple(refused), release)
     if isinstance(kernel, PlainKernel):
         logger.warning(
             "attention on %s in %s runs unfused and holds S_q × S_kv scores a head: %s",
