@@ -14,6 +14,7 @@ from opensora_accel.attention import joint_attention, local, local_attention, ri
 from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.local import attend, attend_backward
+from opensora_accel.checkpoint import checkpoint_blocks
 from tests.attention.reference import random_inputs, weights_like
 from tests.attention.test_kernels import PLAIN, SCALE, AtenStandIns, as_read_raw, expected
 
@@ -239,3 +240,18 @@ def hunyuan_text_mask(text_first):
 def test_a_text_mask_keeps_flash(ranks, text_first):
     for error, num_calls in ranks(3, hunyuan_text_mask, text_first):
         assert error < 1e-12 and num_calls == 1
+
+
+def test_selective_checkpointing_keeps_it(as_on_a_gpu):
+    """Once in forward, and not again when the block is recomputed."""
+    q, k, v, mask = random_inputs(7, 11, 2, 2, True)
+    grad = weights_like(q)
+    block = torch.nn.Module()
+    block.forward = lambda q, k, v, mask: local_attention(q, k, v, mask=mask)
+    wanted = expected(q, k, v, mask, grad)
+    checkpoint_blocks([block], "selective")
+    for found, full in zip(
+        masked(q, k, v, mask, grad, lambda q, k, v, mask: block(q, k, v, mask)), wanted, strict=True
+    ):
+        torch.testing.assert_close(found, full, rtol=0, atol=1e-12)
+    assert as_on_a_gpu.num_calls == 1
