@@ -16,6 +16,8 @@ Source: the online softmax of Milakov and Gimelshein, arXiv:1805.02867; FlashAtt
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +68,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         # collectives before them, in which other ranks wait.
         connection = sum(tensor.flatten()[:0].sum() for tensor in (q, k, v))
         return q.new_zeros(*q.shape[:3], v.size(3)) + connection
+    if mask is not None and not call.causal and _leaves_hidden_keys_out(q, v):
+        return _MaskedAttention.apply(q, k, v, mask, q.size(3) ** -0.5 if call.scale is None else call.scale)
     causal, attention_mask, sees_none = call.causal, None, None
     if mask is not None:
         # [B, 1, 1, S_kv]: the same for all heads and all queries.
@@ -77,7 +81,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         # Kernels differ in what they make of a row without keys: let it see all, and drop what it saw.
         sees_none = ~attention_mask.any(-1, keepdim=True)
         attention_mask = attention_mask | sees_none
-    # torch wants [B, H, S, D]; these are views, and nothing is copied here.
+    # torch wants [B, H, S, D]; these are views, and nothing is copied here. Which kernel comes first is its own rule,
+    # the one that `choose_kernel` follows: cuDNN on Hopper and Blackwell, else flash.
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -92,13 +97,103 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
     return out.transpose(1, 2)
 
 
-def explain_kernel(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Choice:
-    """The kernel that ring attention takes for these tensors, and why not the ones before it: `print` it.
+def _leaves_hidden_keys_out(q: Tensor, v: Tensor) -> bool:
+    """Whether one of our kernels serves a masked call better than torch's own choice; q, v: [B, S, H, D].
+
+    Under a mask torch leaves flash for the memory-efficient kernel: for a few hidden text tokens, a whole video would.
+    """
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.size(3) == v.size(3) and q.size(3) % 8 == 0
+    return fits and q.device.type == "cuda" and not torch.version.hip
+
+
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv] → [B, S_q, H, D]."""
+        out, lse = torch.ops.opensora_accel.masked_attention(q, k, v, mask, scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """grad: [B, S_q, H, D]."""
+        operator = torch.ops.opensora_accel.masked_attention_backward
+        # The node that refuses a second derivative is only needed where one could be taken.
+        backward = _MaskedAttentionBackward.apply if torch.is_grad_enabled() else operator
+        return *backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+class _MaskedAttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, *arguments: Any) -> Grads:
+        return torch.ops.opensora_accel.masked_attention_backward(*arguments)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        """Refuses a derivative of the gradients, whatever their shapes [...]."""
+        raise RuntimeError(
+            "masked attention has no second derivative in fp16 and bf16 on a GPU, nor has any fused kernel of torch; "
+            "take it in fp32 under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+# Operators of their own, as those of the ring: opaque to torch.compile, which need not know which kernel they take.
+_OPERATORS = torch.library.Library("opensora_accel", "FRAGMENT")
+_OPERATORS.define(
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> (Tensor, Tensor)"
+)
+_OPERATORS.define(
+    "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output [B, S_q, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q]."""
+    out, lse = attend(q, k, v, Scores(scale, mask))
+    return out.to(q.dtype).contiguous(), lse.to(accumulator_dtype(q.dtype)).contiguous()
+
+
+def _masked_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Grads:
+    """The gradients of q, k and v, in their shapes and dtypes.
+
+    grad, q, out: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv]; lse: [B, H, S_q].
+    """
+    lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
+    grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, out, lse, Scores(scale, mask))
+    return grad_q.to(q.dtype).contiguous(), grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
+
+
+_OPERATORS.impl("masked_attention", _masked_forward, "CompositeExplicitAutograd")
+_OPERATORS.impl("masked_attention_backward", _masked_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("opensora_accel::masked_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _dim = q.shape
+    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
+    return q.new_empty((batch, tokens, heads, v.size(3))), lse
+
+
+@torch.library.register_fake("opensora_accel::masked_attention_backward")
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def explain_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False
+) -> Choice:
+    """The kernel that a ring takes for these tensors, and on a GPU masked attention too; and why not those before it.
+
+    `print` it.
 
     Args:
         q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv].
     """
-    return choose_kernel(Problem.of(q, k, v, mask))
+    return choose_kernel(Problem.of(q, k, v, mask, causal))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -114,7 +209,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
         lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=accumulator_dtype(q.dtype))
         return q.new_zeros(*q.shape[:3], v.size(3)), lse
     mask = scores.mask
-    out, lse = choose_kernel(Problem.of(q, k, v, mask)).kernel.forward(q, k, v, scores)
+    out, lse = choose_kernel(Problem.of(q, k, v, mask, scores.causal)).kernel.forward(q, k, v, scores)
     if mask is not None:
         # [B, S_q] or [B, 1]: kernels differ in what they make of a row that sees nothing.
         sees_none = mask.cumsum(1) == 0 if scores.causal else ~mask.any(1, keepdim=True)
@@ -164,7 +259,7 @@ def attend_backward(
     # A rank without queries takes part in a ring as well, and adds zeros to the gradients of keys.
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel = choose_kernel(Problem.of(q, k, v, scores.mask)).kernel
+    kernel = choose_kernel(Problem.of(q, k, v, scores.mask, scores.causal)).kernel
     return kernel.backward(grad, q, k, v, out, lse, scores)
 
 

@@ -57,6 +57,7 @@ ATTENTION_KERNELS = {
     "flash_attn_3::fwd": -3,
     "flash_attn_3::_flash_attn_forward": -3,
     "torch_attn::_varlen_attn": -3,  # torch.nn.attention.varlen
+    "opensora_accel::masked_attention": -3,
     "opensora_accel::ring_attention": None,
 }
 

@@ -5,7 +5,6 @@ is a GPU.
 """
 
 import math
-import sys
 import types
 
 import pytest
@@ -20,7 +19,9 @@ from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from opensora_accel.attention.kernels.plain import PlainKernel
+from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.local import attend, attend_backward, merge_
+from tests.attention.flash_attn_releases import install
 from tests.attention.reference import full_attention, random_inputs, weights_like
 
 PLAIN = PlainKernel()
@@ -135,28 +136,79 @@ def test_choosing_the_unfused_kernel_warns(caplog):
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
     choose_kernel.cache_clear()
-    flash_attn_file._load.cache_clear()
+    flash_attn_file._find.cache_clear()
     yield
     choose_kernel.cache_clear()
-    flash_attn_file._load.cache_clear()
+    flash_attn_file._find.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"dtype": torch.bfloat16}, "aten flash"),
-        ({"dtype": torch.bfloat16, "masked": True}, "cuDNN"),
-        ({"dtype": torch.bfloat16, "masked": True, "head_dim": 256, "value_dim": 256}, "aten efficient"),
+        ({}, "aten flash"),
+        ({"masked": True}, "aten flash over visible keys"),
+        ({"masked": True, "causal": True}, "aten efficient"),
+        ({"masked": True, "head_dim": 256, "value_dim": 256}, "aten flash over visible keys"),
+        ({"masked": True, "head_dim": 264, "value_dim": 264}, "aten efficient"),
         ({"dtype": torch.float32}, "aten efficient"),
         ({"dtype": torch.float64}, "plain"),
-        ({"dtype": torch.bfloat16, "deterministic": True}, "aten flash"),
-        ({"dtype": torch.bfloat16, "deterministic": True, "masked": True}, "plain"),
+        ({"deterministic": True}, "aten flash"),
+        ({"deterministic": True, "masked": True}, "aten flash over visible keys"),
+        ({"deterministic": True, "masked": True, "causal": True}, "aten efficient"),
+        ({"deterministic": True, "masked": True, "dtype": torch.float32}, "aten efficient"),
         ({"dtype": torch.float32, "head_dim": 20, "value_dim": 20}, "plain"),
     ],
 )
 def test_choice_on_a_hopper_gpu(hopper, changes, name):
-    assert choose_kernel(problem(device=torch.device("cuda", 0), **changes)).kernel.name == name
+    """With cuDNN 9.15.0, whose backward is faulty."""
+    assert choose_kernel(on_gpu(**changes)).kernel.name == name
+
+
+def on_gpu(**changes):
+    return problem(**{"device": torch.device("cuda", 0), "dtype": torch.bfloat16, **changes})
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "first"),
+    [
+        ((9, 0), 91501, "cuDNN"),
+        ((10, 0), 91501, "cuDNN"),
+        ((10, 3), 92000, "cuDNN"),
+        ((9, 0), 91500, "flash-attn 3"),
+        ((9, 0), None, "flash-attn 3"),
+        ((10, 0), 91500, "flash-attn 2"),
+        ((12, 0), 92000, "flash-attn 2"),
+        ((8, 0), 92000, "flash-attn 2"),
+    ],
+)
+def test_the_order_is_torchs_own(flash_attn, monkeypatch, capability, version, first):
+    """flash-attn 2 and 3 are installed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    choice = choose_kernel(on_gpu())
+    assert choice.kernel.name == first
+    # cuDNN is never asked for what it does not take.
+    assert choose_kernel(on_gpu(head_dim=256, value_dim=256)).kernel.name.startswith("flash-attn")
+    if first == "cuDNN":
+        assert choose_kernel(on_gpu(masked=True)).kernel.name == "cuDNN" and choice.refused == ()
+    else:
+        assert choose_kernel(on_gpu(masked=True)).kernel.name == "aten flash over visible keys"
+
+
+def test_torchs_switch_turns_cudnn_down(hopper, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert choose_kernel(on_gpu()).kernel.name == "aten flash"
+
+
+def test_the_reason_against_cudnn_is_told(hopper):
+    causal = choose_kernel(on_gpu(masked=True, causal=True))
+    assert dict(causal.refused)["cuDNN"] == (
+        "version 9.15.0 of cuDNN has a faulty backward; 9.15.1 and newer have not"
+    )
+    assert "hidden ones are left out" in dict(causal.refused)["aten flash over visible keys"]
 
 
 def as_read_raw(tensor):
@@ -288,71 +340,10 @@ class _NoMask:
         return [None for _ in sizes]
 
 
-class FlashAttnStandIn(types.ModuleType):
-    """flash-attn's own functions, with the names of their arguments in 2.8 and 3.0."""
-
-    __version__ = "2.8.3"
-
-    @staticmethod
-    def two_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax,
-    ):  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert alibi_slopes is None and return_softmax is False
-        return *PLAIN.forward(q, k, v, Scores(softmax_scale, causal=causal)), None, None
-
-    @staticmethod
-    def two_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert softmax_lse.is_contiguous() and isinstance(deterministic, bool) and alibi_slopes is None
-        for target, grad in zip(
-            (dq, dk, dv),
-            PLAIN.backward(dout, q, k, v, out, softmax_lse, Scores(softmax_scale, causal=causal)),
-            strict=True,
-        ):
-            target.copy_(grad)
-
-    @staticmethod
-    def three_forward(q, k, v, k_new=None, *, softmax_scale=None, causal=False, num_splits=1):
-        return *PLAIN.forward(q, k, v, Scores(softmax_scale, causal=causal)), None, None
-
-    @staticmethod
-    def three_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, *, dq, dk, dv, softmax_scale,
-        is_causal, deterministic,
-    ):  # fmt: skip
-        FlashAttnStandIn.two_backward(
-            *(dout, q, k, v, out, softmax_lse, dq, dk, dv),
-            *(0.0, softmax_scale, is_causal, -1, -1, 0.0, None, deterministic),
-        )
-
-
 @pytest.fixture
 def flash_attn(monkeypatch, hopper):
-    package, two, three = (
-        FlashAttnStandIn(n) for n in ("flash_attn", "flash_attn_interface", "flash_attn_interface")
-    )
-    two._flash_attn_forward, two._flash_attn_backward = two.two_forward, two.two_backward
-    three._flash_attn_forward, three._flash_attn_backward = three.three_forward, three.three_backward
-    package.flash_attn_interface = two
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", two)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", three)
-    return package
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("kernel", [FlashAttn2Kernel(), FlashAttn3Kernel()], ids=lambda kernel: kernel.name)
-def test_how_flash_attn_is_called(flash_attn, kernel, heads):
-    q, k, v, mask = random_inputs(9, 14, *heads, True)
-    grad = weights_like(q)
-    found = blockwise(kernel, q, k, v, _NoMask(mask), grad, [3, 7, 4])
-    for actual, wanted in zip(found, expected(q, k, v, None, grad), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+    install(monkeypatch, "2.8")
+    install(monkeypatch, "3, operators")
 
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), "aten efficient"), ((8, 0), "aten flash")])
@@ -362,21 +353,17 @@ def test_choice_on_older_gpus(monkeypatch, hopper, capability, name):
     assert choice.kernel.name == name
 
 
-def test_a_single_key_is_not_for_cudnn(hopper):
-    one = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16, masked=True, single=True)
-    assert choose_kernel(one).kernel.name == "aten efficient"
+def test_a_single_key_is_not_for_cudnn(hopper, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    assert choose_kernel(on_gpu(masked=True, causal=True)).kernel.name == "cuDNN"
+    assert choose_kernel(on_gpu(masked=True, causal=True, single=True)).kernel.name == "aten efficient"
 
 
 def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
-    on_gpu = problem(device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    assert choose_kernel(on_gpu).kernel.name == "flash-attn 3"
+    assert choose_kernel(on_gpu()).kernel.name == "flash-attn 3"
     choose_kernel.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
-    assert choose_kernel(on_gpu).kernel.name == "flash-attn 2"
-    choose_kernel.cache_clear()
-    flash_attn.__version__ = "2.5.1"
-    choice = choose_kernel(on_gpu)
-    assert choice.kernel.name == "aten flash" and "install 2.7 or newer" in str(choice)
+    assert choose_kernel(on_gpu()).kernel.name == "flash-attn 2"
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -387,7 +374,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "kernel",
-    [FlashAttn3Kernel(), FlashAttn2Kernel(), FlashKernel(), CudnnKernel(), EfficientKernel()],
+    [
+        FlashAttn3Kernel(),
+        FlashAttn2Kernel(),
+        FlashKernel(),
+        VisibleKeysKernel(),
+        CudnnKernel(),
+        EfficientKernel(),
+    ],
     ids=lambda kernel: kernel.name,
 )
 def test_gpu_kernels_add_up_to_the_definition(kernel, masked, heads):

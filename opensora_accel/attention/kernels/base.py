@@ -22,9 +22,10 @@ class Problem(NamedTuple):
     deterministic: bool
     # One query or one key.
     single: bool = False
+    causal: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Problem:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Problem:
         """The problem of q [B, S_q, H, D], k and v [B, S_kv, H_kv, D] and a mask [B, S_kv]."""
         return cls(
             device=q.device,
@@ -35,6 +36,7 @@ class Problem(NamedTuple):
             masked=mask is not None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             single=1 in (q.size(1), k.size(1)),
+            causal=causal,
         )
 
 

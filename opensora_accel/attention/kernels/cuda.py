@@ -53,7 +53,7 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return bias[:, None, None, :size].expand(q.size(0), q.size(2), q.size(1), size)
 
 
-def _unused_seed(q: Tensor) -> Tensor:
+def unused_seed(q: Tensor) -> Tensor:
     """The state [2] of a dropout that is not used, on the device of q [...]."""
     return torch.empty(2, dtype=torch.uint64, device=q.device)
 
@@ -121,7 +121,7 @@ class FlashKernel(_AtenKernel):
         self, inputs: Sequence[Tensor], lse: Tensor, bias: Tensor | None, scores: Scores
     ) -> Sequence[Tensor]:
         grad, q, k, v, out = inputs
-        seed = _unused_seed(q)
+        seed = unused_seed(q)
         # The two None are cumulative lengths, which only samples packed into one row have.
         grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, scores.causal, seed, seed),
@@ -137,6 +137,13 @@ class CudnnKernel(_AtenKernel):
 
     def refuses(self, problem: Problem) -> str | None:
         unfit = _refuses_on_any(problem, _HALF)
+        if unfit is None and torch.version.hip:
+            return "it is NVIDIA's"
+        version = torch.backends.cudnn.version() or 0
+        if unfit is None and version <= 91500:
+            # pytorch/pytorch #169849: its backward leaves the tensors' memory where 128 does not divide the queries.
+            found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+            return f"version {found} of cuDNN has a faulty backward; 9.15.1 and newer have not"
         if unfit is None and problem.deterministic:
             return "its backward is not deterministic"
         if unfit is None and problem.head_dim > 128:
@@ -163,7 +170,7 @@ class CudnnKernel(_AtenKernel):
     ) -> Sequence[Tensor]:
         """As in the base class; cuDNN takes the log-sum-exp as [B, H, S_q, 1]."""
         grad, q, k, v, out = inputs
-        seed, sizes = _unused_seed(q), (q.size(2), k.size(2))
+        seed, sizes = unused_seed(q), (q.size(2), k.size(2))
         grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(
                 grad,
@@ -187,15 +194,15 @@ class CudnnKernel(_AtenKernel):
 
 
 class EfficientKernel(_AtenKernel):
-    """`aten::_scaled_dot_product_efficient_attention`: key masks and fp32."""
+    """`aten::_scaled_dot_product_efficient_attention`: key masks and fp32.
+
+    Under `torch.use_deterministic_algorithms(True)` its backward does not split keys, and is deterministic.
+    """
 
     name = "aten efficient"
 
     def refuses(self, problem: Problem) -> str | None:
-        unfit = _refuses_on_any(problem, (torch.float32, *_HALF))
-        if unfit is None and problem.deterministic:
-            return "its backward is not deterministic"
-        return unfit
+        return _refuses_on_any(problem, (torch.float32, *_HALF))
 
     def _forward(
         self, inputs: Sequence[Tensor], bias: Tensor | None, scores: Scores
