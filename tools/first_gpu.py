@@ -55,8 +55,12 @@ def run_stage(stage: Stage, command: str, out: Path, limit_s: float) -> dict[str
     with log.open("wb") as file:
         child = subprocess.Popen(
             [sys.executable, *words],
-            **{"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL},
-            **{"cwd": ROOT, "env": environment, "start_new_session": True},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
         try:
             child.wait(limit_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Stage:
         return f"{self.name}.json"
 
 
-def bench(script: str, on_gpu: str, dry: str = "", picture: bool = False) -> dict[str, str]:
+def bench(script: str, on_gpu: str, dry: str = "", picture: bool = False) -> dict[str, Any]:
     """The commands of a benchmark: on a GPU, and small on the CPU."""
     path = f"tools/bench/{script}.py --output {{out}}/{script}.json"
     path += f" --picture {{out}}/{script}.png" if picture else ""

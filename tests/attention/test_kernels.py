@@ -446,7 +446,9 @@ def test_a_causal_ring_on_one_device(device, dtype, kernel, layout, heads):
     wanted = expected(*(t.cpu() for t in (q, k, v)), None, grad.cpu(), causal=True)
     out, lse = kernel.forward(q, k, v, scores)
     one_call = errors([out, *kernel.backward(grad, q, k, v, out, lse, scores)], wanted)
-    found = ring_on_one_device(*(rearrange(t, 3, layout) for t in (q, k, v, grad)), 3, layout, kernel=kernel)
+    found = ring_on_one_device(
+        *(rearrange(t, 3, layout) for t in (q, k, v, grad)), num_ranks=3, layout=layout, kernel=kernel
+    )
     found = errors(found, [rearrange(t, 3, layout) for t in wanted])
     # Twice: rounding the output once more, and the order of the sums.
     assert all(mine <= 2 * its + 1e-15 for mine, its in zip(found, one_call, strict=True)), (found, one_call)

@@ -51,6 +51,7 @@ def ring_on_one_device(
     k: Tensor,
     v: Tensor,
     grad: Tensor,
+    *,
     num_ranks: int,
     layout: TokenLayout | None = None,
     mask: Tensor | None = None,
@@ -108,7 +109,7 @@ def ring_on_one_device(
 
 
 def ulysses_on_one_device(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, num_ranks: int, causal: bool, mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, num_ranks: int, causal: bool, mask: Tensor | None
 ) -> Results:
     """What the ranks of Ulysses compute, each with all tokens of some heads.
 
@@ -120,14 +121,14 @@ def ulysses_on_one_device(
     """
     heads = share_sizes(q.size(2), num_ranks)
     parts = [
-        one_call(*(each.contiguous() for each in share), causal, mask)
+        one_call(*(each.contiguous() for each in share), causal=causal, mask=mask)
         for share in zip(*(each.split(heads, 2) for each in (q, k, v, grad)), strict=True)
     ]
     found = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
     return found[0], found[1], found[2], found[3]
 
 
-def one_call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, mask: Tensor | None) -> Results:
+def one_call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, mask: Tensor | None) -> Results:
     """The output and the gradients of q, k and v of one call over the whole sequence.
 
     q, grad: [B, S, H, D]; k, v: [B, S, H_kv, D]; mask: [B, S].
@@ -138,10 +139,10 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, mask: 
     return out.detach(), grads[0], grads[1], grads[2]
 
 
-def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, mask: Tensor | None) -> Results:
+def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, mask: Tensor | None) -> Results:
     """`one_call` in fp64, one head at a time: it holds S × S scores. Shapes as there, with as many key heads."""
     heads = zip(*(each.double().split(1, 2) for each in (q, k, v, grad)), strict=True)
-    parts = [one_call(*head, causal, mask) for head in heads]
+    parts = [one_call(*head, causal=causal, mask=mask) for head in heads]
     found = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
     return found[0], found[1], found[2], found[3]
 
@@ -158,25 +159,26 @@ def measure_errors(options: Any, device: torch.device) -> Iterator[dict[str, Any
         for causal in (False, True):
             if masked and causal:
                 continue  # one call over it needs an S × S mask
-            wanted = in_fp64(q, k, v, grad, causal, mask)
-            alone = one_call(q, k, v, grad, causal, mask)
+            wanted = in_fp64(q, k, v, grad, causal=causal, mask=mask)
+            alone = one_call(q, k, v, grad, causal=causal, mask=mask)
             for num_ranks in options.simulate:
+                ranks: dict[str, Any] = {"num_ranks": num_ranks, "mask": mask}
                 where = f"{str(dtype).removeprefix('torch.')}, {num_ranks} ranks"
                 where += ", causal" if causal else ", masked" if masked else ""
                 rings: list[TokenLayout | None] = list(LAYOUTS) if causal else [None]
                 for layout in rings:
                     order = partial(rearrange, num_ranks=num_ranks, layout=layout) if layout else torch.clone
                     given = [order(each) for each in (q, k, v, grad)]
-                    problem = Problem.of(*given[:3], mask)
+                    problem = Problem.of(given[0], given[1], given[2], mask)
                     for kernel in (each for each in KERNELS if not each.refuses(problem)):
                         name = f"ring, {kernel.name}, {where}" + (f", {layout}" if layout else "")
                         if options.only in name:
-                            run = partial(ring_on_one_device, *given, num_ranks, layout, mask, kernel)
+                            run = partial(ring_on_one_device, *given, **ranks, layout=layout, kernel=kernel)
                             against = [[order(each) for each in each_of] for each_of in (wanted, alone)]
                             yield {"case": name} | compare(run, *against)
                 name = f"Ulysses, {explain_kernel(q, k, v, mask=mask).kernel.name}, {where}"
                 if options.only in name:
-                    run = partial(ulysses_on_one_device, q, k, v, grad, num_ranks, causal, mask)
+                    run = partial(ulysses_on_one_device, q, k, v, grad, **ranks, causal=causal)
                     yield {"case": name} | compare(run, wanted, alone)
 
 
@@ -194,11 +196,11 @@ def compare(run: Any, wanted: Sequence[Tensor], alone: Sequence[Tensor]) -> dict
     except RuntimeError as error:  # of one kernel: the others are asked all the same
         return {"ratio": None, "raised": f"{type(error).__name__}: {error}".splitlines()[0]}
 
-    def error(tensors: Sequence[Tensor]) -> list[float]:
+    def over_size(tensors: Sequence[Tensor]) -> list[float]:
         pairs = zip(tensors, wanted, strict=True)
         return [float((each.double() - right).norm() / right.norm()) for each, right in pairs]
 
-    errors, errors_alone = error(found), error(alone)
+    errors, errors_alone = over_size(found), over_size(alone)
     over = [mine / max(its, 1e-30) for mine, its in zip(errors, errors_alone, strict=True)]
     # `max` passes over a NaN that does not come first.
     worst = next((each for each in over if each != each), max(over))

@@ -206,8 +206,8 @@ def make_claims(found: Mapping[str, Mapping[str, Any]], times: Mapping[str, Any]
     for longer, than in (("selective", "none"), ("full", "none"), ("full+offload", "full")):
         both = [found.get(mode, {}) for mode in (longer, than)]
         ended = any("time ended" in each.get("ended", "time ended") for each in both)
-        values = [each.get("tokens") for each in both]
-        ratio = None if ended or None in values else values[0] / values[1]
+        values = [each.get("tokens") or 0 for each in both]
+        ratio = None if ended or 0 in values else values[0] / values[1]
         claims.append(make_claim(f"longest sequence of {longer} over that of {than}", ratio, "above", 1.0))
     ratio = times["ratio"]["median"] if times and on_cuda else None
     claims.append(make_claim("step time of full+offload over that of full", ratio, "at most", MOST_TIME))
@@ -245,7 +245,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
         default=120.0,
         help="time for all modes and the comparison (120; 600 on a CPU)",
     )
-    small = {"blocks": 12, "heads": 2, "head_dim": 16, "feed_forward": 64, "text_tokens": 8}
+    small: dict[str, Any] = {"blocks": 12, "heads": 2, "head_dim": 16, "feed_forward": 64, "text_tokens": 8}
     small |= {"start": 32, "unit": 8, "memory_gib": 6 / 2**10, "seconds": 600.0}
     large = {"blocks": 30, "heads": 12, "head_dim": 128, "feed_forward": 8960, "text_tokens": 512}
     large |= {"start": 1024, "unit": 128}
