@@ -42,8 +42,18 @@ MODES = ("none", "selective", "full", "full+offload")
 CLOSE = 1 / 16
 
 
-class DoesNotFit(Exception):
-    """On a CPU, where no allocator says it."""
+class LimitedBytes(LiveBytes):
+    """Within it an operation fails that takes the live bytes beyond a limit, as a GPU's allocator lets it fail."""
+
+    def __init__(self, limit_bytes: int):
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.now_bytes > self._limit_bytes:
+            raise torch.OutOfMemoryError(f"{self.now_bytes} bytes of {self._limit_bytes}")
+        return outputs
 
 
 class Stack:
@@ -97,22 +107,20 @@ class Stack:
         """Of a step, with the weights and their gradients.
 
         Raises:
-            DoesNotFit: on a CPU, above the limit. torch.OutOfMemoryError: on a GPU.
+            torch.OutOfMemoryError: on a CPU, above the limit.
         """
         self.set_length(tokens)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self.step(tokens)
             return torch.cuda.max_memory_allocated()
-        live = LiveBytes()
+        live = LimitedBytes(self.options.limit_bytes)
         live.count(list(self.blocks.parameters()))
         live.count([parameter.grad for parameter in self.blocks.parameters() if parameter.grad is not None])
         for tensor in MANAGER.arena.memory if MANAGER.arena is not None else ():
             live.ignore(tensor)
         with live:
             self.step(tokens)
-        if live.peak_bytes > self.options.limit_bytes:
-            raise DoesNotFit(f"{live.peak_bytes} bytes")
         return live.peak_bytes
 
     def free(self) -> None:
@@ -132,7 +140,7 @@ def search(stack: Stack, seconds: float) -> dict[str, Any]:
         try:
             row["peak_bytes"] = stack.peak_bytes(tokens)
             fits = tokens
-        except (torch.OutOfMemoryError, DoesNotFit):
+        except torch.OutOfMemoryError:
             does_not = tokens
         stack.free()
         tried.append(row)
