@@ -1,6 +1,7 @@
 # Each target makes .venv and installs what it needs by itself; constraints.txt pins every version.
 # Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), BENCH (which benchmarks),
-# PART (which folder of tests `make prove` takes), WORKERS (how many test files run at a time), ARGS (more options).
+# PART (which folder of tests `make prove` takes), WORKERS (how many test files run at a time),
+# GPU_REPORT (the folder that `make gpu` writes to), ARGS (more options).
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
@@ -8,6 +9,7 @@ BENCH ?= collectives norms offload attention
 PART ?=
 WORKERS ?= 2
 ARGS ?=
+GPU_REPORT ?= runs/first_gpu
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -20,7 +22,7 @@ export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 
-.PHONY: help train test prove bench faults lint clean
+.PHONY: help train test prove bench faults gpu lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
 	@echo "make test    run every behaviour once"
@@ -28,6 +30,7 @@ help:
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
+	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes; the report: $(GPU_REPORT)/report.md"
 	@echo "make lint    ruff and mypy"
 
 train: .venv/.train data/bunny/metadata.jsonl
@@ -44,6 +47,10 @@ faults: .venv/.dev data/bunny/metadata.jsonl
 
 bench: .venv/.dev
 	@set -e; for name in $(BENCH); do echo "tools/bench/$$name.py"; $(BIN)/python tools/bench/$$name.py $(ARGS); done
+
+# Without a CUDA build of torch it says what to install, and runs what it can.
+gpu: .venv/.dev data/bunny/metadata.jsonl
+	$(BIN)/python tools/first_gpu.py --out $(GPU_REPORT) $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

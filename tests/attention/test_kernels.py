@@ -10,9 +10,10 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from blockwise import ring_on_one_device
 
 from opensora_accel.attention import explain_kernel, local, ring_attention
-from opensora_accel.attention.balance import positions
+from opensora_accel.attention.balance import positions, rearrange
 from opensora_accel.attention.kernels import Problem, Scores, choose_kernel
 from opensora_accel.attention.kernels import flash_attn as flash_attn_file
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
@@ -366,24 +367,23 @@ def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
     assert choose_kernel(on_gpu()).kernel.name == "flash-attn 2"
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def gpu_alone(*values):
+    """Parameters of a test that needs a GPU for them."""
+    marks = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+    return pytest.param(*values, marks=marks)
 
 
-@needs_gpu
+GPU_KERNELS = [
+    *(FlashAttn3Kernel(), FlashAttn2Kernel(), FlashKernel()),
+    *(VisibleKeysKernel(), CudnnKernel(), EfficientKernel()),
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        FlashAttn3Kernel(),
-        FlashAttn2Kernel(),
-        FlashKernel(),
-        VisibleKeysKernel(),
-        CudnnKernel(),
-        EfficientKernel(),
-    ],
-    ids=lambda kernel: kernel.name,
-)
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 def test_gpu_kernels_add_up_to_the_definition(kernel, masked, heads):
     q, k, v, mask = random_inputs(300, 430, *heads, True, dtype=torch.bfloat16, head_dim=64)
     mask[:, ::3] = True
@@ -396,3 +396,49 @@ def test_gpu_kernels_add_up_to_the_definition(kernel, masked, heads):
     found = blockwise(kernel, *on_gpu, given, grad.cuda(), [100, 257, 73])
     for actual, wanted in zip(found, expected(q, k, v, mask if masked else None, grad), strict=True):
         torch.testing.assert_close(actual.double().cpu(), wanted, rtol=0, atol=0.05)
+
+
+def errors(found, wanted):
+    """Of each tensor, over the size of the whole."""
+    pairs = zip(found, wanted, strict=True)
+    return [float((one.double().cpu() - other).norm() / other.norm()) for one, other in pairs]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernel"),
+    [
+        *(
+            ("cpu", dtype, kernel)
+            for dtype in (torch.float64, torch.float32)
+            for kernel in (CpuFlashKernel(), PLAIN)
+        ),
+        *(gpu_alone("cuda", torch.bfloat16, kernel) for kernel in GPU_KERNELS),
+        *(
+            gpu_alone("cuda", dtype, kernel)
+            for dtype in (torch.float32,)
+            for kernel in (EfficientKernel(), PLAIN)
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_causal_ring_on_one_device(device, dtype, kernel, layout, heads):
+    """Three ranks, one after the other: the kernel gets some rows at a time, with their part of the log-sum-exp."""
+    q, k, v, _ = (
+        None if t is None else t.to(device)
+        for t in random_inputs(97, 97, *heads, False, dtype=dtype, head_dim=32)
+    )
+    reason = kernel.refuses(Problem.of(q, k, v, None))
+    if reason:
+        pytest.skip(reason)
+    grad, scores = weights_like(q.cpu()).to(device), Scores(32**-0.5, causal=True)
+    wanted = expected(*(t.cpu() for t in (q, k, v)), None, grad.cpu(), causal=True)
+    out, lse = kernel.forward(q, k, v, scores)
+    one_call = errors([out, *kernel.backward(grad, q, k, v, out, lse, scores)], wanted)
+    found = ring_on_one_device(
+        *(rearrange(t, 3, layout) for t in (q, k, v, grad)), num_ranks=3, layout=layout, kernel=kernel
+    )
+    found = errors(found, [rearrange(t, 3, layout) for t in wanted])
+    # Twice: rounding the output once more, and the order of the sums.
+    assert all(mine <= 2 * its + 1e-15 for mine, its in zip(found, one_call, strict=True)), (found, one_call)

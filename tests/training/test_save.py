@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from opensora_accel import Plan
 from opensora_accel.training.loop import Trainer
-from opensora_accel.training.saved_state.save import SAVING
+from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState
 from tests.training.runs import tiny_config
 
 
@@ -70,6 +70,50 @@ def test_a_step_beside_the_copy_changes_nothing_of_it(ranks, clips, tmp_path, pl
     for file, tensors in first.items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, again[file][name]), f"{file}: {name}"
+
+
+class Model(torch.nn.Linear):
+    def to_json_string(self):
+        return "{}"
+
+
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_late_copy_takes_what_was_saved(parallel_registry, tmp_path, device):
+    """On a GPU it runs on a stream of its own: what is computed meanwhile does not wait, what overwrites it does."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = Model(300, 300, device=device)
+    before = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.named_parameters()}
+    model(torch.ones(2, 300, device=device))  # what a first product starts has been started
+    saver, on_gpu = Saver(), device == "cuda"
+
+    def late():
+        torch.cuda._sleep(2_000_000_000) if on_gpu else time.sleep(
+            0.3
+        )  # on the stream of the copies: about a second
+
+    state = TrainState(model, torch.optim.AdamW(model.parameters()), None, 1)
+    with before_the_copy(late), torch.no_grad():
+        saver.save(tmp_path / "state", state, {}, {}, 1)
+        if on_gpu:
+            assert saver._copied.wait(60), "the copies were asked for"
+            model(torch.ones(2, 300, device=device))
+            torch.cuda.current_stream().synchronize()
+            assert not saver._stream.query(), "the forward was done before the copy had begun"
+        saver.wait_for_copy()
+        for parameter in model.parameters():
+            parameter.zero_()
+        saver.wait()
+    found = {
+        name: tensor
+        for file in tmp_path.rglob("diffusion*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
 
 
 def save_without_memory(config):

@@ -182,3 +182,36 @@ def _draw_queues(axes: Any, queues: Mapping[str, Any], how: str) -> None:
     axes.set_yticks([2, 1, 0], ["compute", "copies out\n(to host)", "copies in\n(to device)"])
     axes.set_xlabel("time in the step (ms)")
     axes.set_title(f"our offload: blocks in forward, and (−) in backward; copies: {how}", loc="left")
+
+
+# ---- longest sequences
+
+
+def draw_longest(result: dict[str, Any], path: Path) -> None:
+    """The longest sequence under each mode, and the peaks of all lengths that were tried."""
+    modes = {name: found for name, found in result["modes"].items() if found["tokens"]}
+    if not modes:
+        return  # nothing fitted
+    colours = {"none": GREY, "selective": PURPLE, "full": ORANGE, "full+offload": BLUE}
+    hardware, limit = result["hardware"], result["limit_bytes"]
+    scale, unit = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
+    below = f"Wan blocks on {hardware.get('gpu') or hardware['cpu']}, {limit / scale:.3g} {unit}; {result['date']}"
+    with drawing(path, "The longest sequence that fits", below, 10, 4.6) as figure:
+        bars, lines = figure.subplots(1, 2)
+        figure.subplots_adjust(left=0.13, right=0.975, top=0.78, bottom=0.13, wspace=0.3)
+        for row, (name, found) in enumerate(modes.items()):
+            bars.barh(row, found["tokens"], color=colours[name])
+            at_least = "≥ " if "time ended" in found["ended"] else ""
+            bars.text(found["tokens"], row, f" {at_least}{found['tokens']:,}", va="center")
+            points = sorted(
+                (one["tokens"], one["peak_bytes"] / scale) for one in found["tried"] if "peak_bytes" in one
+            )
+            lines.plot(*zip(*points, strict=True), color=colours[name], marker="o", label=name)
+        bars.set_yticks(range(len(modes)), list(modes))
+        bars.set(xlabel="tokens", xlim=(0, 1.35 * max(found["tokens"] for found in modes.values())))
+        bars.invert_yaxis()
+        bars.set_title("longest", loc="left")
+        lines.axhline(limit / scale, color="black", linewidth=0.8, linestyle="--")
+        lines.set(xlabel="tokens", ylabel=unit)
+        lines.set_title("peak of a step", loc="left")
+        lines.legend(frameon=False)

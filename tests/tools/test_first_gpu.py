@@ -1,0 +1,154 @@
+"""The run for a first GPU ends with a report that tells what became of each claim, whatever its stages do."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import first_gpu
+import pytest
+from first_gpu import FAILED, HELD, NOT_RUN
+from gpu_stages import STAGES, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = [{"claim": "good", "held": True, "value": 1.0}, {"claim": "bad", "held": False, "value": 2.0}]
+HANG = "import time; time.sleep(600)"
+
+
+def stage(name, program="", *, writes=(), **options):
+    """A stage that writes these claims and then runs the program."""
+    begin = f"import json, os; json.dump({{'claims': {list(writes)!r}}}, open('{{out}}/{name}.json', 'w')); "
+    options = {"claims": {f"claim of {name}": "good"}, "limit_s": 30.0, "gpus": 0, **options}
+    return Stage(name, f'-c "{begin}{program}"', **options)
+
+
+def outcomes(report):
+    return {claim["claim"]: (claim["outcome"], claim["why"]) for claim in report["claims"]}
+
+
+def test_whatever_a_stage_does_the_others_run_and_the_report_tells(tmp_path):
+    stages = [
+        stage("hangs", HANG, writes=CLAIMS[:1], limit_s=1.0),
+        stage("aborts", "os.abort()"),
+        stage("raises", "import no_such_library"),
+        stage("fails", writes=CLAIMS),
+        stage("holds", writes=CLAIMS[:1]),
+        stage("skips", writes=[{"claim": "good", "held": None, "why": "no cuDNN"}]),
+        stage("needs", gpus=1),
+    ]
+    stages.insert(0, stage("machine", claims={}))
+    (tmp_path / "needs.json").write_text(json.dumps({"claims": CLAIMS[:1]}))  # of a run before
+    report = first_gpu.drive(
+        [
+            Stage(
+                "machine",
+                stages[0].command.replace("'claims'", "'machine': {'num_gpus': 0}, 'claims'"),
+                {},
+                gpus=0,
+            )
+        ]
+        + stages[1:],
+        tmp_path,
+        60.0,
+    )
+    found = outcomes(report)
+    assert found["claim of hangs"] == (NOT_RUN, "the stage was ended after 1 s, after 1 checks that held")
+    assert found["claim of aborts"] == (NOT_RUN, "the stage died of SIGABRT")
+    assert (
+        found["claim of raises"][0] == NOT_RUN
+        and "No module named 'no_such_library'" in found["claim of raises"][1]
+    )
+    assert found["claim of fails"][0] == HELD and found["bad"][0] == FAILED, "no failed check is lost"
+    assert found["claim of holds"][0] == HELD
+    assert found["claim of skips"] == (NOT_RUN, "no cuDNN")
+    assert found["claim of needs"][0] == NOT_RUN and "needs 1 GPU(s)" in found["claim of needs"][1]
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text.splitlines()[0] == "2 claims held, 1 failed, 5 did not run"
+    assert all(claim in text for claim in found)
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == report
+
+
+def test_a_stage_that_would_take_all_time_leaves_some_to_those_after_it(tmp_path):
+    started = time.monotonic()
+    # Of 20 s, 10 are for the report and 6 for the second stage.
+    stages = [stage("hangs", HANG, limit_s=600.0), stage("holds", writes=CLAIMS[:1], limit_s=24.0)]
+    found = outcomes(first_gpu.drive(stages, tmp_path, 20.0))
+    assert time.monotonic() - started < 20
+    assert found["claim of hangs"] == (NOT_RUN, "the stage was ended after 4 s")
+    assert found["claim of holds"][0] == HELD
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_reports_what_there_is(tmp_path, number):
+    program = (
+        "import sys; from pathlib import Path; from tests.tools.test_first_gpu import *\n"
+        "stages = stage('holds', writes=CLAIMS[:1]), stage('hangs', HANG), stage('never')\n"
+        "first_gpu.drive(stages, Path(sys.argv[1]), 300)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT, env=environment())
+    hanging = tmp_path / "hangs.json"
+    deadline = time.monotonic() + 120
+    while not hanging.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(number)
+    assert child.wait(60) == 0
+    found = outcomes(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")))
+    assert found["claim of holds"][0] == HELD
+    assert found["claim of hangs"] == (NOT_RUN, f"the stage was stopped: {number.name}")
+    assert found["claim of never"][0] == NOT_RUN and number.name in found["claim of never"][1]
+
+
+def environment():
+    paths = (ROOT, ROOT / "tools", ROOT / "tools" / "bench")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+LOG = """\
+tests/a/test_x.py::test_one[aten flash-2] PASSED                          [ 25%]
+tests/a/test_x.py::test_two SKIPPED (needs a CUDA GPU)                    [ 50%]
+tests/a/test_x.py::test_three[b] FAILED                                   [ 75%]
+tests/a/test_x.py::test_four
+"""
+
+
+def test_what_pytest_told_is_read_also_where_a_test_took_the_process_along(tmp_path):
+    (tmp_path / "tests.log").write_text(
+        LOG + "\nFatal Python error: Aborted\n\nThread 0x1\n", encoding="utf-8"
+    )
+    checks = first_gpu.read_checks(Stage("tests", "pytest tests/a", {}), tmp_path, "died of SIGABRT")
+    assert [(check["check"].rpartition("::")[2], check["held"]) for check in checks] == [
+        ("test_one[aten flash-2]", True),
+        ("test_two", None),
+        ("test_three[b]", False),
+        ("test_four", False),
+    ]
+    assert checks[1]["why"] == "needs a CUDA GPU" and checks[3]["why"] == "the process died of SIGABRT"
+
+
+def test_the_guide_has_every_stage_and_no_other():
+    guide = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`--only ([\w-]+)`", guide)) == {stage.name for stage in STAGES}
+
+
+@pytest.mark.prove
+@pytest.mark.slow
+def test_a_dry_run_of_all_stages(tmp_path):
+    command = [sys.executable, "tools/first_gpu.py", "--out", tmp_path, "--dry-run"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=900)
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["stages"].keys() == {stage.name for stage in STAGES}
+    assert {name: found["ended"] for name, found in report["stages"].items()} == dict.fromkeys(
+        report["stages"], "done"
+    )
+    found = outcomes(report)
+    for each in STAGES:
+        assert set(each.claims) <= found.keys()
+        num_checks = len(report["stages"][each.name]["checks"])
+        assert num_checks or each.name == "other-tests", f"{each.name} checked nothing"
+    held = {claim for claim, (outcome, _why) in found.items() if outcome == HELD}
+    assert "offload trains on longer sequences than checkpointing alone" in held
+    assert {"longest.png", "offload.png", "report.md"} <= {path.name for path in tmp_path.iterdir()}
