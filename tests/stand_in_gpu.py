@@ -177,7 +177,8 @@ def watch(name, plan):
     case = CASES[name]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
     try:
-        init_parallel(plan, device_type=DEVICE)
+        with FakeFloats():
+            init_parallel(plan, device_type=DEVICE)
         model, inputs = case.make(), case.inputs()
         with FakeFloats(), TensorsOfNumbers():
             move(model)

@@ -152,7 +152,7 @@ BAD: dict[str, list[Any]] = {
     "plan.checkpoint": ["some", 1],
     "plan.offload": [-0.1, 1.1, NAN, INF, "auto", 0.5, "some"],
     "plan.mlp_chunks": [0, -1, 1.5],
-    "plan.overlap_ulysses": [True, "some"],
+    "plan.overlap_ulysses": [True],
     "plan.sharding": ["zero1", 3, "HYBRID_SHARD"],
     "plan.sharding_factor": [0, -1, 2, 1.5, "two"],
     "plan.prefetch": [-1, 0.5, "some"],
