@@ -50,8 +50,13 @@ def redirect_attentions(
             undo.callback(redirect_linear_attention(module, name, tokens.group))
     if plan.overlap_ulysses:
         _project_values_late(model, policy, undo)
+
+    def is_traceable() -> bool:
+        # A graph holds no transfer that has only begun.
+        return tokens.are_followed() and not plan.overlap_ulysses
+
     for name, module, attention in _attentions(model, plan, policy, tokens):
-        undo.callback(redirect_attention(module, name, attention, tokens.own_counts))
+        undo.callback(redirect_attention(module, name, attention, tokens.own_counts, is_traceable))
     for function in policy.kernel_functions:
         undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))
 

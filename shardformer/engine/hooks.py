@@ -66,12 +66,12 @@ def follow_forward(
     running = ExitStack()
     # One for each model that is sharded, because it counts that model's forwards.
     agreement = Agreement(tokens.group)
-    check_agreement = uncompiled(agreement.check)
 
+    @uncompiled
     def begin(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # First, as all that follows would be wrong with a part of the model that is wrapped.
         check_still_there(model, hooked)
-        check_agreement(model, args, kwargs)
+        agreement.check(model, args, kwargs)
         running.close()  # of a forward that another hook of the model ended by an error
         tokens.begin()
         running.enter_context(tokens.as_running())
@@ -83,6 +83,7 @@ def follow_forward(
                     # In the place of the user's function, which `release` puts back.
                     setattr(module, name, _StatePreserving(function))
 
+    @uncompiled
     def end(*_: Any) -> None:
         running.close()
         tokens.end()

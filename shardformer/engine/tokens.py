@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +60,8 @@ class State:
 
     # Whether a forward found it out. It is False outside of a forward, and in a recomputation that brought none.
     is_known: bool = False
+    # Whether it is the model's first forward with gradients, in which attention is checked.
+    is_first: bool = False
     # Every rank's number of tokens.
     splits: tuple[int, ...] | None = None
     # Shares are multiples of so many tokens: of a frame, for one.
@@ -88,6 +90,7 @@ class Tokens:
         self.in_forward = False
         # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
+        self._had_forward = False
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def own_range(self, splits: tuple[int, ...]) -> slice:
@@ -125,6 +128,10 @@ class Tokens:
         num_own = splits[self.group.rank()]
         # One is no sign of anything: every tensor that broadcasts has such a dim.
         return frozenset(count for count in (num_own, num_own // self.state.unit) if count > 1)
+
+    def are_followed(self) -> bool:
+        """Whether the state is known in a forward after the first: then a compiled region may depend on it."""
+        return self.state.is_known and not self.state.is_first
 
     def check_known(self, what: str) -> None:
         """Refuses a recomputation that did not bring the state along.
@@ -231,16 +238,26 @@ class Tokens:
 
     @contextmanager
     def as_running(self) -> Iterator[None]:
-        """Within it, `local_tokens` is about this model."""
+        """Within it, `local_tokens` is about this model; its first forward, and what that recomputes, is not compiled.
+
+        What is compiled cannot be checked, and a checkpoint wants of a recomputation the tensors that forward kept.
+        """
         before, _running.tokens = running_tokens(), self
         try:
-            yield
+            with torch.compiler.set_stance("force_eager") if self.state.is_first else nullcontext():
+                yield
         finally:
             _running.tokens = before
 
     def begin(self) -> None:
         """A forward begins."""
-        self.state, self.in_forward, self.were_asked_for = State(is_known=True), True, False
+        is_first = torch.is_grad_enabled() and not self._had_forward
+        self._had_forward |= is_first
+        self.state, self.in_forward, self.were_asked_for = (
+            State(is_known=True, is_first=is_first),
+            True,
+            False,
+        )
         self._made.clear()
 
     def end(self) -> None:

@@ -8,13 +8,17 @@ their native backend.
       q, k, v = projections, norms, rotary                               the model's own code
       F.scaled_dot_product_attention(q, k, v)   →   attention(q, k, v)   over the tokens of all ranks
       output projection                                                  the model's own code
+
+Uncompiled, a function mode sees the call, by whatever name the model's code has it. Within `torch.compile` the call is
+replaced while the module is traced, and the graph holds what `attention` computes: collectives and kernels that are
+operators. So a block is one graph, as it is on one device.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,57 +31,15 @@ from shardformer.modeling.origins import Origins
 # (q, k, v, *, mask, causal, scale) -> out, in the layout [B, S, H, D]; the mask as the model gave it.
 Attention = Callable[..., Tensor]
 
-
 _running = threading.local()  # autograd recomputes on threads of its own
 
 
-class RedirectAttention(TorchFunctionMode):
-    """Within it, `F.scaled_dot_product_attention` is `attention`, and its calls are counted."""
+class Redirection:
+    """One call of an attention module, in which `attention` takes the place of kernel calls; they are counted."""
 
     def __init__(self, attention: Attention, origins: Origins | None = None):
-        super().__init__()
         self.attention, self.origins = attention, origins
         self.num_calls = 0
-
-    def __enter__(self) -> RedirectAttention:
-        self._outer = getattr(_running, "mode", None)
-        _running.mode = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _running.mode = self._outer
-        super().__exit__(*error)
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # A redirected module within another one, or a kernel that ours calls, is not for this mode.
-        if _running.mode is not self:
-            return function(*args, **kwargs)
-        if function is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        out = function(*args, **kwargs)
-        if self.origins is not None:
-            self.origins.note(function, (args, kwargs), out)
-        return out
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """torch's own arguments, [B, H, S, D]. `enable_gqa` is not needed: the shapes tell grouped heads."""
-        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out = self.attend(q, k, v, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
-        return out.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, **options: Any) -> Tensor:
         """Calls what takes the kernel's place: q, k, v [B, S/P, H, D] → [B, S/P, H, D].
@@ -93,54 +55,164 @@ class RedirectAttention(TorchFunctionMode):
         if self.origins is not None and isinstance(options["mask"], Tensor):
             self.origins.check_mask(options["mask"], k.size(1))
         # What takes the place of a kernel may call one, which is not to be redirected.
-        mode, _running.mode = _running.mode, None
+        self._set_running(None)
         try:
             out = self.attention(q, k, v, **options)
         finally:
-            _running.mode = mode
+            self._set_running(self)
         if self.origins is not None:
             self.origins.note_attention(out)
         return out
 
+    def scaled_dot_product_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch's own arguments, [B, H, S, D]. `enable_gqa` is not needed: the shapes tell grouped heads."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out = self.attend(q, k, v, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
+        return out.transpose(1, 2)
 
-def running_redirection() -> RedirectAttention | None:
+    def _set_running(self, redirection: Any) -> None:
+        """Makes a redirection of this kind, or None, the one that runs."""
+        raise NotImplementedError
+
+
+class RedirectAttention(Redirection, TorchFunctionMode):
+    """Within it, `F.scaled_dot_product_attention` is `attention` on this thread, by whatever name it is called."""
+
+    def __init__(self, attention: Attention, origins: Origins | None = None):
+        Redirection.__init__(self, attention, origins)
+        TorchFunctionMode.__init__(self)
+
+    def __enter__(self) -> Self:
+        self._outer: RedirectAttention | None = getattr(_running, "redirection", None)
+        self._set_running(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._set_running(self._outer)
+        super().__exit__(*error)
+
+    def _set_running(self, redirection: RedirectAttention | None) -> None:
+        _running.redirection = redirection
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A redirected module within another one, or a kernel that ours calls, is not for this mode.
+        if _running.redirection is not self:
+            return function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            return self.scaled_dot_product_attention(*args, **kwargs)
+        out = function(*args, **kwargs)
+        if self.origins is not None:
+            self.origins.note(function, (args, kwargs), out)
+        return out
+
+
+class _Traced:
+    """What `torch.compile` traces through now; it knows no threads."""
+
+    def __init__(self) -> None:
+        # Of the instance, because the compiler asks whether an attribute is of an instance or of its class.
+        self.running: RedirectTraced | None = None
+
+
+_traced = _Traced()
+
+
+class RedirectTraced(Redirection):
+    """The same while `torch.compile` traces a module: for the trace, torch's function is another one.
+
+    Nothing of it is left in the graph, and torch's function is back when the trace ends. Under a function mode the
+    compiler (2.13) would end its graph at nearly every method of a tensor.
+    """
+
+    _kernel: Callable[..., Tensor]
+
+    def __enter__(self) -> Self:
+        self._outer = _traced.running
+        self._kernel = F.scaled_dot_product_attention if self._outer is None else self._outer._kernel
+        self._set_running(self)
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self._set_running(self._outer)
+
+    def _set_running(self, redirection: RedirectTraced | None) -> None:
+        _traced.running = redirection
+        F.scaled_dot_product_attention = (
+            self._kernel if redirection is None else redirection.scaled_dot_product_attention
+        )
+
+
+def running_redirection() -> Redirection | None:
     """The redirection of the attention module that runs on this thread; None where none is redirected."""
-    return getattr(_running, "mode", None)
+    if not torch.compiler.is_compiling() and getattr(_running, "redirection", None) is not None:
+        return _running.redirection
+    return _traced.running
 
 
 def running_attention() -> Callable[..., Tensor] | None:
     """What takes the place of kernel calls in the module that runs on this thread; None where it is not redirected."""
-    mode = running_redirection()
-    return None if mode is None else mode.attend
+    redirection = running_redirection()
+    return None if redirection is None else redirection.attend
 
 
 def redirect_attention(
-    module: nn.Module, name: str, attention: Attention, counts: Callable[[], frozenset[int]]
+    module: nn.Module,
+    name: str,
+    attention: Attention,
+    counts: Callable[[], frozenset[int]],
+    is_traceable: Callable[[], bool],
 ) -> Callable[[], None]:
     """Replaces the kernel call inside `module.forward` by `attention`; returns the function that undoes it.
 
     `counts()`: this rank's number of tokens, and of frames, in the forward that runs. In the module's first call
-    nothing may be made from them: `Origins`.
+    nothing may be made from them: `Origins`. `is_traceable()`: whether the module may be part of a compiled region in
+    the forward that runs. Where it is not, or was not checked yet, the graph ends before it and goes on behind it.
     """
     is_checked = False
 
     def redirected(original: Forward) -> Forward:
-        # The compiler breaks its graph at nearly every tensor method under a function mode; so once, around all.
         @torch.compiler.disable(
-            reason="sequence-parallel attention communicates; compiled code goes on around it"
+            reason="sequence-parallel attention is compiled when a first call was checked"
         )
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def uncompiled(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_checked
             # Without a graph, what autograd functions return cannot be told from what the model makes.
             looks = not is_checked and torch.is_grad_enabled()
             origins = Origins(name, counts, (args, kwargs)) if looks else None
-            with RedirectAttention(attention, origins) as mode:
+            with RedirectAttention(attention, origins) as redirection:
                 out = original(*args, **kwargs)
             is_checked = is_checked or looks
-            if mode.num_calls == 0:
+            if redirection.num_calls == 0:
                 raise ValueError(
                     f"{name} attended to this rank's tokens alone: it did not call scaled_dot_product_attention; "
                     'select that backend (diffusers: model.set_attention_backend("native"))'
+                )
+            return out
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (torch.compiler.is_compiling() and is_checked and is_traceable()):
+                return uncompiled(*args, **kwargs)
+            with RedirectTraced(attention) as redirection:
+                out = original(*args, **kwargs)
+            if redirection.num_calls == 0:
+                raise ValueError(
+                    f"torch.compile sees no kernel call in {name}, as uncompiled code does: the model imports "
+                    "scaled_dot_product_attention by name; call torch.nn.functional.scaled_dot_product_attention, or "
+                    "do not compile what holds it"
                 )
             return out
 

@@ -190,11 +190,15 @@ class MaskReader:
         known = self._kinds.get(key)
         if known == "any":
             return known
+        if plain == "keys" and mask.dtype == torch.bool and mask.size(1) == 1:
+            return plain  # such a mask can say nothing else
         is_plain = _is_plain(mask, has_all_keys)
         if known is not None:
+            # Unnamed in a graph, which else would serve this one module alone.
+            name = "attention" if torch.compiler.is_compiling() else self.name
             torch._assert_async(
                 is_plain,
-                f"{self.name} got masks of two kinds in one shape; call shardformer.unshard, and shard again",
+                f"{name} got masks of two kinds in one shape; call shardformer.unshard, and shard again",
             )
             return known
         # One wait for the device, for both answers.

@@ -105,8 +105,15 @@ def compiled(dtype, plan):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_compiled_blocks(ranks, dtype):
-    plan = Plan(dp_shard=2, sharding="FULL_SHARD", checkpoint="full")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_shard=2, sharding="FULL_SHARD", checkpoint="full"),
+        Plan(ulysses=2, sharding="FULL_SHARD", checkpoint="full", offload=1.0),
+    ],
+    ids=str,
+)
+def test_compiled_blocks(ranks, dtype, plan):
     for found, num_graphs, breaks in ranks(2, compiled, dtype, plan):
         assert max(found.values()) < RELATIVE[dtype]
         # Gathers and checkpoints break no graph. What lifts casts to fp32 does, in fp64.
