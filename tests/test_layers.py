@@ -39,6 +39,7 @@ LAYERS = [
         "opensora_accel.flash_attn",
         "opensora_accel.watch",
         "opensora_accel.files",
+        "opensora_accel.regions",
     },
 ]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""

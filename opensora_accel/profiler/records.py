@@ -1,0 +1,231 @@
+"""What a profiled run leaves behind: a file for each rank, with a line of JSON for the run and one for each step.
+
+    profile/rank_00000.jsonl
+      {"type": "run", "rank": 0, "world_size": 2, "coordinates": {"ulysses": 0}, "groups": {"ulysses": [0, 1]}, ...}
+      {"type": "step", "step": 7, "start_s": 12.5, "end_s": 14.0, "metrics": {"loss": 1.2, "tokens": 4680},
+       "spans": [["attention", "blocks.0.attn1", "forward", 12.61, 12.74], ...],
+       "calls": [["all-to-all", "ulysses", "ulysses", 12.61, 12.63, 0.02, 1048576, {"1": 1048576}], ...],
+       "memory": [[12.5, {"parameters": 41943040, ...}], ...]}
+
+All times are seconds on one clock, that of rank 0, counted from the start of the run. A rank that was killed leaves
+whole lines: what is cut off at the end is dropped by `read_run`.
+
+What the numbers of a step mean:
+
+    span    work of one region on this rank; spans are nested or apart: a block's forward holds its attention's
+    call    a collective, or one end of a message: from when it was started to when it was done, of which `exposed_s`
+            is what compute waited for it.
+    memory  live bytes by kind, whenever the sum has changed enough to be seen in a picture, and at its peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Regions of a step, in the order in which they are shown.
+REGIONS = (
+    "data",
+    "encode",
+    "block",
+    "attention",
+    "mlp",
+    "communication",
+    "copy out",
+    "copy in",
+    "optimizer",
+    "save",
+    "other",
+)
+# Phases of what a model does; elsewhere the phase is "".
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+# Kinds of memory, in the order in which they are stacked.
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "block inputs",
+    "block inputs on the host",
+    "recomputation",
+    "communication",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of one region: [start_s, end_s)."""
+
+    region: str
+    # Of the module, or what it is about.
+    name: str
+    phase: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class CommunicationCall:
+    """A collective, or one end of a message, on one rank."""
+
+    # As in `opensora_accel.verify.communication.operators.Call`: "all-reduce", "send", ...
+    kind: str
+    # Of the mesh: "ulysses", "dp_shard", "mixed", ...; "" for a group that is none of the registered ones.
+    axis: str
+    # Which of `RunRecord.groups`.
+    group: str
+    start_s: float
+    end_s: float
+    # What compute waited for it.
+    exposed_s: float
+    # What other ranks get from this one, and how much of it each (by global rank).
+    sent_bytes: int
+    sent_to: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Live bytes by kind (`KINDS`) at one time. Those on the host are not part of the device's."""
+
+    time_s: float
+    bytes_by_kind: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(size for kind, size in self.bytes_by_kind.items() if not kind.endswith("host"))
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step on one rank."""
+
+    step: int
+    start_s: float
+    end_s: float
+    # Numbers that the loop gave: loss, tokens (of this rank), grad_norm, ...
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    spans: Sequence[Span] = ()
+    calls: Sequence[CommunicationCall] = ()
+    memory: Sequence[MemorySample] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one rank knows of a run, before its steps."""
+
+    rank: int
+    world_size: int
+    # This rank's place on each axis of the mesh.
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    # Global ranks of every group that this rank is in.
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    # `Plan.to_dict()`, or nothing.
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    # class, num_parameters, num_blocks.
+    model: Mapping[str, Any] = field(default_factory=dict)
+    # host, device, torch, backend, ...
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Floating-point operations of a step that the model needs, and those with recomputation; of this rank.
+    model_flops: float | None = None
+    hardware_flops: float | None = None
+    # Of this rank's device, per second, and where that number is from.
+    peak_flops: float | None = None
+    peak_flops_source: str = ""
+    # Bytes per second of the links, by axis, measured or given.
+    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    # How far this rank's clock may be off rank 0's.
+    clock_error_s: float = 0.0
+    # Seconds since 1970 at the run's start.
+    started_at: float = 0.0
+
+
+class RecordWriter:
+    """Writes one rank's file: the run's line at once, a step's whenever it is done.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, run: RunRecord):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"rank_{run.rank:05d}.jsonl").open("w", encoding="utf-8")
+        self._write({"type": "run", **dataclasses.asdict(run)})
+
+    def step(self, step: StepRecord) -> None:
+        row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+        # Rows without names, because there are hundreds of them a step. (`dataclasses.astuple` copies deeply.)
+        for name in ("spans", "calls", "memory"):
+            row[name] = [list(vars(each).values()) for each in row[name]]
+        self._write({"type": "step", **row})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        # At once, so that a run that is killed keeps its steps.
+        self._file.flush()
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """The files of all ranks, in order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    files = sorted(folder.glob("rank_*.jsonl"))
+    if not files:
+        raise ValueError(
+            f"{folder} has no rank_*.jsonl; give the folder that a profiled run wrote (opensora-accel profile, or "
+            "profile(model, plan, folder))"
+        )
+    return files
+
+
+def read_rank(path: Path) -> tuple[RunRecord, Iterator[StepRecord]]:
+    """One rank's run, and its steps as they are asked for, so that a large file is never held whole.
+
+    Raises:
+        ValueError: the file is none of a profiled run; from the iterator, with the number of a line that is damaged.
+    """
+    file = path.open(encoding="utf-8")
+    try:
+        row = json.loads(file.readline())
+        if row.pop("type") != "run":
+            raise ValueError("its first line is not that of a run")
+        run = RunRecord(**row)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        file.close()
+        raise ValueError(f"{path} is no record of a profiled run: {error}") from error
+
+    def steps() -> Iterator[StepRecord]:
+        with file:
+            for number, line in enumerate(file, start=2):
+                if not line.endswith("\n"):
+                    return  # the rank was killed while it wrote
+                try:
+                    yield _step_of(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}:{number} is no step of a profiled run: {error}") from error
+
+    return run, steps()
+
+
+def _step_of(row: dict[str, Any]) -> StepRecord:
+    if row.pop("type") != "step":
+        raise ValueError(f"its type is not step: {list(row)}")
+    row["spans"] = [Span(*each) for each in row["spans"]]
+    row["calls"] = [
+        CommunicationCall(*facts, sent_to={int(rank): size for rank, size in sent_to.items()})
+        for *facts, sent_to in row["calls"]
+    ]
+    row["memory"] = [MemorySample(*each) for each in row["memory"]]
+    return StepRecord(**row)
