@@ -223,9 +223,12 @@ def _step_of(row: dict[str, Any]) -> StepRecord:
     if row.pop("type") != "step":
         raise ValueError(f"its type is not step: {list(row)}")
     row["spans"] = [Span(*each) for each in row["spans"]]
-    row["calls"] = [
-        CommunicationCall(*facts, sent_to={int(rank): size for rank, size in sent_to.items()})
-        for *facts, sent_to in row["calls"]
-    ]
+    row["calls"] = [_call_of(*each) for each in row["calls"]]
     row["memory"] = [MemorySample(*each) for each in row["memory"]]
     return StepRecord(**row)
+
+
+def _call_of(*facts: Any) -> CommunicationCall:
+    call = CommunicationCall(*facts)
+    # JSON's names are strings.
+    return dataclasses.replace(call, sent_to={int(rank): size for rank, size in call.sent_to.items()})
