@@ -4,6 +4,7 @@ commands:
   train     train a diffusers video transformer on a folder of clips
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
+  profile   train a few steps, and tell where their time, memory and bytes went
   doctor    check this machine: torch, GPUs, backends, threads, packages
 
 `opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
@@ -14,6 +15,7 @@ ranks, start the same program with a launcher:
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import logging
 import os
@@ -69,6 +71,37 @@ def _verify(arguments: Sequence[str]) -> int:
         return verify(arguments, proof_of_config, Path(folder))
 
 
+def _profile(arguments: Sequence[str]) -> int:
+    """Trains a few steps with the options of `train`, and records where their time, memory and bytes went.
+
+    Writes OUTPUT/profile/rank_00000.jsonl, and one for each other rank. OUTPUT is that of the configuration with
+    "_profile" behind it, unless --output is given: a run that lies there stays as it is.
+
+    options:
+      --num-steps N   how many steps are recorded (20)
+      any of `opensora-accel train --help`: --config FILE, --plan.ulysses 2, --resume, ...
+
+    example, on two ranks:
+      torchrun --nproc-per-node 2 -m opensora_accel.cli profile --config configs/bunny.toml --num-steps 20
+    """
+    import argparse
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(inspect.cleandoc(_profile.__doc__ or ""))
+        return 0
+    parser = argparse.ArgumentParser("opensora-accel profile", add_help=False, allow_abbrev=False)
+    parser.add_argument("--num-steps", type=int, default=20)
+    own, options = parser.parse_known_args(arguments)
+    if own.num_steps < 1:
+        raise ValueError(f"--num-steps is a number of steps, at least 1; got {own.num_steps}")
+    from opensora_accel.training.run import parse, run
+
+    if not any(option.partition("=")[0] == "--output" for option in options):
+        config, _, _ = parse(options)
+        options += ["--output", f"{config.output.rstrip('/')}_profile"]
+    return run(options, own.num_steps)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
@@ -80,6 +113,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "shard": _shard,
     "verify": _verify,
+    "profile": _profile,
     "doctor": _doctor,
 }
 

@@ -26,6 +26,7 @@ from opensora_accel.checkpoint.selective import attention_contexts
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 from opensora_accel.offload.choose import Measurement
 from opensora_accel.offload.packing import can_move, is_plain
+from opensora_accel.regions import region
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -84,10 +85,12 @@ def run_checkpointed(
 
         def run(*run_args: Any, **run_kwargs: Any) -> Any:
             nonlocal is_recomputation
-            if is_recomputation:
+            if not is_recomputation:
+                is_recomputation = True
+                return function(*run_args, **run_kwargs)
+            with region("block", phase="recompute"):
                 engine.begin_backward(call)
-            is_recomputation = True
-            return function(*run_args, **run_kwargs)
+                return function(*run_args, **run_kwargs)
 
         if selective:
             options["context_fn"] = attention_contexts(engine, call if marked else None)

@@ -4,13 +4,13 @@ Attention is most of a long block's time and its output is as small as the block
 host memory beside it, which torch's own selective mode has no place for.
 
 torch's own is also a dispatch mode around the whole block, so that each of its hundreds of operators passes through
-Python, twice. Here a mode is on the stack only while an attention kernel is called. What calls it is a dispatch key:
-for each operator, torch's dispatcher has a table of kernels by key, and a thread may switch a key on.
+Python, twice. Here attention kernels alone are intercepted (`opensora_accel/interception.py`), and a mode is on the
+stack only while one is called.
 
-    operator                     key off          key on
-    addmm, gelu, ...             runs             runs: the key has no kernel and falls through, in C++
-    attention, in forward        runs             `_enter_modes` → _Keep → runs, and its results are kept
-    attention, recomputed        runs             `_enter_modes` → _Reuse → what was kept, and nothing runs
+    operator                     what happens
+    addmm, gelu, ...             runs
+    attention, in forward        `_enter_modes` → _Keep → runs, and its results are kept
+    attention, recomputed        `_enter_modes` → _Reuse → what was kept, and nothing runs
 
 The mode lies below autograd. So an attention that does not run has its node in the graph all the same, with the
 kept tensors in it, and torch's checkpoint counts as many saved tensors as in forward.
@@ -22,7 +22,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only
 
+from opensora_accel.interception import intercept, switched_on
 from opensora_accel.offload import Call, OffloadEngine
 from opensora_accel.offload.calls import Kept, Saved
 
@@ -79,11 +80,6 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-# A key that threads may switch on, above autograd, for which no operator of torch has a kernel: it was reserved for
-# torchdistx, which is archived. torch's bindings know it by this name only.
-_KEY: Any = "DeferredInit"
-
-
 class _Active(threading.local):
     """The modes of the checkpointed calls that this thread is in, outermost first, each with the depth of torch's
     stack of modes where it was entered."""
@@ -97,30 +93,18 @@ _active = _Active()
 
 @lru_cache(maxsize=1)
 def _install() -> list[torch.library.Library]:
-    """Gives the key its kernels, for as long as the result lives; they run only where the key is switched on."""
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(torch.library.fallthrough_kernel, _KEY)
-    libraries = [everything]
-    for name in ATTENTION_KERNELS:
-        namespace, operator = name.split("::")
-        # Operators of libraries that are not imported yet, or are not there, may have kernels too.
-        libraries.append(torch.library.Library(namespace, "IMPL"))
-        libraries[-1].impl(operator, partial(_enter_modes, namespace, operator), _KEY)
-    return libraries
+    # Operators of libraries that are not imported yet, or are not there, are among them.
+    return [intercept(name, _enter_modes) for name in ATTENTION_KERNELS]
 
 
-def _enter_modes(namespace: str, operator: str, *args: Any, **kwargs: Any) -> Any:
+def _enter_modes(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls an attention operator, with q [...] first in `args`, through the modes of this thread."""
-    kernel = getattr(getattr(torch.ops, namespace), operator).default
-    # The operator is called anew without the key: autograd, autocast and the modes then see it as always, and what
-    # it calls in turn belongs to it.
-    with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
-        # A compiler that looks at an operator keeps nothing of it.
-        is_compiled = TracingContext.try_get() is not None
-        if is_compiled or not _active.modes or not _is_kept(kernel, args, kwargs):
-            return kernel(*args, **kwargs)
-        with _on_stack(_active.modes):
-            return kernel(*args, **kwargs)
+    # A compiler that looks at an operator keeps nothing of it.
+    is_compiled = TracingContext.try_get() is not None
+    if is_compiled or not _active.modes or not _is_kept(kernel, args, kwargs):
+        return kernel(*args, **kwargs)
+    with _on_stack(_active.modes):
+        return kernel(*args, **kwargs)
 
 
 @contextmanager
@@ -151,7 +135,7 @@ class _AttentionMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         _install()
         _active.modes.append((self, _len_torch_dispatch_stack()))
-        self._guard = torch._C._IncludeDispatchKeyGuard(_KEY)
+        self._guard = switched_on()
         self._guard.__enter__()
         return self
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_accel.regions import region
+
 # One block computes from its slot while the next is fetched into the other.
 NUM_SLOTS = 2
 
@@ -25,6 +27,10 @@ class Queue(enum.Enum):
     IN = "host to device"
 
 
+# What a profiler calls work on them.
+_REGIONS = {Queue.COMPUTE: "other", Queue.OUT: "copy out", Queue.IN: "copy in"}
+
+
 class Queues:
     """The queues of a device whose memory is the host's: every copy is done when `copy` returns, nothing waits."""
 
@@ -33,7 +39,8 @@ class Queues:
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
         """Starts copying N bytes, uint8 [N]. The caller keeps both alive until it has waited for it."""
-        destination.copy_(source)
+        with region(_REGIONS[queue]):
+            destination.copy_(source)
 
     def record(self, queue: Queue) -> Any:
         """An event: all work given to the queue so far. None where that is done already."""
@@ -80,7 +87,7 @@ class CudaQueues(Queues):
 
     def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
         """Starts copying N bytes, uint8 [N]."""
-        with torch.cuda.stream(self._stream(queue)):
+        with torch.cuda.stream(self._stream(queue)), region(_REGIONS[queue]):
             # It returns at once only where the host memory is page-locked.
             destination.copy_(source, non_blocking=True)
 

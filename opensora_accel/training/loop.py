@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
+from opensora_accel.profiler import profile
+from opensora_accel.regions import region
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
@@ -47,7 +49,7 @@ from opensora_accel.training.optim import (
     learning_rate,
     set_learning_rate,
 )
-from opensora_accel.training.output import CONFIG, LORA, SAMPLES, write_text
+from opensora_accel.training.output import CONFIG, LORA, PROFILE, SAMPLES, write_text
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
@@ -127,8 +129,12 @@ class Trainer:
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
 
-    def train(self) -> list[float]:
+    def train(self, num_profiled: int = 0) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
+
+        Args:
+            num_profiled: of so many steps it is recorded where their time went (`opensora_accel/profiler`), and the
+                training ends with them; then nothing is saved at its end, and nothing sampled.
 
         Raises:
             ValueError: ten steps in a row were skipped.
@@ -136,15 +142,22 @@ class Trainer:
         """
         losses: list[float] = []
         tracker: Tracker | None = None
+        last = self.config.steps
+        profiler: profile | None = None
+        if num_profiled:
+            last = min(last, self.state.step + num_profiled)
+            profiler = profile(
+                self.state.model, self.config.plan, self.output / PROFILE, first_step=self.state.step + 1
+            )
         if self.is_first:
             self.output.mkdir(parents=True, exist_ok=True)
             # Steps after this one are trained again, and saved again under the same names.
             for path in set_newer_aside(self.output / FOLDER, self.state.step):
                 print(f"a later saved state of the run before is kept as {path}", flush=True)
             write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
-            tracker = Tracker(self.output, self.state.step, self.config.steps, self.config.log_every)
-        with StopRequest() as stop, tracker or nullcontext():
-            while self.state.step < self.config.steps:
+            tracker = Tracker(self.output, self.state.step, last, self.config.log_every)
+        with StopRequest() as stop, tracker or nullcontext(), profiler or nullcontext():
+            while self.state.step < last:
                 started = time.perf_counter()
                 # A save that failed beside the training ends it here, on all ranks.
                 metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
@@ -154,8 +167,11 @@ class Trainer:
                     self._save_and_say_how_to_go_on()
                     return losses
                 losses.append(metrics["loss"])
+                # Of a data rank.
+                tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation
+                if profiler is not None:
+                    profiler.step(tokens=tokens / self.config.plan.sequence, **metrics)
                 if tracker is not None:
-                    tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation
                     if self.device.type == "cuda":
                         memory_bytes = torch.cuda.max_memory_allocated(self.device)
                     else:
@@ -166,18 +182,23 @@ class Trainer:
                 if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
                     self.save()
             self.saver.wait()
-            stopping = any_rank(stop.requested)
-        if self.config.lora.rank and not stopping:
+            stopping = any_rank(stop.requested) or profiler is not None
+        if not stopping:
+            self._write_results()
+        return losses
+
+    def _write_results(self) -> None:
+        """What a whole run leaves beside its saved states: the adapter, and sampled clips."""
+        if self.config.lora.rank:
             # The averaged ones, which the samples are made with.
             with self._averaged():
                 path = save_lora(self.state.model, self.output / LORA)
             if self.is_first:
                 print(f"the adapter for pipelines of diffusers: {path}", flush=True)
-        if self.config.num_samples and not stopping:
+        if self.config.num_samples:
             strip = self.write_samples()
             if self.is_first:
                 print(f"sampled clips beside their sources: {strip}", flush=True)
-        return losses
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks.
@@ -201,7 +222,8 @@ class Trainer:
                 state.optimizer.zero_grad()
                 self.loader.load_state_dict(position)
                 return None
-            batch = next(self.loader)
+            with region("data"):
+                batch = next(self.loader)
             files += batch.files
             total += self._backward(batch, is_last=micro == config.accumulation - 1)
         own_loss = total.clone()
@@ -274,10 +296,11 @@ class Trainer:
         """The mean loss of this data rank's samples, a scalar; draws depend on the samples' positions only."""
         config, seed = self.config.flow, self.config.seed
         frames = batch.frames.to(self.device)
-        if isinstance(self.codec, CachedLatents):
-            clean = self.codec.encode(frames, list(map(self.loader.clip, batch.files, batch.positions)))
-        else:
-            clean = self.codec.encode(frames)
+        with region("encode", "clips"):
+            if isinstance(self.codec, CachedLatents):
+                clean = self.codec.encode(frames, list(map(self.loader.clip, batch.files, batch.positions)))
+            else:
+                clean = self.codec.encode(frames)
         clean = clean.to(self.dtype)
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         times = draw_times(config, self.alpha, seed, batch.positions).to(self.device)
@@ -286,7 +309,8 @@ class Trainer:
 
     def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B]."""
-        text = self.text.encode(captions, self.device, self.dtype)
+        with region("encode", "captions"):
+            text = self.text.encode(captions, self.device, self.dtype)
         (velocity,) = self.forward(
             hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
         )
@@ -320,7 +344,8 @@ class Trainer:
             "norms": list(self._norms),
         }
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
-        self.saver.save(folder, self.state, extra, texts, self.config.keep_checkpoints)
+        with region("save"):
+            self.saver.save(folder, self.state, extra, texts, self.config.keep_checkpoints)
         self._saved = self.state.step, folder
         if self.is_first:
             self.output.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,8 @@ TENSORBOARD = "tensorboard"
 OFFLOAD = "offload.json"
 SAMPLES = "samples"
 LORA = "lora"
-WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA)
+PROFILE = "profile"
+WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA, PROFILE)
 _LOCK = ".opensora-accel.lock"
 
 

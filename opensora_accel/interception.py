@@ -1,0 +1,55 @@
+"""Sees chosen operators as they are called, and costs nothing at all others.
+
+torch's dispatcher has for each operator a table of kernels by key, and a thread may switch a key on. One key is free:
+
+    operator                  key off     key on
+    addmm, gelu, ...          runs        runs: the key has no kernel and falls through, in C++
+    one that is intercepted   runs        a Python function, which calls it again without the key
+
+A mode of torch (TorchDispatchMode) would lead every operator through Python. What C++ calls is seen too: DDP's
+all-reduces, for one. Autograd's threads have the keys of the thread that called backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+# Above autograd; it was reserved for torchdistx, which is archived. torch's bindings know it by this name only.
+_KEY: Any = "DeferredInit"
+
+
+@lru_cache(maxsize=1)
+def _fall_through() -> torch.library.Library:
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, _KEY)
+    return everything
+
+
+def intercept(name: str, function: Callable[..., Any]) -> torch.library.Library:
+    """Within `switched_on`, `name` calls `function(operator, *args, **kwargs)`, for as long as the result lives.
+
+    The function runs with the key off: operators that it calls are not intercepted, and are seen by autograd, autocast
+    and modes as always.
+
+    Args:
+        name: as "c10d::allreduce_"; the library that defines it need not be imported yet.
+    """
+    _fall_through()
+    namespace, operator = name.split("::")
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl(operator, partial(_call, namespace, operator, function), _KEY)
+    return library
+
+
+def _call(namespace: str, operator: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
+        return function(getattr(getattr(torch.ops, namespace), operator).default, *args, **kwargs)
+
+
+def switched_on() -> Any:
+    """A context manager: within it this thread's operators are intercepted."""
+    return torch._C._IncludeDispatchKeyGuard(_KEY)

@@ -1,0 +1,352 @@
+"""Where the time of a step goes, in any loop.
+
+    with profile(model, plan, "profile") as run:
+        for batch in loader:
+            loss = train_step(batch)
+            run.step(loss=loss, tokens=batch.num_tokens)     # a step ends here, and the next one begins
+
+Nothing in the loop has to change. Blocks, their attention and their MLPs are found by the model's policy, and hooks
+tell when each runs. What a module does in backward begins when the gradient of its output is there, and ends when that
+of its input is. Where a forward runs within a backward, it is a recomputation:
+
+    forward     ├─ block 0 ──┤├─ block 1 ──┤
+    backward                                ├─ block 1: recomputed ─┤ gradients ┤├─ block 0: recomputed ─┤ gradients ┤
+
+Whatever else is of interest tells by itself (`opensora_accel.regions.region`): copies to the host and back, reading
+clips, encoding, saving; the optimizer by torch's own hooks. Collectives are noted one by one (`communication.py`).
+
+When no profiler runs, no hook is there. When one runs, a step's record is written as soon as its times are known, which
+on a GPU is a step later: nothing makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from opensora_accel import regions
+from opensora_accel.parallel_states import get_mesh, get_parallel_group, has_mesh, has_parallel_group
+from opensora_accel.plan import Plan
+from opensora_accel.profiler.clock import agree, clock_for
+from opensora_accel.profiler.communication import Transfers
+from opensora_accel.profiler.records import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    RecordWriter,
+    RunRecord,
+    Span,
+    StepRecord,
+)
+from shardformer import blocks_of
+from shardformer.paths import find
+from shardformer.policy import find_policy, has_policy
+from shardformer.policy.base import Policy
+
+# Regions in which the device computes, or the host for it.
+_COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
+# Groups by which a call is named, the narrowest first; where two have the same ranks the first name counts.
+_GROUPS = ("ulysses", "ring", "tp", "dp_shard", "dp_replicate", "sequence", "tensor", "data", "mixed")
+
+
+@dataclass(eq=False)
+class _Open:
+    """A span that has begun."""
+
+    region: str
+    name: str
+    phase: str
+    begin: Any
+    end: Any = None
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step whose times are not all known yet."""
+
+    number: int
+    begin: Any
+    end: Any
+    metrics: dict[str, Any]
+    spans: list[_Open]
+    transfers: list[Any]
+
+
+class profile:
+    """Records every step within it, on this rank, into `folder`; all ranks enter it together.
+
+    Args:
+        model: sharded or not. Blocks, attention and MLPs are those of its policy; without one, the members of its lists
+            of modules count as blocks.
+        plan: written beside the records.
+        folder: gets rank_00000.jsonl, rank_00001.jsonl, ...; a record that is there is replaced.
+        policy: as given to `shardformer.shard`.
+        first_step: the number of the first step.
+        link_bytes_per_s: of each axis, as measured (`opensora-accel doctor`) or given.
+        peak_flops: of this rank's device, per second, with `peak_flops_source`.
+
+    Raises:
+        ValueError: a profiler runs already.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None = None,
+        folder: str | Path = "profile",
+        *,
+        policy: Policy | None = None,
+        first_step: int = 1,
+        link_bytes_per_s: Mapping[str, float] | None = None,
+        peak_flops: float | None = None,
+        peak_flops_source: str = "",
+    ):
+        self._model, self._plan, self._folder = model, plan, Path(folder)
+        self._policy = policy or (find_policy(model) if has_policy(model) else None)
+        self._link, self._peak = dict(link_bytes_per_s or {}), (peak_flops, peak_flops_source)
+        self._number = first_step
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._device = device
+        self._spans: list[_Open] = []
+        self._stack: list[_Open] = []
+        self._lock = threading.RLock()  # a save tells of itself from a thread of its own
+        self._waiting: deque[_Step] = deque()
+
+    def __enter__(self) -> profile:
+        self._clock = clock_for(self._device)
+        groups = _groups()
+        with ExitStack() as undo:
+            regions.listen(self)
+            undo.callback(regions.listen, None)
+            error_s = agree(self._clock)
+            self._writer = RecordWriter(self._folder, self._run_record(groups, error_s))
+            undo.callback(self._writer.close)
+            self._hook_modules(undo)
+            undo.callback(
+                register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer", "", "")).remove
+            )
+            undo.callback(register_optimizer_step_post_hook(lambda *_: self._end("optimizer", "")).remove)
+            self._transfers = undo.enter_context(Transfers(self._clock, groups))
+            self._undo = undo.pop_all()
+        self._step_begin = self._clock.mark()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        # What was begun when an error came is no step.
+        while self._waiting:
+            self._write(self._waiting.popleft())
+        self._undo.close()
+
+    def step(self, **metrics: float | Tensor) -> None:
+        """A step has ended.
+
+        Args:
+            metrics: numbers of this rank's step (loss, tokens, grad_norm, ...), as floats or scalar tensors; a tensor
+                on a GPU is read when the step is written, so that nothing waits for it here.
+        """
+        now = self._clock.mark()
+        with self._lock:
+            self._close_all(now)
+            step = _Step(self._number, self._step_begin, now, metrics, self._spans, self._transfers.take())
+            self._spans, self._step_begin = [], now
+        self._number += 1
+        self._waiting.append(step)
+        while self._waiting and self._is_known(self._waiting[0]):
+            self._write(self._waiting.popleft())
+
+    @contextmanager
+    def region(self, kind: str, name: str, phase: str) -> Iterator[None]:
+        """`opensora_accel.regions.region`, while this profiler listens."""
+        span, depth = _Open(kind, name, phase, self._clock.mark()), len(self._stack)
+        try:
+            yield
+        finally:
+            span.end = self._clock.mark()
+            with self._lock:
+                if phase == RECOMPUTE:
+                    # A checkpoint stops as soon as it has what backward needs, by an exception: no hook tells then.
+                    self._close_all(span.end, depth)
+                self._spans.append(span)
+
+    # ---- spans of modules
+
+    def _hook_modules(self, undo: ExitStack) -> None:
+        for region, name, module in _modules(self._model, self._policy):
+            before, after = self._hooks(region, name)
+            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(after).remove)
+
+    def _hooks(self, region: str, name: str) -> tuple[Any, Any]:
+        @torch.compiler.disable(reason="a profiler looks at the time")
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            phase = _phase()
+            # The gradient of what goes in is the last that a module's backward computes.
+            tensor = _first_with_gradient([*args, *kwargs.values()])
+            if tensor is not None:
+                tensor.register_hook(lambda _gradient: self._end(region, name, BACKWARD))
+            self._begin(region, name, phase)
+
+        @torch.compiler.disable(reason="a profiler looks at the time")
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            phase = _phase()
+            self._end(region, name, phase)
+            tensor = _first_with_gradient([output])
+            if tensor is not None:
+                tensor.register_hook(lambda _gradient: self._begin(region, name, BACKWARD))
+
+        return before, after
+
+    def _begin(self, region: str, name: str, phase: str) -> None:
+        with self._lock:
+            # Once: where gradients come in parts, a hook may be called for a module that began already.
+            if any((each.region, each.name, each.phase) == (region, name, phase) for each in self._stack):
+                return
+            mark = self._clock.mark()
+            # Backward leaves a block when it enters the one before it, and says nothing where it needs no gradient.
+            if phase == BACKWARD and region == "block":
+                self._close_all(mark)
+            self._stack.append(_Open(region, name, phase, mark))
+
+    def _end(self, region: str, name: str, phase: str = "") -> None:
+        with self._lock:
+            mark = self._clock.mark()
+            names = [(each.region, each.name, each.phase) for each in self._stack]
+            if (region, name, phase) in names:
+                # Spans are nested: what began within it has ended too.
+                self._close_all(mark, names.index((region, name, phase)))
+
+    def _close_all(self, mark: Any, above: int = 0) -> None:
+        while len(self._stack) > above:
+            span = self._stack.pop()
+            span.end = mark
+            self._spans.append(span)
+
+    # ---- records
+
+    def _is_known(self, step: _Step) -> bool:
+        return self._clock.is_done(step.end) and self._transfers.are_done(step.transfers)
+
+    def _write(self, step: _Step) -> None:
+        seconds = self._clock.seconds
+        spans = [
+            Span(each.region, each.name, each.phase, seconds(each.begin), seconds(each.end))
+            for each in step.spans
+        ]
+        spans.sort(key=lambda span: (span.start_s, -span.end_s))
+        compute = [(span.start_s, span.end_s) for span in spans if span.region in _COMPUTE]
+        metrics = {name: float(value) for name, value in step.metrics.items()}
+        self._writer.step(
+            StepRecord(
+                step.number,
+                seconds(step.begin),
+                seconds(step.end),
+                metrics,
+                spans,
+                self._transfers.records(step.transfers, compute),
+            )
+        )
+
+    def _run_record(self, groups: Mapping[str, list[int]], clock_error_s: float) -> RunRecord:
+        started = dist.is_initialized()
+        coordinates = {}
+        if has_mesh():
+            mesh = get_mesh()
+            coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
+        blocks = sum(region == "block" for region, _name, _module in _modules(self._model, self._policy))
+        is_cuda = self._device.type == "cuda"
+        return RunRecord(
+            rank=dist.get_rank() if started else 0,
+            world_size=dist.get_world_size() if started else 1,
+            coordinates=coordinates,
+            groups=groups,
+            plan={} if self._plan is None else self._plan.to_dict(),
+            model={
+                "class": type(self._model).__name__,
+                "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+                "num_blocks": blocks,
+            },
+            environment={
+                "host": platform.node(),
+                "device": torch.cuda.get_device_name(self._device)
+                if is_cuda
+                else platform.processor() or "CPU",
+                "device_type": self._device.type,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "backend": str(dist.get_backend()) if started else "none",
+            },
+            peak_flops=self._peak[0],
+            peak_flops_source=self._peak[1],
+            link_bytes_per_s=self._link,
+            clock_error_s=clock_error_s,
+            started_at=time.time(),
+        )
+
+
+def _phase() -> str:
+    """Autograd runs on this thread only within a backward, and a forward there is a recomputation."""
+    return RECOMPUTE if torch._C._current_graph_task_id() != -1 else FORWARD
+
+
+def _first_with_gradient(values: list[Any]) -> Tensor | None:
+    """The first tensor [...] in nested lists, tuples and dicts whose gradient autograd will compute."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return value
+        elif isinstance(value, (list, tuple, dict)):
+            found = _first_with_gradient([*(value.values() if isinstance(value, dict) else value)])
+            if found is not None:
+                return found
+    return None
+
+
+def _modules(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str, nn.Module]]:
+    """Region, path and module of each block, attention and MLP; a module that is two of them is the first."""
+    names = {id(module): name for name, module in model.named_modules()}
+    if policy is None:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = [block for each in lists[:1] for block in each]
+    else:
+        blocks = blocks_of(model, policy)
+    seen = set()
+    found = [("block", names[id(block)], block) for block in blocks]
+    if policy is not None:
+        attentions = [*policy.self_attention, *policy.whole_queries, *policy.linear_attention]
+        attentions += [entry.module for entry in policy.joint_attention]
+        found += [("attention", *each) for path in attentions for each in find(model, path)]
+        found += [("mlp", *each) for path in policy.mlps for each in find(model, path)]
+    for region, name, module in found:
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield region, name, module
+
+
+def _groups() -> dict[str, list[int]]:
+    """Global ranks of this rank's groups: of the mesh's axes, and those that are registered by other names."""
+    found: dict[str, list[int]] = {}
+    if not dist.is_initialized():
+        return found
+    for name in _GROUPS:
+        if has_parallel_group(name):
+            group = get_parallel_group(name)
+            if group is not None and group.size() > 1:
+                found[name] = dist.get_process_group_ranks(group)
+    found["world"] = list(range(dist.get_world_size()))
+    return found
