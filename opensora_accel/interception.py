@@ -13,6 +13,7 @@ all-reduces, for one. Autograd's threads have the keys of the thread that called
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -53,3 +54,13 @@ def _call(namespace: str, operator: str, function: Callable[..., Any], *args: An
 def switched_on() -> Any:
     """A context manager: within it this thread's operators are intercepted."""
     return torch._C._IncludeDispatchKeyGuard(_KEY)
+
+
+def seen_anyway() -> AbstractContextManager[Any]:
+    """Within it operators are intercepted also inside of one that is; where nothing is, it does nothing.
+
+    For collectives inside of an operator of this package, which selective checkpointing intercepts as a whole.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)

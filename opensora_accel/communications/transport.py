@@ -13,26 +13,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications.waiting import waiting
+from opensora_accel.interception import seen_anyway
 
 
 def all_gather(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     """Fills `output` [P·n, ...] with the `input_` [n, ...] of every rank, in order of ranks."""
     # torch 2.13 deprecates the name that older versions have.
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with waiting("all_gather", group):
+    with waiting("all_gather", group), seen_anyway():
         function(output, input_, group=group)
 
 
 def reduce_scatter(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     """Fills `output` [n, ...] with this rank's part of the sum over ranks of `input_` [P·n, ...]."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with waiting("reduce_scatter", group):
+    with waiting("reduce_scatter", group), seen_anyway():
         function(output, input_, group=group)
 
 
 def all_reduce_(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Replaces `tensor` [...] by its sum over ranks."""
-    with waiting("all_reduce", group):
+    with waiting("all_reduce", group), seen_anyway():
         dist.all_reduce(tensor, group=group)
 
 
@@ -47,7 +48,7 @@ def all_to_all_single(
 
     The runs have the lengths `input_sizes` and `output_sizes`; without them all runs are equal.
     """
-    with waiting("all_to_all", group):
+    with waiting("all_to_all", group), seen_anyway():
         if output_sizes is None:
             dist.all_to_all_single(output, input_, group=group)
         else:
@@ -67,7 +68,7 @@ def start_all_to_all(
 
     Neither buffer may be touched before `finish` has waited for what is returned.
     """
-    with waiting(operation, group):
+    with waiting(operation, group), seen_anyway():
         work = dist.all_to_all_single(
             output, input_, list(output_sizes), list(input_sizes), group=group, async_op=True
         )
@@ -89,7 +90,7 @@ def start_shift(
         messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - shift) % num_ranks))
     if not messages:
         return []
-    with waiting(operation, group):
+    with waiting(operation, group), seen_anyway():
         return dist.batch_isend_irecv(messages)
 
 

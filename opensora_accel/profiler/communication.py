@@ -47,8 +47,9 @@ class _Transfer:
 
     calls: tuple[Call, ...]
     started: Any
-    # None until the future's callback has run.
+    # None until the future's callback has run, and always where there is no future.
     done: Any = None
+    has_future: bool = False
     # Marks before and after each wait for it.
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     # Kept, so that a wait finds its transfer by the object.
@@ -153,9 +154,13 @@ class Transfers:
         def note(_future: Any) -> None:
             transfer.done = self._clock.mark()
 
-        # Messages of gloo have no future; they are done when somebody has waited for them.
-        if transfer.calls and not calls[0].is_point_to_point:
-            work.get_future().add_done_callback(note)
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            # Messages and reduce-scatters of gloo have none; they are done when somebody has waited for them.
+            return result
+        transfer.has_future = True
+        future.add_done_callback(note)
         return result
 
     def _wait_tensor(self, operator: Any, tensor: Any) -> Any:

@@ -1,0 +1,202 @@
+"""Where a step's time went: which spans there are, how they lie, and that the step itself is what it was."""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardformer
+from opensora_accel import Plan, init_parallel, regions
+from opensora_accel.profiler import profile, region
+from opensora_accel.profiler.clock import HostClock, agree
+from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
+from tests.tiers import some
+from tests.video_models import CASES
+
+
+def steps_of(folder, rank=0):
+    return list(read_rank(folder / f"rank_{rank:05d}.jsonl")[1])
+
+
+def train(name, plan, folder=None, num_steps=2):
+    """Steps of a sharded model; its parameters after them."""
+    case = CASES[name]
+    model = shardformer.shard(case.make(), plan)
+    wrapped = DistributedDataParallel(model) if plan.sharding == "none" else model
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step():
+        out = wrapped(**case.inputs())
+        loss = (out if torch.is_tensor(out) else out[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if folder is None:
+        for _ in range(num_steps):
+            step()
+    else:
+        with profile(model, plan, folder) as run:
+            for _ in range(num_steps):
+                run.step(loss=step(), tokens=75)
+    dist.barrier()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def profiled(name, plan, folder):
+    init_parallel(plan)
+    before = dist.Work.wait
+    expected, found = train(name, plan), train(name, plan, folder)
+    assert dist.Work.wait is before and regions.region("x") is regions.region("y")
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def nested_or_apart(spans):
+    return all(
+        a.end_s <= b.start_s or b.end_s <= a.start_s or a.start_s <= b.start_s <= b.end_s <= a.end_s
+        for a, b in itertools.combinations(spans, 2)
+    )
+
+
+@pytest.mark.parametrize("name", some(["Wan", "HunyuanVideo", "LTX-Video", "CogVideoX"]))
+@pytest.mark.parametrize("checkpoint", some(["full", "none", "selective"], "full", "none"))
+def test_spans_of_a_step(ranks, tmp_path, name, checkpoint):
+    plan = Plan(ulysses=2, checkpoint=checkpoint, offload=0.0 if checkpoint == "none" else 1.0)
+    assert all(ranks(2, profiled, name, plan, tmp_path)), "a profiled step is the same to the last bit"
+    for rank in (0, 1):
+        run, steps = read_rank(tmp_path / f"rank_{rank:05d}.jsonl")
+        steps = list(steps)
+        assert run.plan["ulysses"] == 2 and run.coordinates["ulysses"] == rank
+        assert [step.step for step in steps] == [1, 2] and steps[0].end_s == steps[1].start_s
+        assert all(step.metrics["tokens"] == 75 and step.metrics["loss"] > 0 for step in steps)
+        for step in steps:
+            spans = step.spans
+            assert nested_or_apart(spans)
+            assert all(step.start_s <= span.start_s <= span.end_s <= step.end_s for span in spans)
+            named = [(span.region, span.phase) for span in spans]
+            num_blocks = run.model["num_blocks"]
+            assert named.count(("block", FORWARD)) == named.count(("block", BACKWARD)) == num_blocks
+            assert named.count(("attention", FORWARD)) == named.count(("attention", BACKWARD)) > 0
+            recomputed = {region: named.count((region, RECOMPUTE)) for region in ("block", "attention")}
+            if checkpoint == "none":
+                assert not any(recomputed.values())
+            else:
+                assert recomputed == {"block": num_blocks, "attention": named.count(("attention", FORWARD))}
+                assert named.count(("copy out", "")) and named.count(("copy in", ""))
+            assert named.count(("optimizer", "")) == 1
+            forward = [span.name for span in spans if (span.region, span.phase) == ("block", FORWARD)]
+            backward = [span.name for span in spans if (span.region, span.phase) == ("block", BACKWARD)]
+            assert backward == forward[::-1]
+
+
+def microbatches(folder):
+    """Two forwards before the first backward, and a region of the loop's own."""
+    init_parallel(Plan())
+    case = CASES["Wan"]
+    model = case.make()
+    with profile(model, folder=folder) as run:
+        with region("data", "clips"):
+            inputs = case.inputs()
+        outs = [model(**inputs, return_dict=False)[0] for _ in range(2)]
+        for out in outs:
+            out.square().mean().backward()
+        run.step()
+    return model
+
+
+def test_microbatches_in_flight_and_regions_of_a_loop(ranks, tmp_path):
+    ranks(1, microbatches, tmp_path)
+    (step,) = steps_of(tmp_path)
+    assert nested_or_apart(step.spans)
+    named = [(span.region, span.name, span.phase) for span in step.spans]
+    assert named[0] == ("data", "clips", "")
+    assert named.count(("block", "blocks.0", FORWARD)) == named.count(("block", "blocks.0", BACKWARD)) == 2
+
+
+def test_a_model_without_a_policy(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])[0])
+    model.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with profile(model, folder=tmp_path, first_step=7) as run:
+        x = torch.randn(3, 4)
+        for layer in model.layers:
+            x = layer(x)
+        x.sum().backward()
+        run.step()
+    (step,) = steps_of(tmp_path)
+    assert step.step == 7
+    assert {(span.name, span.phase) for span in step.spans} >= {("layers.0", FORWARD), ("layers.1", BACKWARD)}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_one_profiler_at_a_time_and_none_left_after_an_error(tmp_path):
+    model = nn.Linear(2, 2)
+    first, second = (profile(model, folder=tmp_path / name) for name in ("first", "second"))
+    with pytest.raises(ValueError, match="a profiler runs already"), first, second:
+        raise AssertionError
+    with pytest.raises(KeyError), profile(model, folder=tmp_path) as run:
+        model(torch.randn(1, 2)).sum().backward()
+        run.step(loss=1.0)
+        raise KeyError
+    assert [step.metrics for step in steps_of(tmp_path)] == [{"loss": 1.0}]
+    assert regions.region("x") is regions.region("y")
+
+
+class LateClock(HostClock):
+    """As a GPU's: a mark is not known until the device has come there, which a test decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached = float("-inf")
+        self.num_early_reads = 0
+
+    def is_done(self, mark):
+        return mark <= self.reached
+
+    def seconds(self, mark):
+        self.num_early_reads += mark > self.reached
+        return super().seconds(mark)
+
+
+def test_a_step_is_written_when_the_device_has_come_there(tmp_path, monkeypatch):
+    clock = LateClock()
+    monkeypatch.setattr("opensora_accel.profiler.time.clock_for", lambda _device: clock)
+    model = nn.Linear(2, 2)
+    with profile(model, folder=tmp_path) as run:
+        for number in range(3):
+            model(torch.randn(1, 2)).sum().backward()
+            run.step(loss=float(number))
+            assert len(steps_of(tmp_path)) == (0, 0, 2)[number] and clock.num_early_reads == 0
+            if number == 1:
+                clock.reached = time.perf_counter()
+    assert [step.metrics["loss"] for step in steps_of(tmp_path)] == [0, 1, 2]
+
+
+def skewed(offset_s):
+    """Ranks whose clocks differ by a lot: how far the same instant lies apart once they agree."""
+    init_parallel(Plan(dp_replicate=2))
+    own = time.perf_counter
+    time.perf_counter = lambda: own() + offset_s * dist.get_rank()
+    try:
+        clock = HostClock()
+        time.sleep(0.1 * dist.get_rank())  # they do not begin at once either
+        error_s = agree(clock)
+        dist.barrier()
+        return clock.seconds(clock.mark()), error_s
+    finally:
+        time.perf_counter = own
+
+
+def test_ranks_count_from_the_same_instant(ranks):
+    (first, _), (second, error_s) = ranks(2, skewed, 1000.0)
+    # An instant is the same to within what a barrier takes to let go, on a machine with other work.
+    assert abs(first - second) < 0.1 and 0 <= error_s < 0.1
+
+
+def test_all_ranks_write(ranks, tmp_path):
+    assert all(ranks(2, profiled, "Wan", Plan(dp_replicate=2), tmp_path))
+    assert len(rank_files(tmp_path)) == 2
