@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from opensora_accel.cli import COMMANDS
+from opensora_accel.profiler.records import rank_files, read_rank
 from opensora_accel.training.config import option_names
 from opensora_accel.training.saved_state import MODEL_WEIGHTS
 from opensora_accel.training.tiny_run import write_clips
@@ -140,6 +141,24 @@ def test_train_resume_and_what_differs(run, config_file, tmp_path):
         and f"it is in {tmp_path}/run/earlier_1 now" in text
         and (tmp_path / "run" / "earlier_1" / "metrics.jsonl").is_file()
     )
+
+
+def test_profile_records_some_steps_and_leaves_the_run_alone(run, config_file, tmp_path):
+    status, text = run("profile", "--help")
+    assert status == 0 and "--num-steps" in text and "torchrun" in text
+    status, text = run("profile", "--config", config_file, "--num-steps", "0")
+    assert status == 2 and "--num-steps is a number of steps, at least 1; got 0" in text
+    status, text = run("train", "--config", config_file, "--num-samples", "0")
+    assert status == 0
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    status, text = run("profile", "--config", config_file, "--num-steps", "2")
+    assert status == 0 and "step 2/2" in text and "step 3" not in text
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    (file,) = rank_files(tmp_path / "run_profile" / "profile")
+    steps = list(read_rank(file)[1])
+    assert [step.step for step in steps] == [1, 2]
+    assert {span.region for span in steps[1].spans} >= {"data", "encode", "block", "attention", "optimizer"}
+    assert not (tmp_path / "run_profile" / "checkpoints").exists()
 
 
 def test_an_unreadable_video_is_named_and_left_out(run, config_file, tmp_path):
