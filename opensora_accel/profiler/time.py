@@ -25,7 +25,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -72,6 +73,8 @@ class _Open:
     name: str
     phase: str
     begin: Any
+    # The region's mark in torch's trace, where one is made.
+    in_trace: Any = None
     end: Any = None
 
 
@@ -97,6 +100,8 @@ class profile:
         folder: gets rank_00000.jsonl, rank_00001.jsonl, ...; a record that is there is replaced.
         policy: as given to `shardformer.shard`.
         first_step: the number of the first step.
+        trace_steps: numbers of steps of which torch's profiler makes a trace too, with the names of the regions:
+            trace_rank_00000_step_00005.json.gz, for ui.perfetto.dev. Such a step is slower, and its file may be large.
         link_bytes_per_s: of each axis, as measured (`opensora-accel doctor`) or given.
         peak_flops: of this rank's device, per second, with `peak_flops_source`.
 
@@ -113,6 +118,7 @@ class profile:
         *,
         policy: Policy | None = None,
         first_step: int = 1,
+        trace_steps: Collection[int] = (),
         link_bytes_per_s: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
         peak_flops_source: str = "",
@@ -120,7 +126,8 @@ class profile:
         self._model, self._plan, self._folder = model, plan, Path(folder)
         self._policy = policy or (find_policy(model) if has_policy(model) else None)
         self._link, self._peak = dict(link_bytes_per_s or {}), (peak_flops, peak_flops_source)
-        self._number = first_step
+        self._number, self._trace_steps = first_step, frozenset(trace_steps)
+        self._trace: torch.profiler.profile | None = None
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._device = device
         self._spans: list[_Open] = []
@@ -144,6 +151,7 @@ class profile:
             undo.callback(register_optimizer_step_post_hook(lambda *_: self._end("optimizer", "")).remove)
             self._transfers = undo.enter_context(Transfers(self._clock, groups))
             self._undo = undo.pop_all()
+        self._begin_trace()
         self._step_begin = self._clock.mark()
         return self
 
@@ -152,6 +160,8 @@ class profile:
         while self._waiting:
             self._write(self._waiting.popleft())
         self._undo.close()
+        if self._trace is not None:
+            self._trace.stop()
 
     def step(self, **metrics: float | Tensor) -> None:
         """A step has ended.
@@ -164,25 +174,44 @@ class profile:
         with self._lock:
             self._close_all(now)
             step = _Step(self._number, self._step_begin, now, metrics, self._spans, self._transfers.take())
-            self._spans, self._step_begin = [], now
+            self._spans = []
+        was_traced = self._trace is not None
+        self._end_trace()
         self._number += 1
         self._waiting.append(step)
         while self._waiting and self._is_known(self._waiting[0]):
             self._write(self._waiting.popleft())
+        self._begin_trace()
+        # A trace takes seconds to begin and to write, which are of no step.
+        is_traced = was_traced or self._trace is not None
+        self._step_begin = self._clock.mark() if is_traced else now
+
+    def _begin_trace(self) -> None:
+        if self._number in self._trace_steps:
+            self._trace = torch.profiler.profile(record_shapes=False)
+            self._trace.start()
+
+    def _end_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.stop()
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            name = f"trace_rank_{rank:05d}_step_{self._number:05d}.json.gz"
+            self._trace.export_chrome_trace(str(self._folder / name))
+            self._trace = None
 
     @contextmanager
     def region(self, kind: str, name: str, phase: str) -> Iterator[None]:
         """`opensora_accel.regions.region`, while this profiler listens."""
-        span, depth = _Open(kind, name, phase, self._clock.mark()), len(self._stack)
+        span, depth = self._open(kind, name, phase, self._clock.mark()), len(self._stack)
         try:
             yield
         finally:
-            span.end = self._clock.mark()
+            mark = self._clock.mark()
             with self._lock:
                 if phase == RECOMPUTE:
                     # A checkpoint stops as soon as it has what backward needs, by an exception: no hook tells then.
-                    self._close_all(span.end, depth)
-                self._spans.append(span)
+                    self._close_all(mark, depth)
+                self._close(span, mark)
 
     # ---- spans of modules
 
@@ -221,7 +250,7 @@ class profile:
             # Backward leaves a block when it enters the one before it, and says nothing where it needs no gradient.
             if phase == BACKWARD and region == "block":
                 self._close_all(mark)
-            self._stack.append(_Open(region, name, phase, mark))
+            self._stack.append(self._open(region, name, phase, mark))
 
     def _end(self, region: str, name: str, phase: str = "") -> None:
         with self._lock:
@@ -233,9 +262,20 @@ class profile:
 
     def _close_all(self, mark: Any, above: int = 0) -> None:
         while len(self._stack) > above:
-            span = self._stack.pop()
-            span.end = mark
-            self._spans.append(span)
+            self._close(self._stack.pop(), mark)
+
+    def _open(self, region: str, name: str, phase: str, mark: Any) -> _Open:
+        span = _Open(region, name, phase, mark)
+        if self._trace is not None:
+            span.in_trace = record_function(" ".join(filter(None, (region, phase, name))))
+            span.in_trace.__enter__()
+        return span
+
+    def _close(self, span: _Open, mark: Any) -> None:
+        span.end = mark
+        if span.in_trace is not None:
+            span.in_trace.__exit__(None, None, None)
+        self._spans.append(span)
 
     # ---- records
 

@@ -1,6 +1,8 @@
 """Where a step's time went: which spans there are, how they lie, and that the step itself is what it was."""
 
+import gzip
 import itertools
+import json
 import time
 
 import pytest
@@ -144,6 +146,26 @@ def test_one_profiler_at_a_time_and_none_left_after_an_error(tmp_path):
         raise KeyError
     assert [step.metrics for step in steps_of(tmp_path)] == [{"loss": 1.0}]
     assert regions.region("x") is regions.region("y")
+
+
+def test_a_trace_has_the_regions_names_and_times(tmp_path):
+    case = CASES["Wan"]
+    model = case.make()
+    with profile(model, folder=tmp_path, trace_steps=[2]) as run:
+        for _ in range(3):
+            with region("data", "clips"):
+                inputs = case.inputs()
+            model(**inputs, return_dict=False)[0].square().mean().backward()
+            run.step()
+    (path,) = tmp_path.glob("trace_*")
+    assert path.name == "trace_rank_00000_step_00002.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found = {event["name"]: event["dur"] / 1e6 for event in events if event.get("cat") == "user_annotation"}
+    spans = steps_of(tmp_path)[1].spans
+    names = {" ".join(filter(None, (span.region, span.phase, span.name))): span for span in spans}
+    assert names.keys() <= found.keys() and "data clips" in names and "block backward blocks.1" in names
+    for name, span in names.items():
+        assert abs(found[name] - (span.end_s - span.start_s)) < 0.05, name
 
 
 class LateClock(HostClock):
