@@ -21,12 +21,13 @@ on a GPU is a step later: nothing makes the host wait for the device.
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from opensora_accel.parallel_states import get_mesh, get_parallel_group, has_mes
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
+from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.records import (
     BACKWARD,
     FORWARD,
@@ -102,6 +104,7 @@ class profile:
         first_step: the number of the first step.
         trace_steps: numbers of steps of which torch's profiler makes a trace too, with the names of the regions:
             trace_rank_00000_step_00005.json.gz, for ui.perfetto.dev. Such a step is slower, and its file may be large.
+        count_flops: counts floating-point operations in the first step, which takes longer for it (`flops`).
         link_bytes_per_s: of each axis, as measured (`opensora-accel doctor`) or given.
         peak_flops: of this rank's device, per second, with `peak_flops_source`.
 
@@ -119,6 +122,7 @@ class profile:
         policy: Policy | None = None,
         first_step: int = 1,
         trace_steps: Collection[int] = (),
+        count_flops: bool = True,
         link_bytes_per_s: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
         peak_flops_source: str = "",
@@ -128,6 +132,8 @@ class profile:
         self._link, self._peak = dict(link_bytes_per_s or {}), (peak_flops, peak_flops_source)
         self._number, self._trace_steps = first_step, frozenset(trace_steps)
         self._trace: torch.profiler.profile | None = None
+        self._counter = FlopCounter() if count_flops else None
+        self._writer: RecordWriter | None = None
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._device = device
         self._spans: list[_Open] = []
@@ -141,15 +147,20 @@ class profile:
         with ExitStack() as undo:
             regions.listen(self)
             undo.callback(regions.listen, None)
-            error_s = agree(self._clock)
-            self._writer = RecordWriter(self._folder, self._run_record(groups, error_s))
-            undo.callback(self._writer.close)
+            # Before anything is trained it is known that the folder can be written to.
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._run = self._run_record(groups, agree(self._clock))
             self._hook_modules(undo)
             undo.callback(
                 register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer", "", "")).remove
             )
             undo.callback(register_optimizer_step_post_hook(lambda *_: self._end("optimizer", "")).remove)
             self._transfers = undo.enter_context(Transfers(self._clock, groups))
+            if self._counter is not None:
+                # Innermost, as it is the first to go.
+                self._counting = ExitStack()
+                self._counting.enter_context(self._counter)
+                undo.callback(self._counting.close)
             self._undo = undo.pop_all()
         self._begin_trace()
         self._step_begin = self._clock.mark()
@@ -160,6 +171,8 @@ class profile:
         while self._waiting:
             self._write(self._waiting.popleft())
         self._undo.close()
+        if self._writer is not None:
+            self._writer.close()
         if self._trace is not None:
             self._trace.stop()
 
@@ -175,6 +188,11 @@ class profile:
             self._close_all(now)
             step = _Step(self._number, self._step_begin, now, metrics, self._spans, self._transfers.take())
             self._spans = []
+        if self._counter is not None:
+            self._counting.close()
+            flops = self._counter.model_flops, self._counter.hardware_flops
+            self._run = dataclasses.replace(self._run, model_flops=flops[0], hardware_flops=flops[1])
+            self._counter = None
         was_traced = self._trace is not None
         self._end_trace()
         self._number += 1
@@ -203,8 +221,12 @@ class profile:
     def region(self, kind: str, name: str, phase: str) -> Iterator[None]:
         """`opensora_accel.regions.region`, while this profiler listens."""
         span, depth = self._open(kind, name, phase, self._clock.mark()), len(self._stack)
+        recomputing: AbstractContextManager[None] = nullcontext()
+        if phase == RECOMPUTE and self._counter is not None:
+            recomputing = self._counter.recomputing()
         try:
-            yield
+            with recomputing:
+                yield
         finally:
             mark = self._clock.mark()
             with self._lock:
@@ -291,6 +313,8 @@ class profile:
         spans.sort(key=lambda span: (span.start_s, -span.end_s))
         compute = [(span.start_s, span.end_s) for span in spans if span.region in _COMPUTE]
         metrics = {name: float(value) for name, value in step.metrics.items()}
+        if self._writer is None:
+            self._writer = RecordWriter(self._folder, self._run)
         self._writer.step(
             StepRecord(
                 step.number,

@@ -20,8 +20,9 @@ from tests.tiers import some
 from tests.video_models import CASES
 
 
-def steps_of(folder, rank=0):
-    return list(read_rank(folder / f"rank_{rank:05d}.jsonl")[1])
+def steps_of(folder):
+    path = folder / "rank_00000.jsonl"
+    return list(read_rank(path)[1]) if path.exists() else []
 
 
 def train(name, plan, folder=None, num_steps=2):
@@ -260,3 +261,30 @@ def test_what_a_profiler_costs(tmp_path):
     median, spread = ratios[len(ratios) // 2], f"{ratios[3]:.4f} to {ratios[-4]:.4f}"
     print(f"a profiled step takes {median:.4f} [{spread}] of one that is not, {step():.2f} s")
     assert median < 1.01
+
+
+def flops(plan, folder):
+    init_parallel(plan)
+    case = CASES["Wan"]
+    model = shardformer.shard(case.make(), plan)
+    with profile(model, plan, folder) as run:
+        for _ in range(2):
+            model(**case.inputs(), return_dict=False)[0].square().mean().backward()
+            run.step()
+    record, steps = read_rank(folder / f"rank_{dist.get_rank():05d}.jsonl")
+    assert len(list(steps)) == 2
+    return record.model_flops, record.hardware_flops
+
+
+def test_ranks_share_the_operations_of_one_device(ranks, tmp_path):
+    ((whole, computed),) = ranks(1, flops, Plan(), tmp_path / "one")
+    plans = Plan(ulysses=2), Plan(ring=2), Plan(ring=2, checkpoint="full")
+    ulysses, ring, recomputed = (ranks(2, flops, plan, tmp_path / str(i)) for i, plan in enumerate(plans))
+    assert whole == computed > 0
+    # Text is treated on every rank. A ring and Ulysses do the same products, by other operators.
+    assert whole < sum(model for model, _ in ulysses) < 2 * whole
+    assert sum(model for model, _ in ring) == sum(model for model, _ in ulysses)
+    assert all(model == hardware for model, hardware in (*ulysses, *ring))
+    # A recomputation is a forward, at most half of a backward.
+    assert [model for model, _ in recomputed] == [model for model, _ in ring]
+    assert all(0.15 < hardware / model - 1 < 0.34 for model, hardware in recomputed)

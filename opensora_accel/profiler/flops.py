@@ -1,0 +1,110 @@
+"""Floating-point operations of a step on this rank, counted while it runs by torch's own formulas for its operators.
+
+    model FLOPs       what the model needs: forward and backward, every product of matrices once
+    hardware FLOPs    what was computed: those and what checkpoints recompute
+
+A product of [m, k] and [k, n] is 2·m·k·n. Attention of S queries and T keys is two such products a head forward and
+five backward, whether a mask hides some or not. Utilisation is model (MFU) or hardware (HFU) FLOPs of a step, divided
+by its seconds and by the peak of the device (PaLM, arXiv:2204.02311, appendix B).
+
+torch's FlopCounterMode is not used, because it takes operators apart: a step under it is not the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+import opensora_accel.attention.ring  # defines the operators  # noqa: F401
+
+
+class FlopCounter(TorchDispatchMode):
+    """Within it, the products of this thread's operators are counted, and told apart where `recomputing`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _know_all_operators()
+        self.model_flops = self.hardware_flops = 0
+        self._is_recomputing = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A DTensor shows the sizes of the whole. Its operation comes back with those of its part.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=out)
+            self.hardware_flops += flops
+            self.model_flops += 0 if self._is_recomputing else flops
+        return out
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Around what a checkpoint recomputes."""
+        self._is_recomputing = True
+        try:
+            yield
+        finally:
+            self._is_recomputing = False
+
+
+@lru_cache(maxsize=1)
+def _know_all_operators() -> None:
+    """Formulas for the operators of this package, and for the flash kernel for CPUs, which has none (torch 2.13)."""
+    ours, aten = torch.ops.opensora_accel, torch.ops.aten
+    if aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry:
+
+        @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu)
+        def _(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+            return int(sdpa_flop_count(q, k, v))
+
+        @register_flop_formula(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+        def _(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+            return int(sdpa_backward_flop_count(grad, q, k, v))
+
+    def heads_first(shape: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        return shape[0], shape[2], num_tokens, shape[3]
+
+    def forward(q: Sequence[int], k: Sequence[int], v: Sequence[int], num_keys: int) -> int:
+        """[B, S, H, D] of this rank's queries; keys are counted for as many heads as there are of queries."""
+        of_k, of_v = ((*q[:2], q[2], each[3]) for each in (k, v))
+        return int(
+            sdpa_flop_count(heads_first(q, q[1]), heads_first(of_k, num_keys), heads_first(of_v, num_keys))
+        )
+
+    def backward(
+        grad: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], num_keys: int
+    ) -> int:
+        of_k, of_v = ((*q[:2], q[2], each[3]) for each in (k, v))
+        shapes = heads_first(q, q[1]), heads_first(of_k, num_keys), heads_first(of_v, num_keys)
+        return int(sdpa_backward_flop_count(heads_first(grad, q[1]), *shapes))
+
+    @register_flop_formula(ours.ring_attention)
+    def _(q: Any, k: Any, v: Any, _mask: Any, _splits: Any, kv_splits: Any, *_: Any, **__: Any) -> int:
+        return forward(q, k, v, sum(kv_splits))
+
+    @register_flop_formula(ours.ring_attention_backward)
+    def _(grad: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
+        _mask, _out, _lse, _splits, kv_splits, *_options = others
+        return backward(grad, q, k, v, sum(kv_splits))
+
+    @register_flop_formula(ours.masked_attention)
+    def _(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return forward(q, k, v, k[1])
+
+    @register_flop_formula(ours.masked_attention_backward)
+    def _(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return backward(grad, q, k, v, k[1])
