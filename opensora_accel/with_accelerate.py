@@ -1,4 +1,4 @@
-"""The one part of `accelerate` that does not know sequence parallelism: which rank gets which batch.
+"""What `accelerate` does not know: which rank gets which batch under sequence parallelism, and how to tell a profiler.
 
 Example for P = 3 ranks that share each sample (ulysses=3): `accelerator.prepare` deals batches 0, 1 and 2 to ranks 0, 1
 and 2, which then hold parts of three samples. Here the three ranks are one data rank, and all of them get batch 0.
@@ -18,7 +18,7 @@ from opensora_accel.parallel_states import get_data_parallel_group
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["data_parallel_dataloader"]
+__all__ = ["data_parallel_dataloader", "profile_tracker"]
 
 
 def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -> DataLoader:
@@ -84,6 +84,37 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
     prepared._is_accelerate_prepared = True
     # Registers it, as prepare does, for save_state.
     return accelerator.prepare_data_loader(prepared)
+
+
+def profile_tracker(run: Any) -> Any:
+    """A tracker for `Accelerator(log_with=…)`: each `accelerator.log` ends a step of `run` (`profiler.profile`).
+
+    On every rank, as each has a record of its own.
+
+    with profile(model, plan, "profile") as run:
+        accelerator = Accelerator(log_with=[profile_tracker(run)])
+        accelerator.init_trackers("training")
+        ...
+        accelerator.log({"loss": loss}, step=step)
+    """
+    from accelerate.tracking import GeneralTracker
+
+    class ProfileTracker(GeneralTracker):
+        name = "opensora-accel"
+        requires_logging_directory = False
+        main_process_only = False
+
+        @property
+        def tracker(self) -> Any:
+            return run
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            numbers = {
+                name: value for name, value in values.items() if isinstance(value, (int, float, torch.Tensor))
+            }
+            run.step(**numbers)
+
+    return ProfileTracker()
 
 
 def _agree_on_seeds(dataloader: DataLoader, data_rank: int) -> int:

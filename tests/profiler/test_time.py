@@ -16,6 +16,7 @@ from opensora_accel import Plan, init_parallel, regions
 from opensora_accel.profiler import profile, region
 from opensora_accel.profiler.clock import HostClock, agree
 from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
+from opensora_accel.with_accelerate import profile_tracker
 from tests.tiers import some
 from tests.video_models import CASES
 
@@ -167,6 +168,26 @@ def test_a_trace_has_the_regions_names_and_times(tmp_path):
     assert names.keys() <= found.keys() and "data clips" in names and "block backward blocks.1" in names
     for name, span in names.items():
         assert abs(found[name] - (span.end_s - span.start_s)) < 0.05, name
+
+
+def tracked(folder):
+    from accelerate import Accelerator
+
+    init_parallel(Plan(dp_replicate=2))
+    model = nn.Linear(2, 2)
+    with profile(model, folder=folder) as run:
+        accelerator = Accelerator(cpu=True, log_with=[profile_tracker(run)])
+        accelerator.init_trackers("training", config={"lr": 1e-3})
+        for number in range(2):
+            accelerator.backward(model(torch.randn(1, 2)).sum())
+            accelerator.log({"loss": float(number), "note": "text"}, step=number)
+        accelerator.end_training()
+
+
+def test_a_tracker_of_accelerate_ends_steps_on_every_rank(ranks, tmp_path):
+    ranks(2, tracked, tmp_path)
+    for path in rank_files(tmp_path):
+        assert [step.metrics for step in read_rank(path)[1]] == [{"loss": 0}, {"loss": 1}]
 
 
 class LateClock(HostClock):
