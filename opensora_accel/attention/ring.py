@@ -199,7 +199,7 @@ def _forward(
         out, lse = rows_without_keys()  # a rank without queries, or whose queries see nothing
     # Rounded to the dtype of q once, after the last merge. The log-sum-exp stays wide and is contiguous,
     # because kernels on CUDA read it in backward through its raw pointer.
-    return out.to(q.dtype), lse.transpose(1, 2).contiguous()
+    return out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
 def _backward(

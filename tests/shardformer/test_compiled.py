@@ -27,7 +27,7 @@ PLANS = [
     Plan(ulysses=2, checkpoint="full", offload=1.0),
 ]
 # These leave their own graphs for the tokens' numbers, or spread a grid that each attention module changes.
-BROKEN = ("WanModel", "STDiT3")
+BROKEN = ("WanModel", "STDiT3", "Mochi")
 
 
 class Compiled:
@@ -89,7 +89,9 @@ def test_every_model_is_compiled(ranks, name, plan):
     for alone, (_, second, third), errors in ranks(2, graphs, name, plan):
         # Some compute in bf16 what one device does too, and lie further apart; compiling adds nothing to that.
         assert max(errors) < max(CLOSE, 2 * errors[0])
-        assert name.startswith(BROKEN) or second == third == alone
+        assert second == third
+        # One device, compiled from its first forward on, may make graphs that it needs only there.
+        assert name.startswith(BROKEN) or (second[0] <= alone[0] and second[1].keys() <= alone[1].keys())
 
 
 @PROVE
