@@ -2,5 +2,6 @@
 
 from opensora_accel.profiler.live_bytes import LimitedBytes, LiveBytes
 from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
+from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
 
-__all__ = ["LimitedBytes", "LiveBytes", "MemoryPeak", "MemoryTimeline"]
+__all__ = ["LimitedBytes", "LiveBytes", "MemoryPeak", "MemoryTimeline", "tell_of_out_of_memory"]

@@ -47,6 +47,15 @@ _SEEN = 1 / 256
 # Operators whose arguments and results are buffers that are sent and received.
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 
+# Words of a heading stand below each other, so that a row of all kinds has 100 columns.
+_HEADS = {
+    "parameters": "param- eters",
+    "gathered parameters": "gathered param- eters",
+    "optimizer state": "opti- mizer state",
+    "block inputs on the host": "block inputs on host",
+    "recomputation": "recom- putation",
+    "communication": "commu- nication",
+}
 _NOBODY = Owner("other", ELSEWHERE)
 _ON_HOST = Owner("block inputs on the host", OFFLOAD)
 
@@ -226,24 +235,16 @@ def table_of(peak: MemoryPeak, most_rows: int = 20) -> list[str]:
             rest.update(row)
         rows = [*rows[: most_rows - 1], (f"{len(rows) - most_rows + 1} others", rest)]
     unit, num_bytes = unit_of(peak.sample.device_bytes)
-    # Words of a heading stand below each other, so that a row fits a screen.
-    heads = [kind.replace("on the host", "on-host").split() for kind in kinds]
+    heads = [_HEADS.get(kind, kind).split() for kind in kinds]
     height = max(map(len, heads), default=1)
-    widths = [max(9, *map(len, head)) + 1 for head in heads]
     lines = [
-        f"{unit if line == height - 1 else '':21}"
-        + "".join(
-            f"{([''] * height + head)[-height:][line]:>{width}}"
-            for head, width in zip(heads, widths, strict=True)
-        )
+        f"{unit if line == height - 1 else '':19}"
+        + "".join(f"{([''] * height + head)[-height:][line]:>9}" for head in heads)
         for line in range(height)
     ]
     for name, row in [*rows, ("all", total)]:
-        cut = name if len(name) <= 21 else "…" + name[-20:]
-        cells = (
-            f"{row.get(kind, 0) / num_bytes:>{width},.1f}" for kind, width in zip(kinds, widths, strict=True)
-        )
-        lines.append(f"{cut:21}" + "".join(cells))
+        cut = name if len(name) <= 19 else "…" + name[-18:]
+        lines.append(f"{cut:19}" + "".join(f"{row.get(kind, 0) / num_bytes:>9,.1f}" for kind in kinds))
     return lines
 
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from opensora_accel.profiler import MemoryTimeline
-from opensora_accel.profiler.memory import AllocatorCounter, Moment
-from opensora_accel.profiler.owners import ELSEWHERE, Owners
+from opensora_accel.profiler import MemoryPeak, MemoryTimeline
+from opensora_accel.profiler.memory import AllocatorCounter, Moment, table_of
+from opensora_accel.profiler.owners import DETAILED_KINDS, ELSEWHERE, Owners
 from opensora_accel.profiler.places import OPTIMIZER, Place, Places, find_blocks
-from opensora_accel.profiler.records import KINDS
+from opensora_accel.profiler.records import KINDS, MemorySample
 
 WIDTH, ROWS = 16, 100
 # Of a layer's weights and bias, and of what goes in or comes out.
@@ -131,6 +131,16 @@ def test_a_failed_step_leaves_no_place_behind():
     with pytest.raises(ZeroDivisionError), timeline:
         step(model)
     assert timeline.places.now == Place()
+
+
+def test_a_table_of_all_kinds_has_100_columns():
+    row = {kind: 300 * 2**10 for kind in DETAILED_KINDS}
+    sample = MemorySample(0.0, dict.fromkeys(KINDS, 2**20))
+    blocks = {f"a_long_name_of_transformer_blocks.{index}": row for index in range(30)}
+    lines = table_of(MemoryPeak(sample, blocks, Place(), 0), most_rows=8)
+    assert max(map(len, lines)) == 100 and len(lines) == 4 + 8 + 1
+    assert lines[-1].startswith("all ") and lines[-2].startswith("23 others")
+    assert all(word in " ".join(lines[:4]) for word in ("gathered", "putation", "host", "KiB"))
 
 
 class FakeAllocator:
