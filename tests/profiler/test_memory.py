@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, checkpoint_blocks
 from opensora_accel.profiler import MemoryPeak, MemoryTimeline
 from opensora_accel.profiler.memory import AllocatorCounter, Moment, table_of
 from opensora_accel.profiler.owners import DETAILED_KINDS, ELSEWHERE, Owners
@@ -220,3 +221,20 @@ def test_places_of_a_step():
     assert backward == [f"backward of {name}" for name in blocks[::-1]]
     assert seen[-2:] == ["the optimizer's step", "outside of the model"]
     assert ELSEWHERE not in seen
+
+
+@pytest.mark.parametrize("arena_bytes", [None, 100_000])
+def test_host_memory_for_offload_is_told_beside_the_devices_also_where_it_grows(arena_bytes):
+    GLOBAL_ACTIVATION_MANAGER.setup_arena(arena_bytes)
+    model = Model(checkpointed=False)
+    undo = checkpoint_blocks(list(model.blocks), "full", 1.0)
+    try:
+        with MemoryTimeline(model) as timeline:
+            step(model)
+    finally:
+        undo()
+        GLOBAL_ACTIVATION_MANAGER.close()
+    kinds = timeline.peak.sample.bytes_by_kind
+    # The last block's input stays; two slots are there for the others'.
+    assert kinds["block inputs"] == 3 * HIDDEN and kinds["block inputs on the host"] == 2 * HIDDEN
+    assert max(s.bytes_by_kind["other"] for s in timeline.samples) < 3 * HIDDEN + 2 * WEIGHTS
