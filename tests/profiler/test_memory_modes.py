@@ -55,3 +55,5 @@ def test_the_peak_is_that_of_live_bytes(ranks, name, activations, world):
         assert highest["gradients"] > 0
         # After a step this rank's shards are left; within it blocks were gathered.
         assert (highest["parameters"] > parameters) == (plan.sharding != "none")
+        if plan.sharding != "none" and peak.place.block:
+            assert any("gathered parameters" in row for row in peak.by_block.values())
