@@ -79,6 +79,7 @@ def _profile(arguments: Sequence[str]) -> int:
 
     options:
       --num-steps N   how many steps are recorded (20)
+      --memory        also what fills the memory, in the last of them (on a CPU that step takes longer)
       any of `opensora-accel train --help`: --config FILE, --plan.ulysses 2, --resume, ...
 
     example, on two ranks:
@@ -91,6 +92,7 @@ def _profile(arguments: Sequence[str]) -> int:
         return 0
     parser = argparse.ArgumentParser("opensora-accel profile", add_help=False, allow_abbrev=False)
     parser.add_argument("--num-steps", type=int, default=20)
+    parser.add_argument("--memory", action="store_true")
     own, options = parser.parse_known_args(arguments)
     if own.num_steps < 1:
         raise ValueError(f"--num-steps is a number of steps, at least 1; got {own.num_steps}")
@@ -99,7 +101,7 @@ def _profile(arguments: Sequence[str]) -> int:
     if not any(option.partition("=")[0] == "--output" for option in options):
         config, _, _ = parse(options)
         options += ["--output", f"{config.output.rstrip('/')}_profile"]
-    return run(options, own.num_steps)
+    return run(options, own.num_steps, own.memory)
 
 
 def _doctor(arguments: Sequence[str]) -> int:

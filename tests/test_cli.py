@@ -151,12 +151,13 @@ def test_profile_records_some_steps_and_leaves_the_run_alone(run, config_file, t
     status, text = run("train", "--config", config_file, "--num-samples", "0")
     assert status == 0
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
-    status, text = run("profile", "--config", config_file, "--num-steps", "2")
+    status, text = run("profile", "--config", config_file, "--num-steps", "2", "--memory")
     assert status == 0 and "step 2/2" in text and "step 3" not in text
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
     (file,) = rank_files(tmp_path / "run_profile" / "profile")
     steps = list(read_rank(file)[1])
     assert [step.step for step in steps] == [1, 2]
+    assert not steps[0].memory and max(sample.device_bytes for sample in steps[1].memory) > 0
     assert {span.region for span in steps[1].spans} >= {"data", "encode", "block", "attention", "optimizer"}
 
 

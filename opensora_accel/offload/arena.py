@@ -69,6 +69,11 @@ class Arena:
     def size_bytes(self) -> int:
         return sum(memory.numel() for memory in self.memory)
 
+    @property
+    def in_use_bytes(self) -> int:
+        """What is handed out and not yet given back, with the padding between entries."""
+        return sum(slab.memory.numel() - slab.free_bytes for slab in self._slabs)
+
     def allocate(self, size_bytes: int) -> Allocation | None:
         """`size_bytes` as a uint8 tensor, with the function that gives them back; None when full."""
         for slab in self._slabs:
@@ -106,6 +111,10 @@ class _Slab:
     @property
     def is_empty(self) -> bool:
         return self._free == [(0, self.memory.numel())]
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(end - start for start, end in self._free)
 
     def allocate(self, size_bytes: int) -> Allocation | None:
         for index, (start, end) in enumerate(self._free):

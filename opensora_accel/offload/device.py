@@ -139,8 +139,13 @@ class Slots:
         self._slots: list[_Slot] = []
 
     @property
+    def memory(self) -> list[Tensor]:
+        """All of it, as uint8 tensors, one for each slot."""
+        return [slot.memory for slot in self._slots]
+
+    @property
     def size_bytes(self) -> int:
-        return sum(slot.memory.numel() for slot in self._slots)
+        return sum(memory.numel() for memory in self.memory)
 
     def reserve(self, size_bytes: int) -> None:
         """One more slot while there are fewer than two, and none smaller than this entry."""

@@ -144,6 +144,11 @@ class OffloadEngine:
         self._counters = OffloadCounters(in_use_bytes=in_use, peak_bytes=in_use)
 
     @property
+    def slot_memory(self) -> list[Tensor]:
+        """The slots of all devices, as uint8 tensors."""
+        return [memory for slots in self._slots.values() for memory in slots.memory]
+
+    @property
     def slot_bytes(self) -> int:
         """Device memory that the slots hold."""
         return sum(slots.size_bytes for slots in self._slots.values())

@@ -7,8 +7,19 @@ with profile(model, plan, "profile") as run:
 """
 
 from opensora_accel.profiler.communication import exposed_seconds
-from opensora_accel.profiler.memory import LiveBytes
+from opensora_accel.profiler.live_bytes import LimitedBytes, LiveBytes
+from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
+from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
 from opensora_accel.profiler.time import profile
 from opensora_accel.regions import region
 
-__all__ = ["LiveBytes", "exposed_seconds", "profile", "region"]
+__all__ = [
+    "LimitedBytes",
+    "LiveBytes",
+    "MemoryPeak",
+    "MemoryTimeline",
+    "exposed_seconds",
+    "profile",
+    "region",
+    "tell_of_out_of_memory",
+]

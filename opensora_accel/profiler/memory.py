@@ -1,85 +1,434 @@
-"""Live bytes of a device by counting storages, where no allocator tells: on CPU and on fake tensors."""
+"""What fills the memory over a step: live bytes by kind, and at the peak by block.
+
+A checkpointed block of a model on a CPU, whose input is x and whose MLP has a hidden layer h:
+
+    forward      x is made                            other
+                 autograd keeps x for later           block inputs
+                 h is made, and freed                 other
+    backward     the recomputation makes h again      recomputation
+                 the weight's gradient is there       gradients
+
+A sample is taken just before live bytes begin to fall, or to rise again. Whose the storages are is looked up when the
+next operator runs: by then a gradient is a parameter's, and a buffer has been sent.
+
+On a CPU, and on fake tensors, every operator passes through Python, which is dear: that is for a study of single steps.
+On a GPU the allocator counts, and samples are taken where the step comes to another place (`places`).
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from typing import Any
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opensora_accel.profiler.live_bytes import LiveBytes
+from opensora_accel.profiler.owners import (
+    DETAILED_KINDS,
+    ELSEWHERE,
+    GATHERED,
+    OFFLOAD,
+    Owner,
+    Owners,
+    arena_bytes,
+    arena_memory,
+)
+from opensora_accel.profiler.places import OUTSIDE, Place, Places, find_blocks
+from opensora_accel.profiler.records import KINDS, RECOMPUTE, MemorySample
 
-class LiveBytes(TorchDispatchMode):
-    """Within it, counts the bytes of every storage that an operation makes, for as long as the storage lives.
+# A change of live bytes by this share of the peak is seen in a picture.
+_SEEN = 1 / 256
+# Operators whose arguments and results are buffers that are sent and received.
+_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 
-    Counts what tensors ask for, not an allocator's rounding and fragments. FSDP2 frees its gathered parameters by
-    resizing their storages, so that is followed too.
+# Words of a heading stand below each other, so that a row of all kinds has 100 columns.
+_HEADS = {
+    "parameters": "param- eters",
+    "gathered parameters": "gathered param- eters",
+    "optimizer state": "opti- mizer state",
+    "block inputs on the host": "block inputs on host",
+    "recomputation": "recom- putation",
+    "communication": "commu- nication",
+}
+_NOBODY = Owner("other", ELSEWHERE)
+_ON_HOST = Owner("block inputs on the host", OFFLOAD)
+
+Holdings = Mapping[Owner, int]
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The most live bytes of the device at once."""
+
+    sample: MemorySample
+    # By block, then by kind (`owners.DETAILED_KINDS`). What waits on the host is a kind of its own there too.
+    by_block: Mapping[str, Mapping[str, int]]
+    place: Place
+    # Optimizer steps that were done before it.
+    step: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a sample was taken: time, place, and optimizer steps that were done."""
+
+    time_s: float
+    place: Place
+    step: int
+
+
+class MemoryCounter(Protocol):
+    """Counts the memory of one device, by owner, while it is entered."""
+
+    @property
+    def now_bytes(self) -> int:
+        """What the device has in use."""
+
+    def holdings(self) -> Holdings:
+        """Bytes by owner, whose sum without those on the host is `now_bytes`."""
+
+    def sample(self, holdings: Holdings, time_s: float) -> MemorySample:
+        """The same by kind, of this time."""
+
+    @property
+    def largest(self) -> Mapping[str, int]:
+        """The largest single storage that was made in each block, where that is known."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+
+class MemoryTimeline:
+    """Within it, follows what fills the memory of this rank's device. Print it for the peak as a table.
+
+    Args:
+        model, optimizer: whose tensors are told by name; the optimizer's state counts as other without it.
+        blocks: the repeated blocks, by default the items of the model's outermost lists of modules.
+        clock: gives the time of a sample, in seconds.
+        moved: called with two places, where the step comes from the one to the other, and what is held there.
+
+    Raises:
+        ValueError: one of `blocks` is no part of the model.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_bytes = self.peak_bytes = 0
-        # Live bytes after every operation.
-        self.timeline: list[int] = []
-        self._sizes: dict[int, int] = {}
-        self._ignored: set[int] = set()
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        blocks: Sequence[nn.Module] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        moved: Callable[[Place, Place, Holdings], None] | None = None,
+    ):
+        named = find_blocks(model, blocks)
+        self.owners = Owners(model, named, optimizer)
+        self.places = Places(model, named, optimizer, moved=self._moved, saved=self.owners.add_inputs)
+        self._tell, self._clock, self._entered = moved, clock, ExitStack()
+        self._samples: list[MemorySample] = []
+        self._peak: MemoryPeak | None = None
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self.counter: MemoryCounter
+        if device.type == "cuda":
+            self.counter = AllocatorCounter(self.owners, device)
+        else:
+            self.counter = StorageCounter(self.owners, self.places, self._keep, clock)
 
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Also counts these tensors [...], which were made before."""
-        for tensor in tensors:
-            self._count(tensor.untyped_storage())
+    @property
+    def samples(self) -> list[MemorySample]:
+        """In the order of time: wherever live bytes began to fall, or to rise, by what is seen in a picture."""
+        found = [*self._samples]
+        if self._peak is not None and self._peak.sample not in found:
+            found.append(self._peak.sample)
+        return sorted(found, key=lambda sample: sample.time_s)
 
-    def ignore(self, tensor: Tensor) -> None:
-        """Does not count this tensor's memory [...], nor anything that shares it: an arena on the host, for one."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._sizes:
-            self._set(storage._cdata, 0)
-        self._ignored.add(storage._cdata)
-        weakref.finalize(storage, self._ignored.discard, storage._cdata).atexit = False
+    @property
+    def peak(self) -> MemoryPeak:
+        """The most at once since it was entered.
 
-    def __enter__(self) -> LiveBytes:
-        self._resize = torch.UntypedStorage.resize_
+        Raises:
+            ValueError: it has not been entered.
+        """
+        if self._peak is None:
+            raise ValueError("nothing was counted yet; run a step within the timeline: with timeline: ...")
+        return self._peak
 
-        def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-            result = self._resize(storage, size_bytes)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, storage.nbytes())
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        return super().__enter__()
+    def __enter__(self) -> MemoryTimeline:
+        with ExitStack() as entered:
+            entered.enter_context(self.places)
+            entered.enter_context(self.counter)
+            self._record()
+            entered.callback(self._record)
+            self._entered = entered.pop_all()
+        return self
 
     def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
+        self._entered.__exit__(*exception)
+
+    def _moved(self, before: Place, now: Place) -> None:
+        if isinstance(self.counter, AllocatorCounter):
+            highest = self.counter.risen_to()
+            if highest is not None:
+                self._keep(self.counter.holdings(highest), Moment(self._clock(), before, self.places.step))
+            self._record()
+        if self._tell is not None:
+            self._tell(before, now, self.counter.holdings())
+
+    def _record(self) -> None:
+        moment = Moment(self._clock(), self.places.now, self.places.step)
+        self._keep(self.counter.holdings(), moment)
+
+    def _keep(self, holdings: Holdings, moment: Moment) -> None:
+        sample = self.counter.sample(holdings, moment.time_s)
+        highest = 0 if self._peak is None else self._peak.sample.device_bytes
+        if sample.device_bytes > highest or self._peak is None:
+            by_block: dict[str, dict[str, int]] = {}
+            for owner, size_bytes in holdings.items():
+                if size_bytes:
+                    by_block.setdefault(owner.block, {})[owner.kind] = size_bytes
+            self._peak = MemoryPeak(sample, by_block, moment.place, moment.step)
+        last = self._samples[-1] if self._samples else None
+        if last is None or _differ(last, sample, _SEEN * max(highest, 1)):
+            self._samples.append(sample)
+
+    def __str__(self) -> str:
+        peak = self.peak
+        where = f"{peak.place}, in step {peak.step + 1}" if peak.place != OUTSIDE else str(peak.place)
+        unit, num_bytes = unit_of(peak.sample.device_bytes)
+        lines = [f"peak of {peak.sample.device_bytes / num_bytes:,.1f} {unit}: {where}"]
+        if peak.sample.reserved_bytes is not None:
+            lines.append(
+                f"the allocator has {peak.sample.reserved_bytes / num_bytes:,.1f} {unit} of the device, of which "
+                f"{(peak.sample.fragmented_bytes or 0) / num_bytes:,.1f} {unit} lie free between pieces in use"
+            )
+        return "\n".join([*lines, *table_of(peak)])
+
+
+def _differ(one: MemorySample, other: MemorySample, seen_bytes: float) -> bool:
+    return any(abs(one.bytes_by_kind[kind] - other.bytes_by_kind[kind]) > seen_bytes for kind in KINDS)
+
+
+def unit_of(size_bytes: float) -> tuple[str, int]:
+    """The unit in which a size, and what makes it up, are easy to read, and its bytes."""
+    for name, num_bytes in (("GiB", 2**30), ("MiB", 2**20)):
+        if size_bytes >= 10 * num_bytes:
+            return name, num_bytes
+    return "KiB", 2**10
+
+
+def table_of(peak: MemoryPeak, most_rows: int = 20) -> list[str]:
+    """Lines of a table: a row for each block, largest first, a column for each kind that any of them holds."""
+    kinds = [kind for kind in DETAILED_KINDS if any(kind in row for row in peak.by_block.values())]
+    rows = sorted(peak.by_block.items(), key=lambda item: -sum(item[1].values()))
+    total = collections.Counter[str]()
+    for _name, row in rows:
+        total.update(row)
+    if len(rows) > most_rows:
+        rest = collections.Counter[str]()
+        for _name, row in rows[most_rows - 1 :]:
+            rest.update(row)
+        rows = [*rows[: most_rows - 1], (f"{len(rows) - most_rows + 1} others", rest)]
+    unit, num_bytes = unit_of(peak.sample.device_bytes)
+    heads = [_HEADS.get(kind, kind).split() for kind in kinds]
+    height = max(map(len, heads), default=1)
+    lines = [
+        f"{unit if line == height - 1 else '':19}"
+        + "".join(f"{([''] * height + head)[-height:][line]:>9}" for head in heads)
+        for line in range(height)
+    ]
+    for name, row in [*rows, ("all", total)]:
+        cut = name if len(name) <= 19 else "…" + name[-18:]
+        lines.append(f"{cut:19}" + "".join(f"{row.get(kind, 0) / num_bytes:>9,.1f}" for kind in kinds))
+    return lines
+
+
+def by_kind(holdings: Holdings) -> dict[str, int]:
+    """Bytes of each of `records.KINDS`."""
+    found = dict.fromkeys(KINDS, 0)
+    for owner, size_bytes in holdings.items():
+        found["parameters" if owner.kind == GATHERED else owner.kind] += size_bytes
+    return found
+
+
+class StorageCounter(LiveBytes):
+    """Live bytes by counting storages. What is in host memory for offload is no part of them, and told beside.
+
+    Args:
+        turned: called with what was held, and when, for each time that live bytes began to fall or to rise.
+    """
+
+    def __init__(
+        self,
+        owners: Owners,
+        places: Places,
+        turned: Callable[[Holdings, Moment], None],
+        clock: Callable[[], float],
+    ):
+        super().__init__()
+        self._owners, self._places, self._turned, self._clock = owners, places, turned, clock
+        # By address: what is known of a storage from when it was made, and who had it when that was last looked up.
+        self._made: dict[int, Owner] = {}
+        self._known: dict[int, Owner] = {}
+        self.largest: dict[str, int] = {}
+        self._direction = self._told_bytes = 0
+        # Moments whose owners are not looked up yet, and storages that are gone since.
+        self._waiting: list[_Waiting] = []
+        self._gone: set[int] = set()
+
+    def __enter__(self) -> StorageCounter:
+        for memory in arena_memory():
+            self.ignore(memory)
+        self.count([tensor for tensor, _owner in self._owners.tensors()])
+        self.count(self._owners.model.buffers())
+        super().__enter__()
+        return self
+
+    def holdings(self) -> Holdings:
+        """Bytes by owner."""
+        self._look_up()
+        return self._held(list(self._sizes.items()), self._made, self._known)
+
+    def sample(self, holdings: Holdings, time_s: float) -> MemorySample:
+        return MemorySample(time_s, by_kind(holdings))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A DTensor shows the bytes of the whole. Its operation is taken apart first, and comes back with local tensors.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        self.timeline.append(self.now_bytes)
+        if self._waiting:
+            self._look_up()
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in _COMMUNICATION:
+            for tensor in tree_leaves((args, kwargs, outputs)):
+                if isinstance(tensor, Tensor):
+                    address = tensor.untyped_storage()._cdata
+                    made = self._made.get(address)
+                    if made is not None and made.kind == "other":
+                        self._made[address] = Owner("communication", made.block)
         return outputs
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
-        if address in self._ignored:
-            return
-        if address not in self._sizes:
-            weakref.finalize(storage, self._forget, address).atexit = False
-        self._set(address, storage.nbytes())
+        if address not in self._sizes and address not in self._ignored:
+            for memory in arena_memory():
+                if memory.untyped_storage()._cdata == address:
+                    self.ignore(memory)
+                    return
+            place = self._places.now
+            kind = "recomputation" if place.phase == RECOMPUTE else "other"
+            block = place.block or ELSEWHERE
+            self._made[address] = Owner(kind, block)
+            self.largest[block] = max(self.largest.get(block, 0), storage.nbytes())
+        super()._count(storage)
 
     def _forget(self, address: int) -> None:
-        self._set(address, 0)
-        self._sizes.pop(address, None)
+        super()._forget(address)
+        self._made.pop(address, None)
+        self._known.pop(address, None)
+        if self._waiting:
+            self._gone.add(address)
 
     def _set(self, address: int, size_bytes: int) -> None:
-        self.now_bytes += size_bytes - self._sizes.get(address, 0)
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        self._sizes[address] = size_bytes
+        change = size_bytes - self._sizes.get(address, 0)
+        if change * self._direction < 0:
+            is_peak = self._direction > 0 and self.now_bytes >= self.peak_bytes
+            if is_peak or abs(self.now_bytes - self._told_bytes) > _SEEN * self.peak_bytes:
+                # A storage that goes calls this in the midst of `parameter.grad = None`, whose gradient must not be
+                # looked at then. So all is copied here, and owners are asked for later.
+                moment = Moment(self._clock(), self._places.now, self._places.step)
+                copied = [*self._sizes.items()], self._made.copy(), self._known.copy()
+                self._waiting.append(_Waiting(moment, *copied, arena_bytes()))
+                self._told_bytes = self.now_bytes
+        super()._set(address, size_bytes)
+        if change:
+            self._direction = change
+
+    def _look_up(self) -> None:
+        waiting, gone = self._waiting, self._gone
+        self._waiting, self._gone = [], set()
+        found = {address: owned.owner for address, owned in self._owners.by_address().items()}
+        for each in waiting:
+            # Another storage may lie by now where one is gone.
+            since = {address: owner for address, owner in found.items() if address not in gone}
+            held = self._held(each.sizes, each.made, each.known | since)
+            self._turned({**held, _ON_HOST: each.arena_bytes}, each.moment)
+        self._known = {address: owner for address, owner in found.items() if address in self._sizes}
+
+    def _held(
+        self, sizes: Sequence[tuple[int, int]], made: Mapping[int, Owner], known: Mapping[int, Owner]
+    ) -> dict[Owner, int]:
+        found = collections.Counter[Owner]()
+        for address, size_bytes in sizes:
+            found[known.get(address) or made.get(address) or _NOBODY] += size_bytes
+        found[_ON_HOST] = arena_bytes()
+        return dict(found)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A moment at which live bytes turned: by address, the size of every storage and what was known of it."""
+
+    moment: Moment
+    sizes: list[tuple[int, int]]
+    made: dict[int, Owner]
+    known: dict[int, Owner]
+    arena_bytes: int
+
+
+class AllocatorCounter:
+    """What CUDA's allocator has in use. What has an owner is told by name, and all of the rest is other.
+
+    Asking the allocator takes some ten microseconds and walking the tensors of a large model milliseconds, at each
+    place that a step comes to. Between two places only the highest point is known, where it is higher than any before.
+    It has not run on a GPU yet.
+    """
+
+    def __init__(self, owners: Owners, device: torch.device):
+        self._owners, self._device = owners, device
+        self.largest: dict[str, int] = {}
+        self._highest = 0
+
+    def __enter__(self) -> AllocatorCounter:
+        self._highest = self._stats("allocated_bytes.all.peak")
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def _stats(self, name: str) -> int:
+        # Without CUDA's context there are none.
+        return int(torch.cuda.memory_stats(self._device).get(name, 0))
+
+    @property
+    def now_bytes(self) -> int:
+        return self._stats("allocated_bytes.all.current")
+
+    def risen_to(self) -> int | None:
+        """The most that was in use at once, if that is more than when this was asked before."""
+        highest = self._stats("allocated_bytes.all.peak")
+        # Who resets the allocator's peak, as a trainer does between steps, makes it fall.
+        is_higher, self._highest = highest > self._highest, highest
+        return highest if is_higher else None
+
+    def holdings(self, in_use_bytes: int | None = None) -> Holdings:
+        """Bytes by owner, of what is in use now or of as many bytes as were in use before."""
+        found = collections.Counter[Owner]()
+        for owned in self._owners.by_address().values():
+            if owned.device == self._device:
+                found[owned.owner] += owned.size_bytes
+        in_use_bytes = self.now_bytes if in_use_bytes is None else in_use_bytes
+        # The allocator rounds up to 512 bytes, so it has no less in use than there is in tensors.
+        found[_NOBODY] = max(0, in_use_bytes - sum(found.values()))
+        found[_ON_HOST] = arena_bytes()
+        return found
+
+    def sample(self, holdings: Holdings, time_s: float) -> MemorySample:
+        return MemorySample(
+            time_s,
+            by_kind(holdings),
+            reserved_bytes=self._stats("reserved_bytes.all.current"),
+            fragmented_bytes=self._stats("inactive_split_bytes.all.current"),
+        )

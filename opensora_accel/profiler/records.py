@@ -93,6 +93,9 @@ class MemorySample:
 
     time_s: float
     bytes_by_kind: Mapping[str, int]
+    # Of CUDA's allocator: what it has of the device, and what of that lies free between pieces in use.
+    reserved_bytes: int | None = None
+    fragmented_bytes: int | None = None
 
     @property
     def device_bytes(self) -> int:

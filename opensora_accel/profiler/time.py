@@ -26,7 +26,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +47,12 @@ from opensora_accel.plan import Plan
 from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
 from opensora_accel.profiler.flops import FlopCounter
+from opensora_accel.profiler.memory import MemoryTimeline
 from opensora_accel.profiler.records import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,
+    MemorySample,
     RecordWriter,
     RunRecord,
     Span,
@@ -90,6 +92,7 @@ class _Step:
     metrics: dict[str, Any]
     spans: list[_Open]
     transfers: list[Any]
+    memory: Sequence[MemorySample] = ()
 
 
 class profile:
@@ -104,6 +107,9 @@ class profile:
         first_step: the number of the first step.
         trace_steps: numbers of steps of which torch's profiler makes a trace too, with the names of the regions:
             trace_rank_00000_step_00005.json.gz, for ui.perfetto.dev. Such a step is slower, and its file may be large.
+        memory_steps: numbers of steps in which it is followed what fills the memory (`MemoryTimeline`). On a CPU such a
+            step takes longer, because every operator passes through Python.
+        optimizer: whose state counts as such in these steps.
         count_flops: counts floating-point operations in the first step, which takes longer for it (`flops`).
         link_bytes_per_s: of each axis, as measured (`opensora-accel doctor`) or given.
         peak_flops: of this rank's device, per second, with `peak_flops_source`.
@@ -122,6 +128,8 @@ class profile:
         policy: Policy | None = None,
         first_step: int = 1,
         trace_steps: Collection[int] = (),
+        memory_steps: Collection[int] = (),
+        optimizer: torch.optim.Optimizer | None = None,
         count_flops: bool = True,
         link_bytes_per_s: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
@@ -132,6 +140,8 @@ class profile:
         self._link, self._peak = dict(link_bytes_per_s or {}), (peak_flops, peak_flops_source)
         self._number, self._trace_steps = first_step, frozenset(trace_steps)
         self._trace: torch.profiler.profile | None = None
+        self._memory_steps, self._optimizer = frozenset(memory_steps), optimizer
+        self._memory: MemoryTimeline | None = None
         self._counter = FlopCounter() if count_flops else None
         self._writer: RecordWriter | None = None
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -162,7 +172,7 @@ class profile:
                 self._counting.enter_context(self._counter)
                 undo.callback(self._counting.close)
             self._undo = undo.pop_all()
-        self._begin_trace()
+        self._begin_looking()
         self._step_begin = self._clock.mark()
         return self
 
@@ -175,6 +185,8 @@ class profile:
             self._writer.close()
         if self._trace is not None:
             self._trace.stop()
+        if self._memory is not None:
+            self._memory.__exit__(*exception)
 
     def step(self, **metrics: float | Tensor) -> None:
         """A step has ended.
@@ -188,28 +200,39 @@ class profile:
             self._close_all(now)
             step = _Step(self._number, self._step_begin, now, metrics, self._spans, self._transfers.take())
             self._spans = []
+        was_looking = self._trace is not None or self._memory is not None
         if self._counter is not None:
             self._counting.close()
             flops = self._counter.model_flops, self._counter.hardware_flops
             self._run = dataclasses.replace(self._run, model_flops=flops[0], hardware_flops=flops[1])
             self._counter = None
-        was_traced = self._trace is not None
-        self._end_trace()
+        self._end_looking(step)
         self._number += 1
         self._waiting.append(step)
         while self._waiting and self._is_known(self._waiting[0]):
             self._write(self._waiting.popleft())
-        self._begin_trace()
+        self._begin_looking()
         # A trace takes seconds to begin and to write, which are of no step.
-        is_traced = was_traced or self._trace is not None
-        self._step_begin = self._clock.mark() if is_traced else now
+        is_looking = was_looking or self._trace is not None or self._memory is not None
+        self._step_begin = self._clock.mark() if is_looking else now
 
-    def _begin_trace(self) -> None:
+    def _begin_looking(self) -> None:
+        """Begins what is asked for in the step that begins alone."""
+        if self._number in self._memory_steps:
+            blocks = [
+                module for region, _name, module in _modules(self._model, self._policy) if region == "block"
+            ]
+            self._memory = MemoryTimeline(self._model, self._optimizer, blocks=blocks)
+            self._memory.__enter__()
         if self._number in self._trace_steps:
             self._trace = torch.profiler.profile(record_shapes=False)
             self._trace.start()
 
-    def _end_trace(self) -> None:
+    def _end_looking(self, step: _Step) -> None:
+        if self._memory is not None:
+            self._memory.__exit__(None, None, None)
+            step.memory = self._memory.samples
+            self._memory = None
         if self._trace is not None:
             self._trace.stop()
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -312,6 +335,11 @@ class profile:
         ]
         spans.sort(key=lambda span: (span.start_s, -span.end_s))
         compute = [(span.start_s, span.end_s) for span in spans if span.region in _COMPUTE]
+
+        def within(host_s: float) -> float:
+            """Samples are taken by the host's time, the first just before the step and the last just after it."""
+            return min(max(host_s - self._clock.zero_s, seconds(step.begin)), seconds(step.end))
+
         metrics = {name: float(value) for name, value in step.metrics.items()}
         if self._writer is None:
             self._writer = RecordWriter(self._folder, self._run)
@@ -323,6 +351,7 @@ class profile:
                 metrics,
                 spans,
                 self._transfers.records(step.transfers, compute),
+                [dataclasses.replace(each, time_s=within(each.time_s)) for each in step.memory],
             )
         )
 

@@ -129,12 +129,13 @@ class Trainer:
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
 
-    def train(self, num_profiled: int = 0) -> list[float]:
+    def train(self, num_profiled: int = 0, follow_memory: bool = False) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
 
         Args:
             num_profiled: of so many steps it is recorded where their time went (`opensora_accel/profiler`), and the
                 training ends with them; then nothing is saved at its end, and nothing sampled.
+            follow_memory: in the last of these steps, also what fills the memory.
 
         Raises:
             ValueError: ten steps in a row were skipped.
@@ -147,7 +148,12 @@ class Trainer:
         if num_profiled:
             last = min(last, self.state.step + num_profiled)
             profiler = profile(
-                self.state.model, self.config.plan, self.output / PROFILE, first_step=self.state.step + 1
+                self.state.model,
+                self.config.plan,
+                self.output / PROFILE,
+                first_step=self.state.step + 1,
+                memory_steps=[last] if follow_memory else (),
+                optimizer=self.state.optimizer,
             )
         if self.is_first:
             self.output.mkdir(parents=True, exist_ok=True)

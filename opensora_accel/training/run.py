@@ -19,11 +19,12 @@ from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, find_saved
 _SHOWN_STEPS = 20
 
 
-def run(arguments: Sequence[str], num_profiled: int = 0) -> int:
+def run(arguments: Sequence[str], num_profiled: int = 0, follow_memory: bool = False) -> int:
     """Trains; the exit status.
 
     Args:
         num_profiled: of so many steps it is recorded where their time went, and then it ends.
+        follow_memory: in the last of these, also what fills the memory.
 
     Raises:
         ValueError, OSError: what a user can mend.
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str], num_profiled: int = 0) -> int:
         assert dist.group.WORLD is not None
         # Gradients are averaged by torch's own collectives, whose failures name no rank.
         with waiting("a step", dist.group.WORLD):
-            return _train(*_resolve(file, options, config), num_profiled)
+            return _train(*_resolve(file, options, config), num_profiled, follow_memory)
     except MissingRankError:
         raise
     except Exception as error:
@@ -147,7 +148,13 @@ def _resolve(
     return final, folder, record
 
 
-def _train(config: TrainConfig, folder: Path | None, record: dict[str, Any] | None, num_profiled: int) -> int:
+def _train(
+    config: TrainConfig,
+    folder: Path | None,
+    record: dict[str, Any] | None,
+    num_profiled: int,
+    follow_memory: bool,
+) -> int:
     from opensora_accel.training.loop import Trainer
 
     def starts_anew() -> bool:
@@ -168,7 +175,7 @@ def _train(config: TrainConfig, folder: Path | None, record: dict[str, Any] | No
             from_first_rank(lambda: move_aside(config))
         if is_first_rank():
             print(trainer.summary, flush=True)
-        losses = trainer.train(num_profiled)
+        losses = trainer.train(num_profiled, follow_memory)
     if is_first_rank():
         if len(losses) >= 2 * _SHOWN_STEPS:
             first, last = statistics.fmean(losses[:_SHOWN_STEPS]), statistics.fmean(losses[-_SHOWN_STEPS:])

@@ -170,6 +170,26 @@ def test_a_trace_has_the_regions_names_and_times(tmp_path):
         assert abs(found[name] - (span.end_s - span.start_s)) < 0.05, name
 
 
+def test_memory_is_followed_in_the_steps_that_are_asked_for(tmp_path):
+    case = CASES["Wan"]
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with profile(model, folder=tmp_path, memory_steps=[2], optimizer=optimizer) as run:
+        for _ in range(3):
+            model(**case.inputs(), return_dict=False)[0].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+    first, second, third = steps_of(tmp_path)
+    assert not first.memory and not third.memory
+    assert all(second.start_s <= sample.time_s <= second.end_s for sample in second.memory)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for sample in second.memory:
+        assert sample.bytes_by_kind["parameters"] == num_bytes
+        assert sample.bytes_by_kind["optimizer state"] >= 2 * num_bytes
+    assert max(sample.bytes_by_kind["gradients"] for sample in second.memory) == num_bytes
+
+
 def tracked(folder):
     from accelerate import Accelerator
 

@@ -34,26 +34,12 @@ from torch import nn
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
 from opensora_accel.checkpoint import checkpoint_blocks
-from opensora_accel.profiler import LiveBytes
+from opensora_accel.profiler import LimitedBytes
 
 GIB, MOST_TIME = 2**30, 1.02
 MODES = ("none", "selective", "full", "full+offload")
 # The bisection ends where what fits and what does not differ by less than this share.
 CLOSE = 1 / 16
-
-
-class LimitedBytes(LiveBytes):
-    """Within it an operation fails that takes the live bytes beyond a limit, as a GPU's allocator lets it fail."""
-
-    def __init__(self, limit_bytes: int):
-        super().__init__()
-        self._limit_bytes = limit_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.now_bytes > self._limit_bytes:
-            raise torch.OutOfMemoryError(f"{self.now_bytes} bytes of {self._limit_bytes}")
-        return outputs
 
 
 class Stack:

@@ -1,0 +1,193 @@
+"""What a step of another Plan would need, from what was counted of this one.
+
+A step's peak lies in the backward of some block, or in the optimizer. Of four blocks, in the backward of the third, a
+checkpointed model holds
+
+    parameters, optimizer state | inputs of blocks 0, 1, 2 | all that block 2 computes | gradients of block 3
+
+and without a checkpoint, in the place of the inputs, all that blocks 0, 1 and 2 have computed. So the peak is the
+largest of such sums. Checkpointing swaps what a block keeps for its input. Offload takes the inputs away but for two
+slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered. More
+sequence ranks divide whatever has tokens.
+
+These are estimates: blocks that did not run are taken for the mean of those that did, and the memory of kernels is
+unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from opensora_accel.checkpoint.blocks import KEEP_LAST
+from opensora_accel.offload import num_blocks_to_move
+from opensora_accel.plan import Plan
+
+# How many pieces of an MLP, and times as many sequence ranks, are tried.
+_CHUNKS, _TIMES = (2, 4, 8), (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one block on this rank."""
+
+    # Of its weights, whole (of all shards).
+    parameters: int
+    # What a checkpoint keeps of it.
+    inputs: int
+    # What autograd keeps of it without one, its output included.
+    kept: int
+    # Of that, what its MLP keeps.
+    mlp: int = 0
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a step of `plan` was seen to need, in bytes of one rank. Weights and state are whole, of all shards."""
+
+    plan: Plan
+    blocks: tuple[BlockMemory, ...]
+    # Weights outside of the blocks; gradients and optimizer state for each byte of weights.
+    parameters_outside: int
+    gradient_ratio: float
+    state_ratio: float
+    # Gradients that were there before the forward, as when they are accumulated.
+    has_gradients_before: bool = False
+    # What the model's other parts have made when the blocks begin, and what a backward takes beside what was kept.
+    outside: int = 0
+    work: int = 0
+    # What the optimizer's step takes for itself.
+    optimizer_work: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.parameters_outside + sum(block.parameters for block in self.blocks)
+
+    def needs(self, plan: Plan) -> int:
+        """The peak of a step under `plan`, in bytes of one rank."""
+        shards, blocks = plan.num_shards, self.blocks
+        scale = self.plan.sequence / plan.sequence
+        weights = [block.parameters for block in blocks]
+        static = self.parameters * (1 + self.state_ratio) / shards
+        largest = sorted(weights, reverse=True)
+        gathered = whole_gradients = 0.0
+        if plan.sharding != "none" and shards > 1:
+            # Of the block that computes and those fetched ahead; zero2 drops none before backward.
+            is_zero2 = plan.sharding == "zero2"
+            gathered = (
+                self.parameters if is_zero2 else self.parameters_outside + sum(largest[: plan.prefetch + 1])
+            )
+            whole_gradients = self.gradient_ratio * max(largest, default=0)
+        moved = num_blocks_to_move(plan.offload, len(blocks), KEEP_LAST) if plan.checkpoint != "none" else 0
+        is_moved = [index < moved for index in range(len(blocks))]
+        slots = 2 * max((block.inputs for block in blocks[:moved]), default=0) if moved else 0
+        kept = [self._kept(block, plan) for block in blocks]
+        held = [
+            0 if is_moved[i] else block.inputs if plan.checkpoint != "none" else kept[i]
+            for i, block in enumerate(blocks)
+        ]
+        if plan.checkpoint == "selective":
+            # An attention's output is of the size of the block's input.
+            held = [size if is_moved[i] else size + blocks[i].inputs for i, size in enumerate(held)]
+        highest = 0.0
+        for index in range(len(blocks)):
+            here = self._at_once(blocks[index], plan)
+            activations = sum(held[: index + 1]) + here + slots + self.outside + self.work_of(plan)
+            done = sum(weights) if self.has_gradients_before else sum(weights[index + 1 :])
+            gradients = self.gradient_ratio * done / shards
+            highest = max(highest, activations * scale + gradients)
+        optimizer = self.gradient_ratio * self.parameters / shards + self.optimizer_work / shards
+        return round(static + max(highest + gathered + whole_gradients, optimizer))
+
+    def work_of(self, plan: Plan) -> float:
+        """What backward takes beside what was kept: mostly gradients of an MLP's hidden layer, which chunks divide."""
+        return self.work * self.plan.mlp_chunks / plan.mlp_chunks
+
+    def _kept(self, block: BlockMemory, plan: Plan) -> float:
+        # A chunked MLP is recomputed by itself.
+        return block.kept if plan.mlp_chunks == self.plan.mlp_chunks else block.kept - block.mlp
+
+    def _at_once(self, block: BlockMemory, plan: Plan) -> float:
+        """What is alive of a block in its backward, besides what it holds from the forward on."""
+        share = self.plan.mlp_chunks / plan.mlp_chunks
+        if plan.checkpoint == "none":
+            return 0 if share == 1 else block.mlp * share
+        return block.kept - block.mlp * (1 - share)
+
+    def explained(self, seen_bytes: int, in_optimizer: bool) -> StepMemory:
+        """The same with at least as much work as the bytes that were seen to be needed."""
+        missing = seen_bytes - self.needs(self.plan)
+        if missing <= 0:
+            return self
+        if in_optimizer:
+            # What of it lies below the backward's peak shows only when more is missing.
+            static = self.parameters * (1 + self.state_ratio + self.gradient_ratio) / self.plan.num_shards
+            return replace(self, optimizer_work=round((seen_bytes - static) * self.plan.num_shards))
+        return replace(self, work=self.work + missing)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Fields of the Plan to set, and what a step would need then."""
+
+    fields: dict[str, Any]
+    needs_bytes: int
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+            for name, value in self.fields.items()
+        )
+
+
+def changes(memory: StepMemory) -> list[Change]:
+    """Each by itself, in the order of what it costs: time first, then time and the host's memory, then more ranks."""
+    plan, wanted = memory.plan, list[dict[str, Any]]()
+    checkpoint = {} if plan.checkpoint != "none" else {"checkpoint": "full"}
+    if plan.checkpoint != "full":
+        wanted.append({"checkpoint": "full"})
+    wanted += [
+        checkpoint | {"offload": share}
+        for share in (0.5, 1.0)
+        if plan.offload != "auto" and share > plan.offload
+    ]
+    if any(block.mlp for block in memory.blocks):
+        wanted += [{"mlp_chunks": number} for number in _CHUNKS if number > plan.mlp_chunks]
+    if plan.sharding == "none":
+        # Over the ranks that there are, or over two.
+        degrees = {"dp_replicate": 1, "dp_shard": plan.data} if plan.data > 1 else {}
+        degrees = degrees if plan.mixed > 1 else {"dp_shard": 2}
+        wanted += [{"sharding": name, **degrees} for name in ("zero2", "zero3")]
+    elif plan.sharding == "zero2":
+        wanted.append({"sharding": "zero3"})
+    axis = "ring" if plan.ring > 1 else "ulysses"
+    wanted += [{axis: getattr(plan, axis) * times} for times in _TIMES]
+    return [change for fields in wanted if (change := _change(memory, fields)) is not None]
+
+
+def smallest_change(memory: StepMemory, limit_bytes: int) -> tuple[Change | None, Change | None]:
+    """The first change that fits: one by itself, or else as many together as it takes. And the best, if none does."""
+    alone = changes(memory)
+    for change in alone:
+        if change.needs_bytes <= limit_bytes:
+            return change, None
+    together: dict[str, Any] = {}
+    best = min(alone, key=lambda change: change.needs_bytes, default=None)
+    for change in alone:
+        merged = _change(memory, together | change.fields)
+        if merged is None:
+            continue
+        together |= change.fields
+        if merged.needs_bytes <= limit_bytes:
+            return merged, None
+        if best is None or merged.needs_bytes < best.needs_bytes:
+            best = merged
+    return None, best
+
+
+def _change(memory: StepMemory, fields: dict[str, Any]) -> Change | None:
+    try:
+        changed = memory.plan.replace(**fields)
+    except ValueError:
+        return None  # not together with what the plan has
+    return Change(fields, memory.needs(changed))

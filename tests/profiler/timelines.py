@@ -1,0 +1,60 @@
+"""Training steps of real models under a timeline, beside live bytes that are counted on their own."""
+
+import gc
+
+import torch
+
+import shardformer
+from opensora_accel import init_parallel
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.profiler import LiveBytes, MemoryTimeline
+from opensora_accel.profiler.owners import plain_tensors
+from tests.video_models import CASES
+
+ARENA_BYTES = 4_000_000
+
+
+def tensors_of(model, optimizer):
+    held = [*model.parameters(), *model.buffers()]
+    held += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    held += [value for state in optimizer.state.values() for value in state.values()]
+    return [plain for tensor in held if isinstance(tensor, torch.Tensor) for plain in plain_tensors(tensor)]
+
+
+def run(model, inputs, optimizer, steps=2):
+    for _ in range(steps):
+        (out,) = model(**inputs, return_dict=False)
+        out.square().mean().backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compare(plan, name):
+    """What a timeline tells of two steps, and what live bytes are without it, around it and at its samples."""
+    init_parallel(plan)
+    GLOBAL_ACTIVATION_MANAGER.close()
+    if plan.offload:
+        GLOBAL_ACTIVATION_MANAGER.setup_arena(ARENA_BYTES)
+    model = shardformer.shard(CASES[name].make(), plan)
+    inputs = CASES[name].inputs()
+    optimizer = torch.optim.AdamW(model.parameters())
+    live = LiveBytes()
+    live.count(tensors_of(model, optimizer))
+    for memory in GLOBAL_ACTIVATION_MANAGER.arena.memory if plan.offload else ():
+        live.ignore(memory)
+    with live:
+        timeline = MemoryTimeline(model, optimizer)
+        with timeline:
+            run(model, inputs, optimizer)
+    found = {
+        "live": live.peak_bytes,
+        "peak": timeline.peak,
+        "samples": timeline.samples,
+        # After every operator, and at the end.
+        "equal": live.timeline == timeline.counter.timeline and live.now_bytes == timeline.counter.now_bytes,
+        "text": str(timeline),
+    }
+    GLOBAL_ACTIVATION_MANAGER.close()
+    gc.collect()
+    return found
