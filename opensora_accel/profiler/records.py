@@ -141,6 +141,8 @@ class RunRecord:
     peak_flops_source: str = ""
     # Bytes per second of the links, by axis, measured or given.
     link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    # Regions whose spans run beside compute, on queues of their own: a GPU's copies. They take no time of the step.
+    beside_compute: Sequence[str] = field(default_factory=list)
     # How far this rank's clock may be off rank 0's.
     clock_error_s: float = 0.0
     # Seconds since 1970 at the run's start.
