@@ -4,6 +4,7 @@ commands:
   train     train a diffusers video transformer on a folder of clips
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
+  report    make one page of a profiled run: where time, memory and bytes went, and what to do about it
   doctor    check this machine: torch, GPUs, backends, threads, packages
 
 `opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
@@ -69,6 +70,12 @@ def _verify(arguments: Sequence[str]) -> int:
         return verify(arguments, proof_of_config, Path(folder))
 
 
+def _report(arguments: Sequence[str]) -> int:
+    from opensora_accel.profiler.report import main as report
+
+    return report(arguments)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
@@ -80,6 +87,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "shard": _shard,
     "verify": _verify,
+    "report": _report,
     "doctor": _doctor,
 }
 

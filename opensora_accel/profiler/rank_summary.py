@@ -117,7 +117,8 @@ def summarise(path: Path) -> RankSummary:
             step = summarise_step(record, run.beside_compute)
             summary.steps.append(step)
             summary.last_step = record
-            if step.peak_bytes > peak_bytes:
+            # Of equal ones the last, which is no warm-up.
+            if step.peak_bytes >= peak_bytes:
                 summary.peak_step, peak_bytes = record, step.peak_bytes
         return summary
     finally:
