@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 # Drawn with these, and replaced by the page's variables.
 _INK, _LINE, _SURFACE = "#010203", "#040506", "#070809"
-_VARIABLES = {_INK: "var(--ink)", _LINE: "var(--line)", _SURFACE: "var(--surface)"}
+_VARIABLES = {_INK: "var(--ink)", _LINE: "var(--line)", _SURFACE: "var(--surface)", "#000000": "var(--ink)"}
 _COLOURS = {
     "data": "#b28d3a",
     "encode": "#8d6e63",
@@ -209,7 +209,7 @@ def sent_matrix(sent: Sequence[Sequence[float]], num_ranks: int, prefix: str) ->
         for source, target, size in sent:
             chart.axes.text(
                 target, source, f"{size / (1 << 20):,.0f}", ha="center", va="center", fontsize=8, color="white",
-                bbox={"facecolor": "#00000090", "edgecolor": "none", "pad": 1},
+                bbox={"facecolor": "#101418", "edgecolor": "none", "pad": 1},
             )  # fmt: skip
         chart.axes.set_xticks(range(num_ranks))
         chart.axes.set_yticks(range(num_ranks))

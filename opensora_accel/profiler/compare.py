@@ -8,6 +8,9 @@ from typing import Any
 
 from opensora_accel.profiler.analysis import RunAnalysis
 
+# What changed by less than this share of its whole is noise.
+MIN_WEIGHT = 0.001
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -53,7 +56,7 @@ def changes(before: RunAnalysis, after: RunAnalysis) -> list[Change]:
     rows = [
         Change(group, name, unit, was, now, now - was, abs(now - was) / whole)
         for group, name, unit, was, now, whole in _numbers(before, after)
-        if was != now and whole > 0
+        if whole > 0 and abs(now - was) >= MIN_WEIGHT * whole
     ]
     return sorted(rows, key=lambda change: -change.weight)
 

@@ -578,7 +578,8 @@ font-weight:600}
 .notes{margin:1rem 0 0;padding-left:1.1rem;color:var(--soft);font-size:.9rem}
 figure{margin:0 0 .4rem}
 .wide{overflow-x:auto;max-width:100%}
-svg{display:block;width:100%;min-width:34rem;max-width:60rem;height:auto}
+/* Black is what SVG has where matplotlib says nothing. */
+svg{fill:var(--ink);display:block;width:100%;min-width:34rem;max-width:60rem;height:auto}
 svg.sent{max-width:30rem;min-width:22rem}
 figcaption{margin:.3rem 0 .5rem;color:var(--soft);font-size:.9rem;max-width:60rem}
 details{margin:0 0 1.1rem}

@@ -231,6 +231,6 @@ def _step_of(row: dict[str, Any]) -> StepRecord:
 
 
 def _call_of(*facts: Any) -> CommunicationCall:
-    call = CommunicationCall(*facts)
+    *others, sent_to = facts
     # JSON's names are strings.
-    return dataclasses.replace(call, sent_to={int(rank): size for rank, size in call.sent_to.items()})
+    return CommunicationCall(*others, {int(rank): size for rank, size in sent_to.items()})

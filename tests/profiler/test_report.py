@@ -111,7 +111,7 @@ def test_the_page_loads_nothing_and_has_a_table_for_every_picture(compared):
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) <= set(identifiers)
     assert "synthetic &lt;run&gt;" in text and "<run>" not in text
     assert text.index("What stands out</h2>") < text.index("Where the step goes</h2>")
-    for colour in ("#010203", "#040506", "#070809"):
+    for colour in ("#010203", "#040506", "#070809", "#000000"):
         assert colour not in text, "a colour that does not follow the page"
 
 
