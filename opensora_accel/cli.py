@@ -5,6 +5,7 @@ commands:
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
   profile   train a few steps, and tell where their time, memory and bytes went
+  report    make one page of a profiled run: where time, memory and bytes went, and what to do about it
   doctor    check this machine: torch, GPUs, backends, threads, packages
 
 `opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
@@ -80,6 +81,7 @@ def _profile(arguments: Sequence[str]) -> int:
     options:
       --num-steps N   how many steps are recorded (20)
       --memory        also what fills the memory, in the last of them (on a CPU that step takes longer)
+      --report FILE   makes the page of `opensora-accel report` of it
       any of `opensora-accel train --help`: --config FILE, --plan.ulysses 2, --resume, ...
 
     example, on two ranks:
@@ -93,15 +95,27 @@ def _profile(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("opensora-accel profile", add_help=False, allow_abbrev=False)
     parser.add_argument("--num-steps", type=int, default=20)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--report", default="")
     own, options = parser.parse_known_args(arguments)
     if own.num_steps < 1:
         raise ValueError(f"--num-steps is a number of steps, at least 1; got {own.num_steps}")
     from opensora_accel.training.run import parse, run
 
+    config, _, _ = parse(options)
+    output = config.output
     if not any(option.partition("=")[0] == "--output" for option in options):
-        config, _, _ = parse(options)
-        options += ["--output", f"{config.output.rstrip('/')}_profile"]
-    return run(options, own.num_steps, own.memory)
+        output = f"{output.rstrip('/')}_profile"
+        options += ["--output", output]
+    status = run(options, own.num_steps, own.memory)
+    if own.report and status == 0 and os.environ.get("RANK", "0") == "0":
+        return _report([f"{output}/profile", "--out", own.report])
+    return status
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from opensora_accel.profiler.report import main as report
+
+    return report(arguments)
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -116,6 +130,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "shard": _shard,
     "verify": _verify,
     "profile": _profile,
+    "report": _report,
     "doctor": _doctor,
 }
 

@@ -144,6 +144,8 @@ class RunRecord:
     peak_flops_source: str = ""
     # Bytes per second of the links, by axis, measured or given.
     link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    # Regions whose spans run beside compute, on queues of their own: a GPU's copies. They take no time of the step.
+    beside_compute: Sequence[str] = field(default_factory=list)
     # How far this rank's clock may be off rank 0's.
     clock_error_s: float = 0.0
     # Seconds since 1970 at the run's start.
@@ -231,7 +233,16 @@ def _step_of(row: dict[str, Any]) -> StepRecord:
     return StepRecord(**row)
 
 
-def _call_of(*facts: Any) -> CommunicationCall:
-    call = CommunicationCall(*facts)
+def _call_of(
+    kind: str,
+    axis: str,
+    group: str,
+    start_s: float,
+    end_s: float,
+    exposed_s: float,
+    sent_bytes: int,
+    sent_to: Mapping[str, int],
+) -> CommunicationCall:
     # JSON's names are strings.
-    return dataclasses.replace(call, sent_to={int(rank): size for rank, size in call.sent_to.items()})
+    ranks = {int(rank): size for rank, size in sent_to.items()}
+    return CommunicationCall(kind, axis, group, start_s, end_s, exposed_s, sent_bytes, ranks)

@@ -387,6 +387,8 @@ class profile:
             peak_flops=self._peak[0],
             peak_flops_source=self._peak[1],
             link_bytes_per_s=self._link,
+            # Copies have streams of their own there.
+            beside_compute=["copy out", "copy in"] if is_cuda else [],
             clock_error_s=clock_error_s,
             started_at=time.time(),
         )

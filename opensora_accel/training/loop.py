@@ -189,6 +189,8 @@ class Trainer:
                     self.save()
             self.saver.wait()
             stopping = any_rank(stop.requested) or profiler is not None
+        if profiler is not None:
+            dist.barrier()  # whoever reads the records finds those of all ranks
         if not stopping:
             self._write_results()
         return losses

@@ -1,0 +1,220 @@
+"""What is known of a profiled run: the numbers of its report, as plain data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# What can make a rank late, against the median rank.
+LATE_CAUSES = ("data", "work", "network")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return Spread(*[values[0] if values else 0.0] * 3)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(median, low, high)
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Exclusive time of one part of the step. The means of all parts add up to the mean step."""
+
+    region: str
+    axis: str
+    phase: str
+    mean_s: float
+    seconds: Spread
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The most live bytes on a rank's device, and in what they came up."""
+
+    step: int
+    time_s: float
+    device_bytes: int
+    host_bytes: int
+    bytes_by_kind: Mapping[str, int]
+    region: str
+    name: str
+    phase: str
+    # The most in this step while another region ran.
+    elsewhere_bytes: int
+
+
+@dataclass(frozen=True)
+class RankAnalysis:
+    """One rank over the steps that count. Times are means over steps; they add up to the mean step."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    step_s: Spread
+    mean_step_s: float
+    parts: Sequence[PartTime]
+    data_s: float
+    work_s: float
+    network_s: float
+    # Exposed communication before the last rank of the group had come.
+    waited_s: float
+    # Behind the median rank, in steps that were late by `LATE_SHARE`, by what was most behind.
+    late_steps: Mapping[str, int]
+    # Mean seconds behind the median rank, by cause; negative where the rank is ahead.
+    behind_s: Mapping[str, float]
+    # Time that work takes for each second in which the network is busy; None without communication.
+    compute_to_communication: float | None
+    peak: MemoryPeak | None
+
+
+@dataclass(frozen=True)
+class AxisAnalysis:
+    """Communication over one axis of the mesh: a rank's, per step, as the mean over ranks."""
+
+    axis: str
+    calls: float
+    sent_bytes: float
+    # From a call's start to its end, and what is left of that when the last rank has come.
+    seconds: float
+    transfer_s: float
+    exposed_s: float
+    # What compute waits for it after the last rank has come.
+    exposed_transfer_s: float
+    # Of `seconds`, None where there are none.
+    exposed_share: float | None
+    # Of `transfer_s`.
+    exposed_transfer_share: float | None
+    bytes_per_s: float | None
+    transfer_bytes_per_s: float | None
+    link_bytes_per_s: float | None
+
+
+@dataclass(frozen=True)
+class CongestedCall:
+    """A call that took more than twice as long as the median of its kind, axis and size."""
+
+    step: int
+    rank: int
+    axis: str
+    kind: str
+    # Who got it, where that is one rank.
+    peer: int | None
+    sent_bytes: int
+    seconds: float
+    median_s: float
+    bytes_per_s: float
+    median_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class CongestedLink:
+    """Congested calls of one rank over one axis, to one peer or to its group."""
+
+    axis: str
+    rank: int
+    peer: int | None
+    calls: int
+    steps: int
+    # What they took beyond the median of their kind, per step.
+    lost_s: float
+    bytes_per_s: float
+    median_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class StepAnalysis:
+    """One step over all ranks."""
+
+    step: int
+    # From the first rank's start to the last one's end.
+    seconds: float
+    warm_up: bool
+    # The rank that was furthest behind the median, by what, and how much.
+    slowest_rank: int
+    behind_s: float
+    cause: str
+    loss: float | None
+    tokens_per_s: float | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row of the offload timeline."""
+
+    name: str
+    seconds: float
+    # Of these, those in which nothing was computed.
+    exposed_s: float
+    intervals: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of one rank; times are counted from its start."""
+
+    rank: int
+    step: int
+    seconds: float
+    lanes: Sequence[Lane] = ()
+    # Time and live bytes by kind.
+    memory: Sequence[tuple[float, Mapping[str, int]]] = ()
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Share of the devices' peak that the model's operations take (MFU), and that with recomputation (HFU)."""
+
+    mfu: float | None
+    hfu: float | None
+    model_flops: float | None
+    hardware_flops: float | None
+    peak_flops: float | None
+    peak_flops_source: str
+    # What is missing for them.
+    why_not: str
+
+
+@dataclass(frozen=True)
+class RunAnalysis:
+    """A profiled run."""
+
+    name: str
+    world_size: int
+    num_ranks: int
+    num_steps: int
+    # The first step is left out of everything but memory, the loss and the table of steps.
+    warm_up_steps: int
+    started_at: float
+    clock_error_s: float
+    plan: Mapping[str, Any]
+    model: Mapping[str, Any]
+    environment: Mapping[str, str]
+    step_s: Spread
+    mean_step_s: float
+    tokens_per_s: Spread | None
+    parts: Sequence[PartTime]
+    ranks: Sequence[RankAnalysis]
+    steps: Sequence[StepAnalysis]
+    axes: Sequence[AxisAnalysis]
+    compute_to_communication: float | None
+    # Bytes from rank to rank per step: source, target, bytes.
+    sent: Sequence[tuple[int, int, float]]
+    num_congested: int
+    congested: Sequence[CongestedCall]
+    congestion: Sequence[CongestedLink]
+    peak_rank: int | None
+    memory: Timeline | None
+    offload: Timeline | None
+    utilization: Utilization
+    notes: Sequence[str] = ()

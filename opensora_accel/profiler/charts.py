@@ -1,0 +1,251 @@
+"""The pictures of the report: inline SVG by matplotlib, which needs no JavaScript and no network.
+
+Text and lines take the page's colours, so that a picture follows a dark or a light page. Every area has a pattern
+beside its colour, and the page has a table beside every picture.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+# Drawn with these, and replaced by the page's variables.
+_INK, _LINE, _SURFACE = "#010203", "#040506", "#070809"
+_VARIABLES = {_INK: "var(--ink)", _LINE: "var(--line)", _SURFACE: "var(--surface)", "#000000": "var(--ink)"}
+_COLOURS = {
+    "data": "#b28d3a",
+    "encode": "#8d6e63",
+    "block": "#8193ab",
+    "attention": "#3d7ab8",
+    "mlp": "#52a39b",
+    "communication": "#9b5f93",
+    "copy out": "#c9803c",
+    "copy in": "#dba95f",
+    "optimizer": "#6d9150",
+    "save": "#70757c",
+    "exposed": "#c24f44",
+    "other": "#aeb4bb",
+    "parameters": "#3d7ab8",
+    "gradients": "#6d9150",
+    "optimizer state": "#b28d3a",
+    "block inputs": "#c24f44",
+    "block inputs on the host": "#dba95f",
+    "recomputation": "#52a39b",
+    "compute": "#3d7ab8",
+    "hidden": "#52a39b",
+    "waited for late ranks": "#b28d3a",
+}
+# Lines only: a pattern of dots takes a hundred times the bytes.
+_HATCHES = {
+    "recompute": "|||",
+    "backward": "////",
+    "exposed": "xxxx",
+    "gradients": "////",
+    "optimizer state": "---",
+    "block inputs": "xxxx",
+    "recomputation": "|||",
+    "communication": "++",
+    "copy out": "////",
+    "copy in": "\\\\\\\\",
+    "waited for late ranks": "|||",
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _LINE,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _LINE,
+    "grid.linewidth": 0.6,
+    "xtick.color": _LINE,
+    "ytick.color": _LINE,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "hatch.linewidth": 0.7,
+}
+GIB = 1 << 30
+
+
+class Chart:
+    """A figure that becomes an <svg> element.
+
+    chart = Chart(height=3)
+    chart.axes.plot(...)
+    chart.svg("What it shows")
+    """
+
+    def __init__(self, height: float, width: float = 8.6):
+        with matplotlib.rc_context(_STYLE):
+            self.figure = Figure((width, height), layout="constrained")
+            self.axes: Axes = self.figure.subplots()
+
+    def legend(self, entries: Mapping[str, tuple[str, str]]) -> None:
+        """Names with their colour and hatch, above the picture."""
+        patches = [
+            Patch(facecolor=colour, hatch=hatch, edgecolor=_SURFACE, label=name)
+            for name, (colour, hatch) in entries.items()
+        ]
+        self.figure.legend(handles=patches, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
+
+    def svg(self, label: str, prefix: str) -> str:
+        """`prefix` keeps this picture's identifiers apart from those of others on the page."""
+        file = io.StringIO()
+        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": prefix}):
+            nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+            self.figure.savefig(file, format="svg", metadata=nothing)
+        text = file.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+        text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
+        text = re.sub(r'\bid="', f'id="{prefix}-', text)
+        text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
+        text = re.sub(r"font-family: [^;]*; ", "", text)
+        for colour, variable in _VARIABLES.items():
+            text = text.replace(colour, variable)
+        text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
+        text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
+        return text.replace(
+            "<svg ", f'<svg class="{prefix.partition("-")[2]}" role="img" aria-label="{label}" ', 1
+        )
+
+
+def style_of(name: str, phase: str = "") -> tuple[str, str]:
+    """Colour and hatch of a region in a phase, or of a kind of memory."""
+    return _COLOURS.get(name, _COLOURS["other"]), _HATCHES.get(phase, "") or _HATCHES.get(name, "")
+
+
+def part_name(part: Mapping[str, Any]) -> str:
+    return " ".join(filter(None, (part["region"], part["axis"], part["phase"])))
+
+
+def step_breakdown(ranks: Sequence[Mapping[str, Any]], prefix: str) -> str:
+    """Mean exclusive time of every part, a bar for each rank."""
+    chart = Chart(height=1.6 + 0.26 * len(ranks))
+    legend: dict[str, tuple[str, str]] = {}
+    for i, rank in enumerate(ranks):
+        left = 0.0
+        for part in rank["parts"]:
+            colour, hatch = legend.setdefault(part_name(part), style_of(part["region"], part["phase"]))
+            chart.axes.barh(
+                i, part["mean_s"], 0.78, left, color=colour, hatch=hatch, edgecolor=_SURFACE, linewidth=0.5
+            )
+            left += part["mean_s"]
+    chart.axes.set_yticks(range(len(ranks)), [f"rank {rank['rank']}" for rank in ranks])
+    chart.axes.invert_yaxis()
+    chart.axes.set_xlabel("seconds of the mean step")
+    chart.axes.grid(axis="y", visible=False)
+    chart.legend(legend)
+    return chart.svg("Parts of the mean step on every rank; the table below has the numbers", prefix)
+
+
+def memory_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
+    """Live bytes by kind over one step, stacked; those on the host as a line."""
+    chart = Chart(height=3.6)
+    times = [time for time, _ in timeline["memory"]]
+    kinds = list(dict.fromkeys(kind for _, sample in timeline["memory"] for kind in sample))
+    values = {kind: [sample.get(kind, 0) / GIB for _, sample in timeline["memory"]] for kind in kinds}
+    device = [kind for kind in kinds if not kind.endswith("host")]
+    areas = chart.axes.stackplot(times, *[values[kind] for kind in device])
+    legend = {}
+    for area, kind in zip(areas, device, strict=True):
+        legend[kind] = style_of(kind)
+        area.set(facecolor=legend[kind][0], hatch=legend[kind][1], edgecolor=_SURFACE, linewidth=0.5)
+    for kind in kinds:
+        if kind not in device and any(values[kind]):
+            chart.axes.plot(times, values[kind], "--", color=_INK, linewidth=1.4)
+            chart.axes.annotate(
+                "on the host", (times[-1], values[kind][-1]), (-4, 4), textcoords="offset points", ha="right"
+            )
+    chart.axes.set(xlabel="seconds since the step's start", ylabel="GiB", ylim=(0, None))
+    chart.legend(legend)
+    return chart.svg("Live bytes by kind over one step; the table below has the numbers", prefix)
+
+
+def axes_bars(axes: Sequence[Mapping[str, Any]], prefix: str) -> str:
+    """How long each axis communicates in a step: hidden, exposed, and waiting for late ranks."""
+    chart = Chart(height=1.4 + 0.45 * len(axes))
+    names = ("hidden", "exposed", "waited for late ranks")
+    for i, axis in enumerate(axes):
+        waited = axis["exposed_s"] - axis["exposed_transfer_s"]
+        left = 0.0
+        for name, seconds in zip(
+            names, (axis["seconds"] - axis["exposed_s"], axis["exposed_transfer_s"], waited), strict=True
+        ):
+            colour, hatch = style_of(name)
+            chart.axes.barh(i, max(0.0, seconds), 0.6, left, color=colour, hatch=hatch, edgecolor=_SURFACE)
+            left += max(0.0, seconds)
+    chart.axes.set_yticks(range(len(axes)), [axis["axis"] or "no axis" for axis in axes])
+    chart.axes.invert_yaxis()
+    chart.axes.set_xlabel("seconds per step and rank")
+    chart.axes.grid(axis="y", visible=False)
+    chart.legend({name: style_of(name) for name in names})
+    return chart.svg("Communication time by axis; the table below has the numbers", prefix)
+
+
+def sent_matrix(sent: Sequence[Sequence[float]], num_ranks: int, prefix: str) -> str:
+    """Who sent how much to whom in a step."""
+    chart = Chart(height=4.2, width=5.4)
+    matrix = [[float("nan")] * num_ranks for _ in range(num_ranks)]
+    for source, target, size in sent:
+        matrix[int(source)][int(target)] = size / (1 << 20)
+    image = chart.axes.imshow(matrix, cmap="viridis", vmin=0, interpolation="nearest")
+    chart.figure.colorbar(image, label="MiB per step", shrink=0.85)
+    if num_ranks <= 8:
+        for source, target, size in sent:
+            chart.axes.text(
+                target, source, f"{size / (1 << 20):,.0f}", ha="center", va="center", fontsize=8, color="white",
+                bbox={"facecolor": "#101418", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+        chart.axes.set_xticks(range(num_ranks))
+        chart.axes.set_yticks(range(num_ranks))
+    chart.axes.set(xlabel="to rank", ylabel="from rank")
+    chart.axes.grid(visible=False)
+    return chart.svg("Bytes from rank to rank; the table below has the numbers", prefix)
+
+
+def offload_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
+    """When one rank computed and copied in one step."""
+    chart = Chart(height=2.1)
+    lanes = timeline["lanes"]
+    for i, lane in enumerate(lanes):
+        colour, _ = style_of(lane["name"])
+        bars = [(start, end - start) for start, end in lane["intervals"]]
+        chart.axes.broken_barh(bars, (i - 0.35, 0.7), facecolor=colour)
+    chart.axes.set_yticks(range(len(lanes)), [lane["name"] for lane in lanes])
+    chart.axes.invert_yaxis()
+    chart.axes.set(xlabel="seconds since the step's start", xlim=(0, timeline["seconds"]))
+    chart.axes.grid(axis="y", visible=False)
+    return chart.svg("Compute and copies of one step; the table below has the numbers", prefix)
+
+
+def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefix: str) -> str:
+    """One number over the steps; the warm-up is a hollow point."""
+    chart = Chart(height=2.4)
+    known = [(step["step"], step[field], step["warm_up"]) for step in steps if step[field] is not None]
+    counted = [(number, value) for number, value, warm_up in known if not warm_up]
+    if counted:
+        chart.axes.plot(*zip(*counted, strict=True), "o-", color=_COLOURS["attention"], markersize=4)
+    for number, value, warm_up in known:
+        if warm_up:
+            chart.axes.plot(number, value, "o", markerfacecolor="none", color=_COLOURS["attention"])
+            chart.axes.annotate("warm-up", (number, value), (7, -3), textcoords="offset points", fontsize=8)
+    chart.axes.set(xlabel="step", ylabel=label)
+    chart.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if field != "loss":
+        chart.axes.set_ylim(0, None)
+    return chart.svg(f"{label} over the steps; the table below has the numbers", prefix)

@@ -1,0 +1,209 @@
+"""What stands out in a profiled run, in plain words, most important first, each with what to do about it.
+
+Importance is time: the share of the mean step that would be saved. The memory peak saves none, and comes last.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from opensora_accel.profiler.analysis import LATE_CAUSES, CongestedLink, RankAnalysis, RunAnalysis
+
+# What loses less of the step than this is not worth a line.
+MIN_SHARE = 0.02
+# Exposed communication over an axis: of its own time, and of the step.
+EXPOSED_SHARE, EXPOSED_OF_STEP = 0.2, 0.05
+# Compute : communication under this makes the network the limit.
+MIN_RATIO = 3.0
+# The optimizer's peak stands out if it is above all others by this share of itself.
+PEAK_SHARE = 0.03
+# A rank is late as a rule in this share of the steps.
+AS_A_RULE = 0.5
+
+_HIDE = {
+    "ring": "use fewer ring ranks (put some on ulysses), or give each rank more tokens, so that a block of attention "
+    "takes longer than passing keys and values on",
+    "ulysses": "set overlap_ulysses=True, which sends under the projections, or use fewer ulysses ranks",
+    "tp": "keep tensor parallel ranks within one node, or use fewer",
+    "dp_shard": "raise prefetch, so that parameters are gathered earlier, or use zero2, which gathers them once",
+}
+_HIDE_GRADIENTS = (
+    "accumulate gradients over several microbatches, or let the reduction begin under backward (DDP and FSDP2 do; a "
+    "single all-reduce at the end cannot)"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that stands out."""
+
+    # slow data, imbalance, straggler, slow network, exposed communication, congested link, low ratio, memory peak
+    kind: str
+    text: str
+    remedy: str
+    # Of the step, that it costs.
+    share: float
+    seconds: float
+    ranks: tuple[int, ...] = ()
+    axis: str = ""
+
+
+def findings_of(run: RunAnalysis) -> list[Finding]:
+    """All that stands out, by the share of the step that it costs."""
+    looks: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
+        _late_ranks,
+        _congestion,
+        _exposed,
+        _ratio,
+        _optimizer_peak,
+    )
+    found = [finding for look in looks for finding in look(run)]
+    return sorted(found, key=lambda finding: -finding.share)
+
+
+def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:
+    """Ranks that made others wait, together for each cause."""
+    for cause in LATE_CAUSES:
+        late = [rank for rank in run.ranks if rank.late_steps[cause] and _main_cause(rank) == cause]
+        late.sort(key=lambda rank: -rank.behind_s[cause])
+        if not late or late[0].behind_s[cause] < MIN_SHARE * run.mean_step_s:
+            continue
+        if cause == "network" and _congested_axes(run):
+            continue  # that says it better
+        worst, behind = late[0], late[0].behind_s[cause]
+        steps = worst.late_steps[cause]
+        often = f"rank {worst.rank} was late in {steps} of {run.num_steps} steps"
+        others = f"; so were {len(late) - 1} other ranks, by less" if len(late) > 1 else ""
+        if cause == "data":
+            kind = "slow data"
+            text = f"{often}: it waited {worst.data_s:.3g} s for data, {behind:.3g} s more than the median{others}"
+            remedy = (
+                "give its loader more workers or a longer prefetch, look at its disk and host, or encode the clips "
+                "before the run"
+            )
+        elif cause == "network":
+            kind = "slow network"
+            text = f"{often}: it waited {worst.network_s:.3g} s for its own transfers, {behind:.3g} s more{others}"
+            remedy = "measure its links with opensora-accel doctor, on its host and on another one"
+        elif steps >= AS_A_RULE * run.num_steps:
+            median = statistics.median(rank.work_s for rank in run.ranks)
+            kind = "imbalance"
+            text = (
+                f"work is uneven: rank {worst.rank} works {worst.work_s:.3g} s in a step, the median rank "
+                f"{median:.3g} s "
+                f"({worst.work_s / median:.2f} ×), and the others wait for it{others}; most of it is "
+                f"{_where_behind(run, worst)}"
+            )
+            remedy = (
+                "spread the tokens evenly (samples of one size in a step; zigzag or striped order for "
+                "causal attention); "
+                "if they are even, look at the rank's device: its clock, its temperature, what else runs on it"
+            )
+        else:
+            kind = "straggler"
+            text = f"{often}, by {behind:.3g} s a step on average{others}; most of it is {_where_behind(run, worst)}"
+            remedy = "look at what else runs on its host in those steps (the table of steps names them), and at saves"
+        ranks = tuple(rank.rank for rank in late)
+        yield Finding(kind, text, remedy, behind / run.mean_step_s, behind, ranks)
+
+
+def _main_cause(rank: RankAnalysis) -> str:
+    return max(rank.behind_s, key=rank.behind_s.__getitem__)
+
+
+def _where_behind(run: RunAnalysis, rank: RankAnalysis) -> str:
+    """The region that took longest beyond the mean over ranks."""
+    means = {(part.region, part.axis, part.phase): part.mean_s for part in run.parts}
+    own = [part for part in rank.parts if part.region not in ("data", "exposed")]
+    worst = max(own, key=lambda part: part.mean_s - means[part.region, part.axis, part.phase])
+    return f"{worst.region} {worst.phase}".strip()
+
+
+def _congestion(run: RunAnalysis) -> Iterator[Finding]:
+    worst: dict[str, list[CongestedLink]] = {}
+    for link in run.congestion:
+        if link.lost_s >= MIN_SHARE * run.mean_step_s:
+            worst.setdefault(link.axis, []).append(link)
+    for axis, links in worst.items():
+        link = links[0]
+        to = f"to rank {link.peer}" if link.peer is not None else "in its group"
+        others = f"; {len(links) - 1} more links are in the table" if len(links) > 1 else ""
+        text = (
+            f"the {axis or 'unnamed'} link of rank {link.rank} {to} is congested: {link.calls:,} calls in "
+            f"{link.steps} of "
+            f"{run.num_steps} steps were slower than half of the median, at {link.bytes_per_s / 1e9:.3g} "
+            "GB/s instead of "
+            f"{link.median_bytes_per_s / 1e9:.3g}, {link.lost_s:.3g} s a step more{others}"
+        )
+        remedy = (
+            "measure the link with opensora-accel doctor on both hosts; look for other jobs on the switch "
+            "and for a card "
+            "or cable that fell back to a lower rate; lay the mesh so that this axis stays within a node"
+        )
+        ranks = (link.rank,) if link.peer is None else (link.rank, link.peer)
+        # Part of it may have been hidden.
+        cost = min(link.lost_s, max(rank.behind_s["network"] for rank in run.ranks))
+        yield Finding("congested link", text, remedy, cost / run.mean_step_s, cost, ranks, axis)
+
+
+def _congested_axes(run: RunAnalysis) -> set[str]:
+    return {link.axis for link in run.congestion if link.lost_s >= MIN_SHARE * run.mean_step_s}
+
+
+def _exposed(run: RunAnalysis) -> Iterator[Finding]:
+    congested = _congested_axes(run)
+    for axis in run.axes:
+        exposed, share = axis.exposed_transfer_s, axis.exposed_transfer_share
+        of_step = exposed / run.mean_step_s
+        # A congested link is exposed because it is congested.
+        if share is None or share < EXPOSED_SHARE or of_step < EXPOSED_OF_STEP or axis.axis in congested:
+            continue
+        text = (
+            f"{axis.axis or 'communication of no named axis'} hides {1 - share:.0%} of its transfers: "
+            f"{exposed:.3g} s of "
+            f"every step ({of_step:.0%}) compute waits for them"
+        )
+        remedy = _HIDE.get(axis.axis, _HIDE_GRADIENTS)
+        yield Finding("exposed communication", text, remedy, of_step, exposed, (), axis.axis)
+
+
+def _ratio(run: RunAnalysis) -> Iterator[Finding]:
+    ratio = run.compute_to_communication
+    # What its most exposed axis costs.
+    exposed = max((axis.exposed_transfer_s for axis in run.axes), default=0.0)
+    if ratio is None or ratio >= MIN_RATIO:
+        return
+    yield Finding(
+        "low ratio",
+        f"compute : communication is {ratio:.2g} : 1, under {MIN_RATIO:g} : 1: the network is the limit, or "
+        "will be with "
+        "more ranks",
+        "use fewer ring ranks, larger blocks (more tokens or channels per rank), or accumulate gradients "
+        "over several "
+        "microbatches",
+        exposed / run.mean_step_s,
+        exposed,
+    )
+
+
+def _optimizer_peak(run: RunAnalysis) -> Iterator[Finding]:
+    worst = next((rank for rank in run.ranks if rank.rank == run.peak_rank), None)
+    peak = worst.peak if worst else None
+    if worst is None or peak is None or peak.region not in ("optimizer", "save"):
+        return
+    above = peak.device_bytes - peak.elsewhere_bytes
+    if above < PEAK_SHARE * peak.device_bytes:
+        return
+    yield Finding(
+        "memory peak",
+        f"the memory peak is in the {peak.region}: {peak.device_bytes / 2**30:.3g} GiB on rank {worst.rank} in step "
+        f"{peak.step}, {above / 2**30:.3g} GiB above the highest point of forward and backward",
+        "use a fused optimizer (fused=True) or foreach=False, which makes no temporary copies of all "
+        "parameters; shard its "
+        "state (sharding='zero2'); free what is not needed before the step",
+        0.0,
+        0.0,
+        (worst.rank,),
+    )

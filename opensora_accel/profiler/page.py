@@ -1,0 +1,600 @@
+"""The report as one HTML page: made from the numbers of its JSON and from nothing else.
+
+Every number on the page is a <data> element that names its place in the JSON:
+
+    <data value="0.765" data-path="runs/0/mean_step_s">765 ms</data>
+
+The page has no script and loads nothing, which its content security policy enforces. Tables open with <details>, by
+mouse or keyboard, and wide ones scroll by themselves.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from opensora_accel.profiler import charts
+
+# Rows that a table shows of many; the JSON has all.
+MAX_RANKS, MAX_PAIRS = 64, 256
+# Rows of the memory table: one of every so many samples of the picture.
+MEMORY_ROWS = 40
+
+
+class Value:
+    """A place in the JSON document, which shows itself as HTML."""
+
+    def __init__(self, data: Any, path: str = ""):
+        self.data, self.path = data, path
+
+    def __getitem__(self, key: str | int) -> Value:
+        return Value(self.data[key], f"{self.path}/{key}" if self.path else str(key))
+
+    def __iter__(self) -> Iterator[Value]:
+        return (self[i] for i in range(len(self.data)))
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def show(self, formatter: Callable[[float], str]) -> str:
+        if self.data is None:
+            return "–"
+        return (
+            f'<data value="{self.data!r}" data-path="{html.escape(self.path)}">{formatter(self.data)}</data>'
+        )
+
+    def text(self) -> str:
+        return html.escape(str(self.data))
+
+
+def seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} s"
+    return f"{value * 1e9:.3g} ns" if value else "0 s"
+
+
+def size(value: float) -> str:
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(value) >= scale:
+            return (
+                f"{value / scale:,.3g} {unit}"
+                if abs(value) / scale < 1000
+                else f"{value / scale:,.0f} {unit}"
+            )
+    return f"{value:.3g} B"
+
+
+def speed(value: float) -> str:
+    return f"{value / 1e9:.3g} GB/s" if value >= 1e8 else f"{value / 1e6:.3g} MB/s"
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def number(value: float) -> str:
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def integer(value: float) -> str:
+    return f"{value:d}"
+
+
+def ratio(value: float) -> str:
+    return f"{value:.3g} : 1"
+
+
+UNITS = {"s": seconds, "bytes": size, "tokens/s": number, "share": percent}
+
+
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first cell of each row names it."""
+    columns = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    label = html.escape(caption)
+    return (
+        f'<div class="wide" role="region" tabindex="0" aria-label="{label}"><table><caption>{label}</caption>'
+        f"<thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def figure(picture: str, how_to_read: str, numbers: str) -> str:
+    return (
+        f'<figure><div class="wide" role="region" tabindex="0" aria-label="picture">{picture}</div>'
+        f"<figcaption>{how_to_read}</figcaption></figure>"
+        f"<details><summary>The numbers as a table</summary>{numbers}</details>"
+    )
+
+
+def page(document: Any) -> str:
+    """The whole page for a document of `opensora_accel.profiler.report`."""
+    root = Value(document)
+    names = [run["name"].text() for run in root["runs"]]
+    title = " and ".join(names)
+    sections: list[tuple[str, str, Callable[[Value, str], str]]] = [
+        ("findings", "What stands out", _findings),
+        ("steps", "Where the step goes", _steps),
+        ("memory", "Memory", _memory),
+        ("communication", "Communication", _communication),
+        ("offload", "Offload", _offload),
+        ("training", "Loss, throughput, utilization", _training),
+        ("settings", "Environment and Plan", _settings),
+    ]
+    body = []
+    if "changes" in document:
+        body.append(f'<section id="changes"><h2>What changed</h2>{_changes(root)}</section>')
+    for identifier, heading, make in sections:
+        runs = []
+        for i, run in enumerate(root["runs"]):
+            of = f'<h3 class="run">{run["name"].text()}</h3>' if len(names) > 1 else ""
+            runs.append(f"<div>{of}{make(run, f'r{i}')}</div>")
+        body.append(
+            f'<section id="{identifier}"><h2>{heading}</h2><div class="runs '
+            f'n{len(names)}">{"".join(runs)}</div></section>'
+        )
+    links = [("changes", "What changed")] if "changes" in document else []
+    links += [(identifier, heading) for identifier, heading, _ in sections]
+    navigation = "".join(f'<a href="#{identifier}">{heading}</a>' for identifier, heading in links)
+    label = f'<p class="label">{html.escape(document["label"])}</p>' if document.get("label") else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        'img-src data:">'
+        f'<link rel="icon" href="data:,"><title>Profile of {title}</title><style>{_STYLE}</style></head><body>'
+        f'<header><p class="kind">opensora-accel profile</p><h1>{title}</h1>{label}'
+        f'<nav aria-label="Sections">{navigation}</nav></header><main>{"".join(body)}</main>'
+        "<footer>Every number here is in the JSON file beside this page, where its <code>data-path</code> says. "
+        "Median (first to third quartile) over steps.</footer></body></html>\n"
+    )
+
+
+def _findings(run: Value, prefix: str) -> str:
+    rows = [
+        ("step", run["step_s"]["median"].show(seconds)),
+        ("steps", run["num_steps"].show(integer)),
+        ("ranks", run["num_ranks"].show(integer)),
+        ("compute : communication", run["compute_to_communication"].show(ratio)),
+    ]
+    if run["tokens_per_s"]:
+        rows.append(("tokens per second", run["tokens_per_s"]["median"].show(number)))
+    if run["utilization"]["mfu"].data is not None:
+        rows.append(("MFU", run["utilization"]["mfu"].show(percent)))
+    if run["peak_rank"].data is not None:
+        rank = next(rank for rank in run["ranks"] if rank["rank"].data == run["peak_rank"].data)
+        rows.append(("memory peak", rank["peak"]["device_bytes"].show(size)))
+    facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in rows)
+    items = "".join(
+        f'<li><p><span class="tag">{finding["kind"].text()}</span> '
+        f"{'costs ' + finding['share'].show(percent) + ' of the step' if finding['share'].data else 'costs memory'}</p>"
+        f"<p>{_sentence(finding['text'])}</p><p><strong>Try:</strong> {_sentence(finding['remedy'])}</p></li>"
+        for finding in run["findings"]
+    )
+    found = f'<ol class="findings">{items}</ol>' if items else "<p>Nothing stands out.</p>"
+    notes = "".join(f"<li>{note.text()}</li>" for note in run["notes"])
+    return f'<dl class="facts">{facts}</dl>{found}<ul class="notes">{notes}</ul>'
+
+
+def _sentence(value: Value) -> str:
+    text = value.text()
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _spread(value: Value, formatter: Callable[[float], str]) -> str:
+    low, high = value["low"].show(formatter), value["high"].show(formatter)
+    return f"{value['median'].show(formatter)} <small>({low} to {high})</small>"
+
+
+def _name(rank: Value) -> str:
+    place = ", ".join(f"{axis} {index}" for axis, index in rank["coordinates"].data.items())
+    return f"rank {rank['rank'].data}" + (f" <small>{html.escape(place)}</small>" if place else "")
+
+
+def _steps(run: Value, prefix: str) -> str:
+    # The latest first, where there are more than a page holds.
+    ranks = list(run["ranks"])
+    more = ""
+    if len(ranks) > MAX_RANKS:
+        ranks.sort(key=lambda rank: -sum(rank["behind_s"].data.values()))
+        more = f" Of {len(ranks)} ranks, these {MAX_RANKS} were furthest behind."
+        ranks = ranks[:MAX_RANKS]
+    names = list(
+        dict.fromkeys(charts.part_name(part.data) for rank in [run, *ranks] for part in rank["parts"])
+    )
+    rows = []
+    for rank in ranks:
+        cells = {charts.part_name(part.data): _spread(part["seconds"], seconds) for part in rank["parts"]}
+        rows.append(
+            [_name(rank), _spread(rank["step_s"], seconds), *[cells.get(name, "–") for name in names]]
+        )
+    parts = table("Exclusive time of every part of the step, by rank", ["rank", "step", *names], rows)
+    picture = figure(
+        charts.step_breakdown([rank.data for rank in ranks], f"{prefix}-steps"),
+        "Each bar is one rank's mean step. Every instant belongs to the innermost region, or to “exposed” "
+        "where compute "
+        "waits for communication of an axis. Upright lines are recomputation, slanted ones backward, "
+        "crossed ones exposed communication. "
+        f"Bars of unlike length in one colour show where ranks differ.{more}",
+        parts,
+    )
+    late = table(
+        "Whose time it was: the mean step of every rank",
+        [
+            "rank",
+            "data",
+            "work",
+            "network",
+            "waited for others",
+            "behind the median",
+            "late steps: data",
+            "work",
+            "network",
+        ],
+        [
+            [
+                _name(rank),
+                *[rank[key].show(seconds) for key in ("data_s", "work_s", "network_s", "waited_s")],
+                " ".join(
+                    f"{cause} {rank['behind_s'][cause].show(seconds)}" for cause in rank["behind_s"].data
+                ),
+                *[rank["late_steps"][cause].show(integer) for cause in rank["late_steps"].data],
+            ]
+            for rank in ranks
+        ],
+    )
+    steps = table(
+        "Every step",
+        ["step", "time", "furthest behind", "by", "because of"],
+        [
+            [
+                step["step"].show(integer) + (" <small>warm-up</small>" if step["warm_up"] else ""),
+                step["seconds"].show(seconds),
+                f"rank {step['slowest_rank'].show(integer)}",
+                step["behind_s"].show(seconds) if not step["warm_up"] else "–",
+                step["cause"].text() or "not late",
+            ]
+            for step in run["steps"]
+        ],
+    )
+    timing = figure(
+        charts.over_steps(run["steps"].data, "seconds", "seconds", f"{prefix}-over"),
+        "Time of every step, from the first rank's start to the last one's end. Single high points are "
+        "stragglers or saves; "
+        "the table names the rank and why.",
+        steps,
+    )
+    whose = f"<details><summary>Whose time it was, and who was late</summary>{late}</details>"
+    return picture + whose + timing
+
+
+def _memory(run: Value, prefix: str) -> str:
+    timeline = run["memory"]
+    if not timeline or not timeline["memory"]:
+        return "<p>The run recorded no memory.</p>"
+    samples = list(timeline["memory"])
+    kinds = list(dict.fromkeys(kind for sample in samples for kind in sample[1].data))
+    peak = max(range(len(samples)), key=lambda i: _device_bytes(samples[i].data[1]))
+    stretch = -(-len(samples) // MEMORY_ROWS)
+    shown = sorted({*range(0, len(samples), stretch), peak})
+    numbers = table(
+        "Live bytes by kind over the step; the peak is marked",
+        ["since the start", *kinds],
+        [
+            [
+                samples[i][0].show(seconds) + (" <small>peak</small>" if i == peak else ""),
+                *[samples[i][1][kind].show(size) if kind in samples[i][1].data else "–" for kind in kinds],
+            ]
+            for i in shown
+        ],
+    )
+    picture = figure(
+        charts.memory_timeline(timeline.data, f"{prefix}-memory"),
+        f"Step {timeline['step'].show(integer)} of rank {timeline['rank'].show(integer)}, which has the "
+        "highest peak of the "
+        "run. Areas are stacked, so the upper edge is what the device holds; the broken line is host "
+        "memory, which is not "
+        "part of it.",
+        numbers,
+    )
+    ranks = [rank for rank in run["ranks"] if rank["peak"]]
+    ranks = sorted(ranks, key=lambda rank: -rank["peak"]["device_bytes"].data)[:MAX_RANKS]
+    kinds = list(dict.fromkeys(kind for rank in ranks for kind in rank["peak"]["bytes_by_kind"].data))
+    peaks = table(
+        "The peak of every rank, and what it held",
+        ["rank", "peak", "in", "step", "on the host", *kinds],
+        [
+            [
+                _name(rank),
+                rank["peak"]["device_bytes"].show(size),
+                html.escape(
+                    " ".join(filter(None, (rank["peak"].data[key] for key in ("region", "phase", "name"))))
+                ),
+                rank["peak"]["step"].show(integer),
+                rank["peak"]["host_bytes"].show(size),
+                *[
+                    rank["peak"]["bytes_by_kind"][kind].show(size)
+                    if kind in rank["peak"]["bytes_by_kind"].data
+                    else "–"
+                    for kind in kinds
+                ],
+            ]
+            for rank in ranks
+        ],
+    )
+    return f"{picture}<details><summary>The peak of every rank</summary>{peaks}</details>"
+
+
+def _device_bytes(sample: dict[str, int]) -> int:
+    return sum(value for kind, value in sample.items() if not kind.endswith("host"))
+
+
+def _communication(run: Value, prefix: str) -> str:
+    if not run["axes"]:
+        return "<p>The ranks did not communicate.</p>"
+    axes = table(
+        "Communication by axis, per step and rank",
+        [
+            *(
+                "axis",
+                "calls",
+                "sent",
+                "time",
+                "exposed",
+                "exposed share",
+                "after the last rank came",
+                "of it exposed",
+            ),
+            *("bandwidth", "after the last rank came", "link"),
+        ],
+        [
+            [
+                axis["axis"].text() or "no axis",
+                axis["calls"].show(number),
+                axis["sent_bytes"].show(size),
+                axis["seconds"].show(seconds),
+                axis["exposed_s"].show(seconds),
+                axis["exposed_share"].show(percent),
+                axis["transfer_s"].show(seconds),
+                axis["exposed_transfer_share"].show(percent),
+                axis["bytes_per_s"].show(speed),
+                axis["transfer_bytes_per_s"].show(speed),
+                axis["link_bytes_per_s"].show(speed),
+            ]
+            for axis in run["axes"]
+        ],
+    )
+    bars = figure(
+        charts.axes_bars(run["axes"].data, f"{prefix}-axes"),
+        "Time in which each axis communicates. Plain is hidden under compute, crossed is what compute waits "
+        "for the network, "
+        "and upright lines are waiting for ranks that come late. Compute : communication is "
+        f"{run['compute_to_communication'].show(ratio)}; under 3 : 1 the network is the limit.",
+        axes,
+    )
+    pairs = sorted(range(len(run["sent"].data)), key=lambda i: -run["sent"].data[i][2])[:MAX_PAIRS]
+    sent = table(
+        "Bytes from rank to rank in a step, the most first",
+        ["from", "to", "sent"],
+        [
+            [
+                f"rank {run['sent'][i][0].show(integer)}",
+                f"rank {run['sent'][i][1].show(integer)}",
+                run["sent"][i][2].show(size),
+            ]
+            for i in pairs
+        ],
+    )
+    left_out = len(run["sent"].data) - len(pairs)
+    matrix = figure(
+        charts.sent_matrix(run["sent"].data, run["world_size"].data, f"{prefix}-sent"),
+        "A row is the sender, a column the receiver. Rings are lines beside the diagonal, all-to-alls "
+        "squares, gradients the "
+        "even background. Empty squares sent nothing."
+        + (
+            f" The table leaves out the {left_out} smallest pairs; the JSON has them." if left_out > 0 else ""
+        ),
+        sent,
+    )
+    return bars + matrix + _congested(run)
+
+
+def _congested(run: Value) -> str:
+    if not run["congested"]:
+        return "<p>No call fell under half of the median bandwidth of its kind, axis and size.</p>"
+    rows = [
+        [
+            f"rank {call['rank'].show(integer)}"
+            + (f" to {call['peer'].show(integer)}" if call["peer"].data is not None else ""),
+            f"{call['kind'].text()} over {call['axis'].text() or 'no axis'}",
+            call["step"].show(integer),
+            call["sent_bytes"].show(size),
+            call["seconds"].show(seconds),
+            call["median_s"].show(seconds),
+            call["bytes_per_s"].show(speed),
+            call["median_bytes_per_s"].show(speed),
+        ]
+        for call in run["congested"]
+    ]
+    head = ["rank", "call", "step", "sent", "time", "median", "bandwidth", "median bandwidth"]
+    listed = table("Congested calls, those that lost most time first", head, rows)
+    return (
+        f"<p>{run['num_congested'].show(integer)} calls fell under half of the median bandwidth of their "
+        "kind, axis and "
+        f"size.</p><details><summary>The congested calls</summary>{listed}</details>"
+    )
+
+
+def _offload(run: Value, prefix: str) -> str:
+    timeline = run["offload"]
+    if not timeline:
+        return "<p>Nothing was copied to the host or back.</p>"
+    lanes = table(
+        "Compute and copies of one step",
+        ["what", "time", "not under compute", "pieces drawn"],
+        [
+            [
+                lane["name"].text(),
+                lane["seconds"].show(seconds),
+                lane["exposed_s"].show(seconds) if lane["name"].data != "compute" else "–",
+                str(len(lane["intervals"].data)),
+            ]
+            for lane in timeline["lanes"]
+        ],
+    )
+    return figure(
+        charts.offload_timeline(timeline.data, f"{prefix}-offload"),
+        f"The last step of rank {timeline['rank'].show(integer)} (step {timeline['step'].show(integer)}). A "
+        "copy that stands "
+        "under compute is hidden; one that stands over a gap in the row of compute is waited for.",
+        lanes,
+    )
+
+
+def _training(run: Value, prefix: str) -> str:
+    rows = [
+        [
+            step["step"].show(integer) + (" <small>warm-up</small>" if step["warm_up"] else ""),
+            step["loss"].show(number),
+            step["tokens_per_s"].show(number),
+        ]
+        for step in run["steps"]
+    ]
+    numbers = table("Loss and throughput of every step", ["step", "loss", "tokens per second"], rows)
+    parts = []
+    if any(step["loss"].data is not None for step in run["steps"]):
+        text = "The mean of the ranks' losses. A profile is short: it shows that the run was sane."
+        parts.append(
+            figure(charts.over_steps(run["steps"].data, "loss", "loss", f"{prefix}-loss"), text, numbers)
+        )
+    if any(step["tokens_per_s"].data is not None for step in run["steps"]):
+        text = "Tokens of all ranks over the time of the step."
+        picture = charts.over_steps(run["steps"].data, "tokens_per_s", "tokens/s", f"{prefix}-tokens")
+        parts.append(figure(picture, text, numbers))
+    used = run["utilization"]
+    mfu, hfu = used["mfu"].show(percent), used["hfu"].show(percent)
+    why = f"<p>Not known: {used['why_not'].text()}.</p>" if used["why_not"] else ""
+    source = f" ({used['peak_flops_source'].text()})" if used["peak_flops_source"] else ""
+    parts.append(
+        f"<p>MFU = model_flops ÷ (peak_flops × median step) = {mfu}; HFU = hardware_flops ÷ (peak_flops × "
+        "median step) "
+        f"= {hfu}. All ranks together: model_flops {used['model_flops'].show(_flops)}, hardware_flops "
+        f"{used['hardware_flops'].show(_flops)} (with recomputation) a step, peak_flops "
+        f"{used['peak_flops'].show(_flops)} a "
+        f"second{source}.</p>{why}"
+    )
+    return "".join(parts)
+
+
+def _flops(value: float) -> str:
+    return f"{value / 1e12:,.4g} T"
+
+
+def _settings(run: Value, prefix: str) -> str:
+    started = datetime.fromtimestamp(run["started_at"].data, timezone.utc)
+    rows = [["started", f"{started:%Y-%m-%d %H:%M} UTC"]] if run["started_at"] else []
+    rows += [
+        [html.escape(str(name)), html.escape(str(value))] for name, value in run["environment"].data.items()
+    ]
+    parts = [table("Environment", ["what", "value"], rows)]
+    for key, caption in (("plan", "Plan"), ("model", "Model")):
+        values = [[html.escape(str(name)), html.escape(str(value))] for name, value in run[key].data.items()]
+        parts.append(table(caption, ["field", "value"], values))
+    return "".join(parts)
+
+
+def _changes(root: Value) -> str:
+    before, after = (run["name"].text() for run in root["runs"])
+    settings = [
+        [f"{row['group'].text()}: {row['name'].text()}", row["before"].text(), row["after"].text()]
+        for row in root["settings"]
+    ]
+    rows = []
+    for change in root["changes"]:
+        unit = UNITS[change["unit"].data]
+        more = "▲ more" if change["difference"].data > 0 else "▼ less"
+        rows.append(
+            [
+                f"{change['group'].text()}: {change['name'].text()}",
+                change["before"].show(unit),
+                change["after"].show(unit),
+                f"{more} {change['difference'].show(unit)}",
+                change["weight"].show(percent),
+            ]
+        )
+    head = ["what", before, after, "change", "of the whole"]
+    text = (
+        "<p>The largest change first: each as a share of the whole that it is part of, which is the longer "
+        "step, the higher "
+        "peak, or all bytes.</p>"
+    )
+    set_differently = (
+        table("Set differently", ["what", before, after], settings)
+        if settings
+        else "<p>Plan, environment and model are the same.</p>"
+    )
+    return set_differently + text + table("What came of it", head, rows)
+
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c2430;--soft:#566070;--line:#d4d9e0;--surface:#fff;--page:#f5f6f8;
+--accent:#2f6aa8}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8ee;--soft:#a3adba;--line:#3a424e;--surface:#1b2027;--page:#12161b;
+--accent:#7fb3e6}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
+"Helvetica Neue",Arial,sans-serif}
+header,main,footer{max-width:76rem;margin:0 auto;padding:0 1.25rem}
+header{padding-top:2rem}
+.kind{margin:0;color:var(--soft);font-size:.85rem;letter-spacing:.04em}
+h1{margin:.1rem 0 .6rem;font-size:1.9rem;line-height:1.2;overflow-wrap:anywhere}
+h2{margin:0 0 .8rem;font-size:1.25rem}
+h3.run{margin:0 0 .6rem;font-size:1rem;color:var(--soft);overflow-wrap:anywhere}
+.label{display:inline-block;margin:0 0 .6rem;padding:.15rem .6rem;border:1px solid var(--line);border-radius:.4rem;
+color:var(--soft);font-size:.9rem}
+nav{display:flex;flex-wrap:wrap;gap:.3rem 1.1rem;padding:.4rem 0 1.2rem;font-size:.92rem}
+a{color:var(--accent);text-underline-offset:.2em}
+:focus-visible{outline:2px solid var(--accent);outline-offset:2px;border-radius:.2rem}
+section{margin:0 0 1.2rem;padding:1.3rem 1.4rem;background:var(--surface);
+border:1px solid var(--line);border-radius:.7rem}
+.runs{display:grid;gap:2rem;grid-template-columns:minmax(0,1fr)}
+.runs>div{min-width:0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.8rem 1.4rem;margin:0 0 1.2rem}
+.facts dt{color:var(--soft);font-size:.82rem}
+.facts dd{margin:0;font-size:1.3rem;font-variant-numeric:tabular-nums;white-space:nowrap}
+.findings{margin:0;padding:0;list-style:none;counter-reset:f}
+.findings li{counter-increment:f;position:relative;padding:.7rem 0 .7rem 2.6rem;border-top:1px solid var(--line)}
+.findings li::before{content:counter(f);position:absolute;left:.2rem;top:.7rem;font-weight:600;color:var(--soft)}
+.findings p{margin:.1rem 0;max-width:62rem}
+.findings p:first-child{color:var(--soft);font-size:.88rem}
+.tag{display:inline-block;padding:0 .5rem;border:1px solid currentColor;border-radius:1rem;color:var(--ink);
+font-weight:600}
+.notes{margin:1rem 0 0;padding-left:1.1rem;color:var(--soft);font-size:.9rem}
+figure{margin:0 0 .4rem}
+.wide{overflow-x:auto;max-width:100%}
+/* Black is what SVG has where matplotlib says nothing. */
+svg{fill:var(--ink);display:block;width:100%;min-width:34rem;max-width:60rem;height:auto}
+svg.sent{max-width:30rem;min-width:22rem}
+figcaption{margin:.3rem 0 .5rem;color:var(--soft);font-size:.9rem;max-width:60rem}
+details{margin:0 0 1.1rem}
+summary{cursor:pointer;color:var(--accent);font-size:.92rem;width:fit-content}
+table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;margin:.3rem 0 .9rem}
+caption{text-align:left;padding:.3rem 0;font-weight:600;white-space:nowrap}
+th,td{padding:.28rem .8rem .28rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);
+white-space:nowrap}
+thead th{color:var(--soft);font-weight:500}
+tbody th{font-weight:500}
+small{color:var(--soft);font-size:.85em;font-weight:400}
+footer{padding:.6rem 1.25rem 2.5rem;color:var(--soft);font-size:.88rem}
+@media(min-width:64rem){.runs.n2{grid-template-columns:repeat(2,minmax(0,1fr))}}
+@media(max-width:40rem){header,main,footer{padding-left:.7rem;padding-right:.7rem}section{padding:1rem .8rem}
+.findings li{padding-left:1.7rem}h1{font-size:1.5rem}}
+@media(prefers-reduced-motion:no-preference){html{scroll-behavior:smooth}}
+@media print{details{display:block}section{break-inside:avoid-page}}
+"""

@@ -1,0 +1,288 @@
+"""One rank's file of records, summed up step by step: which part of the step had every instant, and what was sent.
+
+Spans are nested, and calls run beside them. Every instant of a step belongs to one part only:
+
+    step        |--------------------------------------------------|  10 s
+    block            |------------------------------------|           7 s
+    attention              |---------------|                          3 s
+    call (ring)                   |.....wwww|                         it was waited for in its last 1 s
+    parts       other 3 s, block 4 s, attention 2 s, exposed ring 1 s: together 10 s
+
+An instant belongs to the innermost span, that is the one that began last, unless compute waits in it for a call: a call
+is waited for at its end, so the last `exposed_s` seconds of it are exposed communication of its axis. What no span
+covers is "other". Times are counted in whole nanoseconds, so that the parts add up to the step exactly.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from opensora_accel.profiler.records import MemorySample, RunRecord, Span, StepRecord, read_rank
+
+COPIES = ("copy out", "copy in")
+# Regions in which the device computes.
+COMPUTE = ("encode", "block", "attention", "mlp", "optimizer")
+# Calls between two ranks: every end is recorded, and its partner has it under another kind.
+MESSAGES = ("send", "recv")
+
+Interval = tuple[float, float]
+
+
+class Part(NamedTuple):
+    """What an instant of a step is spent on."""
+
+    # A region, "exposed" for communication that compute waits for, or "other".
+    region: str
+    # Of the mesh, where the region is "exposed".
+    axis: str
+    phase: str
+
+
+OTHER = Part("other", "", "")
+
+
+class CallKind(NamedTuple):
+    """Calls that should take the same time."""
+
+    axis: str
+    kind: str
+    sent_bytes: int
+    # Who gets it, where that is one rank.
+    peer: int | None
+
+
+@dataclass
+class Calls:
+    """The calls of one group in one step, in order: four columns, because there may be millions."""
+
+    kinds: list[CallKind] = field(default_factory=list)
+    which: array[int] = field(default_factory=lambda: array("L"))
+    starts: array[float] = field(default_factory=lambda: array("d"))
+    ends: array[float] = field(default_factory=lambda: array("d"))
+    exposed: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass
+class StepSummary:
+    """One step of one rank."""
+
+    step: int
+    start_s: float
+    end_s: float
+    parts_ns: dict[Part, int]
+    metrics: Mapping[str, float]
+    peak_bytes: int
+    calls: dict[str, Calls]
+    sent_to: dict[int, int]
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    def seconds_of(self, *regions: str) -> float:
+        return sum(time for part, time in self.parts_ns.items() if part.region in regions) / 1e9
+
+
+@dataclass
+class RankSummary:
+    """One rank's run."""
+
+    run: RunRecord
+    steps: list[StepSummary]
+    # The step with the most live bytes, and the last one: whole, for pictures of a single step.
+    peak_step: StepRecord | None
+    last_step: StepRecord | None
+
+
+def summarise(path: Path) -> RankSummary:
+    """Reads one rank's file line by line, and keeps what the step's numbers need, and two whole steps.
+
+    Raises:
+        ValueError: the file is no record of a profiled run.
+    """
+    # Nothing that is read here points back at itself: looking for cycles would take half of the time.
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        run, records = read_rank(path)
+        summary = RankSummary(run, [], None, None)
+        peak_bytes = -1
+        for record in records:
+            step = summarise_step(record, run.beside_compute)
+            summary.steps.append(step)
+            summary.last_step = record
+            # Of equal ones the last, which is no warm-up.
+            if step.peak_bytes >= peak_bytes:
+                summary.peak_step, peak_bytes = record, step.peak_bytes
+        return summary
+    finally:
+        if collected:
+            gc.enable()
+
+
+def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> StepSummary:
+    """One step's parts, calls by group, and bytes by receiver."""
+    groups: dict[str, Calls] = defaultdict(Calls)
+    index: dict[tuple[str, CallKind], int] = {}
+    sent_to: dict[int, int] = defaultdict(int)
+    waits = []
+    for call in record.calls:
+        peer = next(iter(call.sent_to)) if len(call.sent_to) == 1 else None
+        kind = CallKind(call.axis, call.kind, call.sent_bytes, peer)
+        calls = groups[call.group]
+        if (call.group, kind) not in index:
+            index[call.group, kind] = len(calls.kinds)
+            calls.kinds.append(kind)
+        calls.which.append(index[call.group, kind])
+        calls.starts.append(call.start_s)
+        calls.ends.append(call.end_s)
+        calls.exposed.append(call.exposed_s)
+        for rank, size in call.sent_to.items():
+            sent_to[rank] += size
+        if call.exposed_s > 0:
+            waits.append((_ns(call.end_s - call.exposed_s), _ns(call.end_s), Part("exposed", call.axis, "")))
+    spans = [
+        (_ns(span.start_s), _ns(span.end_s), Part(span.region, "", span.phase))
+        for span in record.spans
+        if span.region not in beside_compute
+    ]
+    return StepSummary(
+        step=record.step,
+        start_s=record.start_s,
+        end_s=record.end_s,
+        parts_ns=exclusive_ns(_ns(record.start_s), _ns(record.end_s), spans, waits),
+        metrics=record.metrics,
+        peak_bytes=max((sample.device_bytes for sample in record.memory), default=0),
+        calls=dict(groups),
+        sent_to=dict(sent_to),
+    )
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def exclusive_ns(
+    start: int, end: int, spans: Iterable[tuple[int, int, Part]], waits: Iterable[tuple[int, int, Part]]
+) -> dict[Part, int]:
+    """How long each part had the step [start, end): of spans the one that began last, but waits before all of them.
+
+    The sum is `end - start`, whatever the spans and waits are. Of two that begin together, the shorter one is inside;
+    of two waits that overlap, the first keeps what both claim.
+    """
+    parts: dict[Part, int] = defaultdict(int)
+    pending = list(_disjoint(start, end, waits))[::-1]
+    now = start
+    for until, part in _innermost_parts(start, end, spans):
+        # [now, until) is this part's, without what is waited for in it.
+        while pending and pending[-1][0] < until:
+            first, last, wait = pending[-1]
+            if first > now:
+                parts[part] += first - now
+                now = first
+            parts[wait] += min(last, until) - now
+            now = min(last, until)
+            if last > until:
+                break
+            pending.pop()
+        if until > now:
+            parts[part] += until - now
+            now = until
+    return dict(parts)
+
+
+def _innermost_parts(
+    start: int, end: int, spans: Iterable[tuple[int, int, Part]]
+) -> Iterator[tuple[int, Part]]:
+    """The step [start, end) piece by piece, in order: where each piece ends, and the innermost span in it."""
+    now = start
+    around: list[tuple[int, Part]] = []
+    for first, last, part in sorted(spans, key=lambda span: (span[0], -span[1])):
+        first, last = max(first, start), min(last, end)
+        if last <= first:
+            continue
+        while around and around[-1][0] <= first:
+            until, inner = around.pop()
+            if until > now:
+                yield until, inner
+                now = until
+        if first > now:
+            yield first, around[-1][1] if around else OTHER
+            now = first
+        around.append((last, part))
+    for until, inner in reversed(around):
+        if until > now:
+            yield until, inner
+            now = until
+    if end > now:
+        yield end, OTHER
+
+
+def _disjoint(
+    start: int, end: int, intervals: Iterable[tuple[int, int, Part]]
+) -> Iterator[tuple[int, int, Part]]:
+    """The intervals within [start, end) in order, each without what an earlier one has."""
+    for first, last, part in sorted(intervals):
+        first, last = max(first, start), min(last, end)
+        if last > first:
+            yield first, last, part
+            start = last
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same instants as intervals that are apart, in order.
+
+    >>> union([(2, 4), (0, 1), (3, 5)])
+    [(0, 1), (2, 5)]
+    """
+    apart: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if apart and start <= apart[-1][1]:
+            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
+        else:
+            apart.append((start, end))
+    return apart
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds that at least one of the intervals covers."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def exposed_seconds(compute: Iterable[Interval], communication: Iterable[Interval]) -> float:
+    """Seconds in which there is communication and no compute; both are intervals (start_s, end_s) in any order.
+
+    The length of the union of communication, less its overlap with the union of compute.
+
+        >>> exposed_seconds(compute=[(0, 2), (3, 4)], communication=[(1, 3.5), (2, 3)])
+        1.0
+    """
+    computes, exposed, i = union(compute), 0.0, 0
+    for start, end in union(communication):
+        while i < len(computes) and computes[i][1] <= start:
+            i += 1
+        exposed += end - start
+        j = i
+        while j < len(computes) and computes[j][0] < end:
+            exposed -= min(end, computes[j][1]) - max(start, computes[j][0])
+            j += 1
+    return exposed
+
+
+def innermost(spans: Iterable[Span], time_s: float) -> Span | None:
+    """The span that began last among those that hold this time, or end at it."""
+    holding = [span for span in spans if span.start_s <= time_s <= span.end_s]
+    return max(holding, key=lambda span: (span.start_s, -span.end_s), default=None)
+
+
+def peak_sample(samples: Iterable[MemorySample]) -> MemorySample | None:
+    """The sample with the most bytes on the device; the first of equal ones."""
+    return max(samples, key=lambda sample: sample.device_bytes, default=None)

@@ -1,0 +1,121 @@
+"""`opensora-accel report`: where the time, the memory and the bytes of a profiled run went, on one page.
+
+The page is one file that loads nothing, with pictures as SVG; a JSON file beside it has every number on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opensora_accel.profiler.analyse import analyse
+from opensora_accel.profiler.compare import changes, settings_changed
+from opensora_accel.profiler.findings import findings_of
+
+_DESCRIPTION = """\
+Reads what profiled runs wrote (a folder with rank_*.jsonl each) and makes one page of it: what stands out and what to
+do about it, where the step goes on every rank, memory by kind, communication by axis and between ranks, offload, loss
+and throughput. The page is one file that needs no network and no JavaScript; a JSON file beside it has every number."""
+
+_EXAMPLES = """\
+examples:
+  opensora-accel report runs/a/profile                         writes runs/a/profile/report.html and report.json
+  opensora-accel report runs/a/profile runs/b/profile --compare --out compared.html
+                                                               side by side, with what changed, the most first
+
+how to read the page: docs/profiling.md"""
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, compare: bool = False, label: str = ""
+) -> dict[str, Any]:
+    """Writes the page to `out` and its numbers beside it, with the ending .json; returns the numbers.
+
+    Args:
+        folders: of one or more profiled runs.
+        out: a file that ends in .html.
+        compare: tell what changed from the first of two runs to the second.
+        label: stands under the title.
+
+    Raises:
+        ValueError: a folder has no records, or they are damaged; comparing other than two; `out` is no .html.
+        OSError: a file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    if compare and len(folders) != 2:
+        raise ValueError(
+            f"--compare needs two runs, and there are {len(folders)}: give the earlier one first"
+        )
+    if out.suffix != ".html":
+        raise ValueError(f"the page's file must end in .html (its numbers go to .json); got {out}")
+    # Before the files are read, which takes a while.
+    from opensora_accel.profiler.page import page
+
+    runs = [analyse(folder) for folder in folders]
+    names = [_distinct_name(folder, folders) for folder in folders]
+    document: dict[str, Any] = {
+        "label": label,
+        "runs": [
+            {
+                **dataclasses.asdict(run),
+                "name": name,
+                "findings": [dataclasses.asdict(finding) for finding in findings_of(run)],
+            }
+            for run, name in zip(runs, names, strict=True)
+        ],
+    }
+    if compare:
+        document["settings"] = [dataclasses.asdict(row) for row in settings_changed(*runs)]
+        document["changes"] = [dataclasses.asdict(row) for row in changes(*runs)]
+    # As it is in the file: ranks that are names become text, tuples become lists.
+    text = json.dumps(document, indent=1)
+    document = json.loads(text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(text, encoding="utf-8")
+    out.write_text(page(document), encoding="utf-8")
+    return document
+
+
+def _distinct_name(folder: Path, folders: Sequence[Path]) -> str:
+    """As little of the path as tells it from the others; "profile" alone says nothing."""
+    parts = folder.resolve().parts
+    length = 2 if parts[-1] == "profile" else 1
+    while (
+        length < len(parts)
+        and sum(other.resolve().parts[-length:] == parts[-length:] for other in folders) > 1
+    ):
+        length += 1
+    return "/".join(parts[-length:])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`opensora-accel report`."""
+    parser = argparse.ArgumentParser(
+        "opensora-accel report",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a profiled run")
+    parser.add_argument(
+        "--compare", action="store_true", help="tell what changed from the first run to the second"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page; by default RUN/report.html of the last run"
+    )
+    options = parser.parse_args(arguments)
+    out = options.out or options.runs[-1] / "report.html"
+    document = write_report(options.runs, out, options.compare)
+    for run in document["runs"]:
+        count = len(run["findings"])
+        print(
+            f"{run['name']}: {run['num_ranks']} ranks, {run['num_steps']} steps; {count or 'no'} finding(s)"
+        )
+        for number, finding in enumerate(run["findings"], start=1):
+            print(f"  {number}. {finding['text']}\n     try: {finding['remedy']}")
+    print(f"the page: {out} ({out.stat().st_size / 1e6:.1f} MB); its numbers: {out.with_suffix('.json')}")
+    return 0

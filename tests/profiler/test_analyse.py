@@ -1,0 +1,190 @@
+"""What records mean: every instant has one part, each made fault is named, and a healthy run has none."""
+
+import dataclasses
+import random
+import re
+import time
+
+import pytest
+
+from opensora_accel.profiler.analyse import analyse, exposed_seconds
+from opensora_accel.profiler.findings import findings_of
+from opensora_accel.profiler.rank_summary import OTHER, Part, exclusive_ns, union
+from opensora_accel.profiler.records import (
+    CommunicationCall,
+    MemorySample,
+    RecordWriter,
+    RunRecord,
+    Span,
+    StepRecord,
+)
+from tests.profiler.synthetic import BAD_PEER, BAD_RANK, CASES, write_run
+
+KIND_OF_CASE = {
+    "slow data": "slow data",
+    "exposed ring": "exposed communication",
+    "optimizer peak": "memory peak",
+    "imbalance": "imbalance",
+    "congested link": "congested link",
+}
+
+
+def drawn_intervals(seed, count, longest=40):
+    draw = random.Random(seed)
+    starts = [draw.randrange(-10, 100) for _ in range(draw.randrange(count))]
+    return [(start, start + draw.randrange(longest)) for start in starts]
+
+
+def innermost_by_instant(start, end, spans, waits):
+    """The definition, one nanosecond at a time."""
+    parts = {}
+    for now in range(start, end):
+        waiting = [wait for wait in sorted(waits) if wait[0] <= now < wait[1]]
+        around = [span for span in spans if span[0] <= now < span[1]]
+        if waiting:
+            part = None
+            busy_until = start
+            # The first of overlapping waits keeps what both claim.
+            for first, last, name in sorted(waits):
+                if max(first, busy_until) <= now < last:
+                    part = name
+                    break
+                busy_until = max(busy_until, last)
+        elif around:
+            part = max(around, key=lambda span: (span[0], -span[1]))[2]
+        else:
+            part = OTHER
+        parts[part] = parts.get(part, 0) + 1
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_instant_belongs_to_one_part(seed):
+    spans = [(*each, Part(f"span {i}", "", "")) for i, each in enumerate(drawn_intervals(seed, 8))]
+    waits = [
+        (*each, Part("exposed", f"axis {i}", "")) for i, each in enumerate(drawn_intervals(-seed - 1, 4))
+    ]
+    # Two that are equal have no order of their own.
+    spans = list({span[:2]: span for span in spans}.values())
+    parts = exclusive_ns(0, 90, spans, waits)
+    assert sum(parts.values()) == 90
+    assert parts == innermost_by_instant(0, 90, spans, waits)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_exposed_seconds_is_communication_without_compute(seed):
+    compute, communication = drawn_intervals(seed, 10), drawn_intervals(seed + 1000, 10)
+    covered = {now for start, end in communication for now in range(start, end)}
+    covered -= {now for start, end in compute for now in range(start, end)}
+    assert exposed_seconds(compute, communication) == len(covered)
+    assert exposed_seconds([], communication) == sum(end - start for start, end in union(communication))
+
+
+def write(folder, rank, steps, **facts):
+    writer = RecordWriter(folder, RunRecord(rank, facts.pop("world_size", 1), **facts))
+    for step in steps:
+        writer.step(step)
+    writer.close()
+
+
+def test_a_step_worked_by_hand(tmp_path):
+    # The picture in rank_summary.py, after a warm-up step.
+    step = StepRecord(
+        1,
+        10.0,
+        20.0,
+        {"loss": 2.0, "tokens": 30.0},
+        [Span("block", "b", "forward", 12.0, 19.0), Span("attention", "a", "forward", 13.0, 16.0)],
+        [CommunicationCall("send", "ring", "ring", 14.0, 16.0, 1.0, 8, {1: 8})],
+        [
+            MemorySample(11.0, {"parameters": 5}),
+            MemorySample(15.5, {"parameters": 9, "block inputs on the host": 4}),
+        ],
+    )
+    write(
+        tmp_path, 0, [dataclasses.replace(step, step=0, start_s=0.0), step], model_flops=50.0, peak_flops=10.0
+    )
+    run = analyse(tmp_path)
+    rank = run.ranks[0]
+    assert [(part.region, part.axis, part.mean_s) for part in rank.parts] == [
+        ("block", "", 4.0),
+        ("attention", "", 2.0),
+        ("exposed", "ring", 1.0),
+        ("other", "", 3.0),
+    ]
+    assert rank.peak.device_bytes == 9 and rank.peak.host_bytes == 4 and rank.peak.region == "attention"
+    assert rank.peak.elsewhere_bytes == 5
+    assert run.steps[1].tokens_per_s == 3.0 and run.steps[1].loss == 2.0
+    assert run.sent == [(0, 1, 8.0)] and run.axes[0].bytes_per_s == 4.0 and run.axes[0].exposed_share == 0.5
+    assert run.utilization.mfu == 0.5 and run.utilization.hfu is None
+    assert "hardware_flops" in run.utilization.why_not
+    assert run.warm_up_steps == 1 and "Step 0 is a warm-up" in run.notes[0]
+
+
+def test_copies_beside_compute_take_no_time_of_the_step(tmp_path):
+    spans = [Span("block", "b", "forward", 0.0, 4.0), Span("copy out", "b", "", 1.0, 5.0)]
+    for name, beside in (("cpu", ()), ("gpu", ("copy out", "copy in"))):
+        write(tmp_path / name, 0, [StepRecord(0, 0.0, 6.0, {}, spans)], beside_compute=beside)
+    cpu, gpu = (analyse(tmp_path / name) for name in ("cpu", "gpu"))
+    assert {part.region: part.mean_s for part in cpu.parts} == {"block": 1.0, "copy out": 4.0, "other": 1.0}
+    assert {part.region: part.mean_s for part in gpu.parts} == {"block": 4.0, "other": 2.0}
+    assert [lane.exposed_s for lane in cpu.offload.lanes] == [0.0, 4.0, 0.0]
+    assert [lane.exposed_s for lane in gpu.offload.lanes] == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_made_fault_is_named_and_nothing_else(tmp_path, case):
+    run = analyse(write_run(tmp_path, case))
+    found = findings_of(run)
+    assert {finding.kind for finding in found} - {"low ratio"} == (
+        {KIND_OF_CASE[case]} if case in KIND_OF_CASE else set()
+    )
+    if case == "exposed ring":
+        assert found[0].axis == "ring" and "ring hides" in found[0].text
+        assert [finding.kind for finding in found] == ["exposed communication", "low ratio"]
+    elif case == "congested link":
+        assert found[0].ranks == (BAD_RANK, BAD_PEER) and found[0].axis == "ring"
+        assert {(call.rank, call.peer) for call in run.congested} == {(BAD_RANK, BAD_PEER)}
+    elif case in ("slow data", "imbalance"):
+        assert found[0].ranks == (BAD_RANK,)
+        assert {step.slowest_rank for step in run.steps if not step.warm_up} == {BAD_RANK}
+    elif case == "optimizer peak":
+        assert "is in the optimizer" in found[0].text
+    for rank in run.ranks:
+        assert sum(part.mean_s for part in rank.parts) == pytest.approx(rank.mean_step_s, rel=1e-9)
+        own = rank.data_s + rank.work_s + rank.network_s + rank.waited_s
+        assert own == pytest.approx(rank.mean_step_s, rel=1e-9)
+
+
+def test_ranks_that_stopped_or_are_missing_are_told(tmp_path):
+    write_run(tmp_path, num_ranks=4, num_steps=4)
+    path = tmp_path / "rank_00001.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    run = analyse(tmp_path)
+    assert [step.step for step in run.steps] == [0, 1]
+    assert any("stopped after step 1" in note for note in run.notes)
+    path.unlink()
+    assert any("1 of 4 ranks have no file here (rank 1)" in note for note in analyse(tmp_path).notes)
+    for other in tmp_path.glob("rank_*.jsonl"):
+        other.write_text(other.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match="no step that all 3 ranks have finished; profile a run for longer"):
+        analyse(tmp_path)
+
+
+@pytest.mark.prove
+def test_large_files_are_read_in_time_and_by_several_processes(tmp_path):
+    """A gigabyte in a minute on two cores; here 200 MB in as much less."""
+    write_run(tmp_path, num_ranks=8, num_steps=4, num_blocks=8)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl"))
+    whole_steps = -(-(200 << 20) // size) * 4
+    for path in tmp_path.glob("*.jsonl"):
+        run, *steps = path.read_text().splitlines()
+        rows = (re.sub(r'"step":\d+', f'"step":{n}', steps[n % 4], count=1) for n in range(whole_steps))
+        path.write_text("\n".join([run, *rows, ""]))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl"))
+    assert size > 190 << 20
+    start = time.perf_counter()
+    run = analyse(tmp_path)
+    seconds = time.perf_counter() - start
+    assert run.num_steps == whole_steps - 1
+    assert seconds < 60 * size / (1 << 30), f"{size / 2**20:.0f} MB took {seconds:.1f} s"
