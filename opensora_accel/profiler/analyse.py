@@ -52,6 +52,7 @@ from opensora_accel.profiler.rank_summary import (
     peak_sample,
     summarise,
     union,
+    without_collection,
 )
 from opensora_accel.profiler.records import (
     BACKWARD,
@@ -87,9 +88,13 @@ def analyse(folder: Path, max_processes: int | None = None) -> RunAnalysis:
     if processes == 1 or sum(file.stat().st_size for file in files) < 4 << 20:
         ranks = [summarise(file) for file in by_size]  # sooner than a process starts
     else:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        with (
+            ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
+            without_collection(),
+        ):
             ranks = list(pool.map(summarise, by_size))
-    return analyse_ranks(sorted(ranks, key=lambda rank: rank.run.rank), folder.name)
+    with without_collection():
+        return analyse_ranks(sorted(ranks, key=lambda rank: rank.run.rank), folder.name)
 
 
 def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:

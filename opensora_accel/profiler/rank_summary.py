@@ -19,7 +19,9 @@ import gc
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,10 +108,7 @@ def summarise(path: Path) -> RankSummary:
     Raises:
         ValueError: the file is no record of a profiled run.
     """
-    # Nothing that is read here points back at itself: looking for cycles would take half of the time.
-    collected = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         run, records = read_rank(path)
         summary = RankSummary(run, [], None, None)
         peak_bytes = -1
@@ -121,6 +120,15 @@ def summarise(path: Path) -> RankSummary:
             if step.peak_bytes >= peak_bytes:
                 summary.peak_step, peak_bytes = record, step.peak_bytes
         return summary
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Records do not point back at themselves, and looking for cycles among millions takes much of the time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collected:
             gc.enable()
@@ -242,13 +250,18 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     [(0, 1), (2, 5)]
     """
     apart: list[Interval] = []
+    first, last = inf, -inf
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if apart and start <= apart[-1][1]:
-            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
-        else:
-            apart.append((start, end))
+        if start > last:
+            if last > first:
+                apart.append((first, last))
+            first, last = start, end
+        elif end > last:
+            last = end
+    if last > first:
+        apart.append((first, last))
     return apart
 
 

@@ -231,6 +231,7 @@ def _step_of(row: dict[str, Any]) -> StepRecord:
 
 
 def _call_of(*facts: Any) -> CommunicationCall:
-    *others, sent_to = facts
+    row = list(facts)
     # JSON's names are strings.
-    return CommunicationCall(*others, {int(rank): size for rank, size in sent_to.items()})
+    row[-1] = {int(rank): size for rank, size in row[-1].items()}
+    return CommunicationCall(*row)
