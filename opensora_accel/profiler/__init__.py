@@ -6,7 +6,7 @@ with profile(model, plan, "profile") as run:
         run.step(loss=loss)
 """
 
-from opensora_accel.profiler.communication import exposed_seconds
+from opensora_accel.profiler.intervals import exposed_seconds
 from opensora_accel.profiler.live_bytes import LimitedBytes, LiveBytes
 from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
 from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory

@@ -32,6 +32,7 @@ from opensora_accel.profiler.analysis import (
     Timeline,
     Utilization,
 )
+from opensora_accel.profiler.intervals import exposed_seconds, length, union
 from opensora_accel.profiler.match_calls import (
     MatchedCalls,
     axes_of,
@@ -46,12 +47,10 @@ from opensora_accel.profiler.rank_summary import (
     Part,
     RankSummary,
     StepSummary,
-    exposed_seconds,
     innermost,
-    length,
     peak_sample,
     summarise,
-    union,
+    without_collection,
 )
 from opensora_accel.profiler.records import (
     BACKWARD,
@@ -64,7 +63,7 @@ from opensora_accel.profiler.records import (
     rank_files,
 )
 
-__all__ = ["RunAnalysis", "analyse", "analyse_ranks", "exposed_seconds"]
+__all__ = ["RunAnalysis", "analyse", "analyse_ranks"]
 
 # A rank is late in a step if it is behind the median rank by more than this share of the step.
 LATE_SHARE = 0.05
@@ -87,9 +86,13 @@ def analyse(folder: Path, max_processes: int | None = None) -> RunAnalysis:
     if processes == 1 or sum(file.stat().st_size for file in files) < 4 << 20:
         ranks = [summarise(file) for file in by_size]  # sooner than a process starts
     else:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        with (
+            ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool,
+            without_collection(),
+        ):
             ranks = list(pool.map(summarise, by_size))
-    return analyse_ranks(sorted(ranks, key=lambda rank: rank.run.rank), folder.name)
+    with without_collection():
+        return analyse_ranks(sorted(ranks, key=lambda rank: rank.run.rank), folder.name)
 
 
 def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from opensora_accel.interception import intercept, switched_on
 from opensora_accel.profiler.clock import HostClock
+from opensora_accel.profiler.intervals import Interval, exposed_seconds
 from opensora_accel.profiler.records import CommunicationCall
 from opensora_accel.verify.communication.operators import Call, calls_of, tensors_in
 
@@ -37,8 +38,6 @@ _OPERATORS = (
     *("reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "broadcast_", "reduce_", "gather_"),
     *("scatter_", "send", "recv_", "recv_any_source_", "barrier"),
 )
-
-Interval = tuple[float, float]
 
 
 @dataclass(eq=False)
@@ -186,25 +185,3 @@ def _sent_to(call: Call) -> dict[int, int]:
     if call.kind in ("reduce", "gather"):
         return {call.peer: call.sent_bytes} if call.sent_bytes and call.peer is not None else {}
     return {rank: call.sent_bytes // len(others) for rank in others} if call.sent_bytes else {}
-
-
-def exposed_seconds(compute: Iterable[Interval], communication: Iterable[Interval]) -> float:
-    """How long something is sent while nothing is computed, both as [start, end) in seconds.
-
-    With compute 0…4 and 6…8, and transfers 3…5 and 4…7, transfers take 3…7, of which 4…6 are exposed: 2.
-    """
-    # At each instant: how many computations and how many transfers begin or end.
-    changes: list[tuple[float, int, int]] = []
-    for start, end in compute:
-        changes += [(start, 1, 0), (end, -1, 0)]
-    for start, end in communication:
-        changes += [(start, 0, 1), (end, 0, -1)]
-    exposed, before = 0.0, 0.0
-    num_computing = num_sending = 0
-    for at, computing, sending in sorted(changes):
-        if num_sending and not num_computing:
-            exposed += at - before
-        before = at
-        num_computing += computing
-        num_sending += sending
-    return exposed

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opensora_accel.profiler.analysis import AxisAnalysis, CongestedCall, CongestedLink
+from opensora_accel.profiler.intervals import Interval, length
 from opensora_accel.profiler.rank_summary import (
     MESSAGES,
     CallKind,
     Calls,
-    Interval,
     RankSummary,
     StepSummary,
-    length,
 )
 
 # A call is congested if its bandwidth is under this share of the median of its kind.
@@ -112,20 +111,16 @@ def axes_of(
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
     for calls in matched.values():
         intervals: dict[str, list[list[Interval]]] = defaultdict(lambda: [[], [], [], []])
-        columns = (
-            calls.kinds,
-            calls.starts,
-            calls.ready,
-            calls.ends,
-            calls.exposed,
-            calls.exposed_transfers(),
-        )
-        for kind, start, ready, end, exposed, exposed_transfer in zip(*columns, strict=True):
-            sums[kind.axis][0] += 1
-            sums[kind.axis][1] += kind.sent_bytes
-            of_call = ((start, end), (ready, end), (end - exposed, end), exposed_transfer)
-            for into, interval in zip(intervals[kind.axis], of_call, strict=True):
-                into.append(interval)
+        columns = (calls.kinds, calls.starts, calls.ready, calls.ends, calls.exposed)
+        for kind, start, ready, end, exposed in zip(*columns, strict=True):
+            of_axis, into = sums[kind.axis], intervals[kind.axis]
+            of_axis[0] += 1
+            of_axis[1] += kind.sent_bytes
+            into[0].append((start, end))
+            into[1].append((ready, end))
+            if exposed > 0:
+                into[2].append((end - exposed, end))
+                into[3].append((end - max(0.0, exposed - (ready - start)), end))
         for axis, columns_of_axis in intervals.items():
             for i, column in enumerate(columns_of_axis, start=2):
                 sums[axis][i] += length(column)

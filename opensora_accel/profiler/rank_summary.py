@@ -19,6 +19,7 @@ import gc
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +31,6 @@ COPIES = ("copy out", "copy in")
 COMPUTE = ("encode", "block", "attention", "mlp", "optimizer")
 # Calls between two ranks: every end is recorded, and its partner has it under another kind.
 MESSAGES = ("send", "recv")
-
-Interval = tuple[float, float]
 
 
 class Part(NamedTuple):
@@ -106,10 +105,7 @@ def summarise(path: Path) -> RankSummary:
     Raises:
         ValueError: the file is no record of a profiled run.
     """
-    # Nothing that is read here points back at itself: looking for cycles would take half of the time.
-    collected = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         run, records = read_rank(path)
         summary = RankSummary(run, [], None, None)
         peak_bytes = -1
@@ -121,6 +117,15 @@ def summarise(path: Path) -> RankSummary:
             if step.peak_bytes >= peak_bytes:
                 summary.peak_step, peak_bytes = record, step.peak_bytes
         return summary
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Records do not point back at themselves, and looking for cycles among millions takes much of the time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collected:
             gc.enable()
@@ -233,48 +238,6 @@ def _disjoint(
         if last > first:
             yield first, last, part
             start = last
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as intervals that are apart, in order.
-
-    >>> union([(2, 4), (0, 1), (3, 5)])
-    [(0, 1), (2, 5)]
-    """
-    apart: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if apart and start <= apart[-1][1]:
-            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
-        else:
-            apart.append((start, end))
-    return apart
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Seconds that at least one of the intervals covers."""
-    return sum(end - start for start, end in union(intervals))
-
-
-def exposed_seconds(compute: Iterable[Interval], communication: Iterable[Interval]) -> float:
-    """Seconds in which there is communication and no compute; both are intervals (start_s, end_s) in any order.
-
-    The length of the union of communication, less its overlap with the union of compute.
-
-        >>> exposed_seconds(compute=[(0, 2), (3, 4)], communication=[(1, 3.5), (2, 3)])
-        1.0
-    """
-    computes, exposed, i = union(compute), 0.0, 0
-    for start, end in union(communication):
-        while i < len(computes) and computes[i][1] <= start:
-            i += 1
-        exposed += end - start
-        j = i
-        while j < len(computes) and computes[j][0] < end:
-            exposed -= min(end, computes[j][1]) - max(start, computes[j][0])
-            j += 1
-    return exposed
 
 
 def innermost(spans: Iterable[Span], time_s: float) -> Span | None:

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from opensora_accel.profiler.analyse import analyse, exposed_seconds
+from opensora_accel.profiler.analyse import analyse
 from opensora_accel.profiler.findings import findings_of
-from opensora_accel.profiler.rank_summary import OTHER, Part, exclusive_ns, union
+from opensora_accel.profiler.intervals import exposed_seconds, union
+from opensora_accel.profiler.rank_summary import OTHER, Part, exclusive_ns
 from opensora_accel.profiler.records import (
     CommunicationCall,
     MemorySample,

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.profiler import exposed_seconds, profile
+from opensora_accel.profiler import profile
 from opensora_accel.profiler.records import read_rank
 from opensora_accel.verify.communication.record import Recorder
 from tests.tiers import PROVE
@@ -121,19 +121,3 @@ def test_what_is_waited_for_is_exposed_and_what_lies_beside_other_work_is_not(ra
     (waited, hidden), _ = ranks(2, late, tmp_path)
     assert 0.2 < waited.exposed_s < 0.4 and 0.2 < waited.end_s - waited.start_s < 0.4
     assert hidden.exposed_s < 0.1 < 0.15 < hidden.end_s - hidden.start_s < 0.35
-
-
-def test_exposed_seconds_by_counting_every_second():
-    generator = torch.Generator().manual_seed(0)
-
-    def intervals(most):
-        starts = torch.randint(0, 40, (most,), generator=generator).tolist()
-        return [(start, start + int(torch.randint(0, 9, (), generator=generator))) for start in starts]
-
-    for _ in range(200):
-        compute, communication = intervals(4), intervals(5)
-        covered = [
-            {at for start, end in each for at in range(start, end)} for each in (compute, communication)
-        ]
-        assert exposed_seconds(compute, communication) == len(covered[1] - covered[0])
-    assert exposed_seconds([(0, 4), (6, 8)], [(3, 5), (4, 7)]) == 2
