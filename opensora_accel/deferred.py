@@ -292,7 +292,7 @@ def deferred_init(seed: int = 0) -> Iterator[None]:
         with _recording(recording):
             yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        if "meta" in str(error):
+        if "meta" in str(error) and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(
                 "deferred_init builds on the meta device; a constructor that needs values cannot be deferred"
             )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ class RedirectAttention(Redirection, TorchFunctionMode):
         Redirection.__init__(self, attention, origins)
         TorchFunctionMode.__init__(self)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RedirectAttention:
         self._outer: RedirectAttention | None = getattr(_running, "redirection", None)
         self._set_running(self)
         super().__enter__()
@@ -140,7 +140,7 @@ class RedirectTraced(Redirection):
 
     _kernel: Callable[..., Tensor]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RedirectTraced:
         self._outer = _traced.running
         self._kernel = F.scaled_dot_product_attention if self._outer is None else self._outer._kernel
         self._set_running(self)
