@@ -17,7 +17,6 @@ no span of compute.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +68,6 @@ class Transfers:
         self._axes = {tuple(ranks): name for name, ranks in reversed(list(groups.items()))}
         self._started: list[_Transfer] = []
         self._by_work: dict[int, _Transfer] = {}
-        self._lock = threading.Lock()  # futures call back on threads of their own
         self._libraries: list[Any] = []
 
     def __enter__(self) -> Transfers:

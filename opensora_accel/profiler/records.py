@@ -153,7 +153,7 @@ class RunRecord:
 
 
 class RecordWriter:
-    """Writes one rank's file: the run's line at once, a step's whenever it is done.
+    """Writes one rank's file: the run's line before the first step's, a step's whenever it is done.
 
     Raises:
         OSError: the file cannot be written.
@@ -162,9 +162,12 @@ class RecordWriter:
     def __init__(self, folder: Path, run: RunRecord):
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"rank_{run.rank:05d}.jsonl").open("w", encoding="utf-8")
-        self._write({"type": "run", **dataclasses.asdict(run)})
+        # It may still be changed until the first step is written.
+        self.run = run
+        self._has_begun = False
 
     def step(self, step: StepRecord) -> None:
+        self._begin()
         row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
         # Rows without names, because there are hundreds of them a step. (`dataclasses.astuple` copies deeply.)
         for name in ("spans", "calls", "memory"):
@@ -172,7 +175,13 @@ class RecordWriter:
         self._write({"type": "step", **row})
 
     def close(self) -> None:
+        self._begin()
         self._file.close()
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._write({"type": "run", **dataclasses.asdict(self.run)})
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")

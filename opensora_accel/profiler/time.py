@@ -48,6 +48,7 @@ from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
 from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.memory import MemoryTimeline
+from opensora_accel.profiler.places import find_blocks
 from opensora_accel.profiler.records import (
     BACKWARD,
     FORWARD,
@@ -99,8 +100,8 @@ class profile:
     """Records every step within it, on this rank, into `folder`; all ranks enter it together.
 
     Args:
-        model: sharded or not. Blocks, attention and MLPs are those of its policy; without one, the members of its lists
-            of modules count as blocks.
+        model: sharded or not. Blocks, attention and MLPs are those of its policy; without one, the items of its
+            outermost lists of modules count as blocks.
         plan: written beside the records.
         folder: gets rank_00000.jsonl, rank_00001.jsonl, ...; a record that is there is replaced.
         policy: as given to `shardformer.shard`.
@@ -143,7 +144,6 @@ class profile:
         self._memory_steps, self._optimizer = frozenset(memory_steps), optimizer
         self._memory: MemoryTimeline | None = None
         self._counter = FlopCounter() if count_flops else None
-        self._writer: RecordWriter | None = None
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._device = device
         self._spans: list[_Open] = []
@@ -157,9 +157,13 @@ class profile:
         with ExitStack() as undo:
             regions.listen(self)
             undo.callback(regions.listen, None)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                for path in self._folder.glob("rank_*.jsonl"):
+                    path.unlink()  # an earlier run may have had more ranks
+            error_s = agree(self._clock)  # behind which no rank finds them
             # Before anything is trained it is known that the folder can be written to.
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._run = self._run_record(groups, agree(self._clock))
+            self._writer = RecordWriter(self._folder, self._run_record(groups, error_s))
+            undo.callback(self._writer.close)
             self._hook_modules(undo)
             undo.callback(
                 register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer", "", "")).remove
@@ -177,16 +181,17 @@ class profile:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        # What was begun when an error came is no step.
-        while self._waiting:
-            self._write(self._waiting.popleft())
-        self._undo.close()
-        if self._writer is not None:
-            self._writer.close()
+        # In the order in which they were begun, from the last: modes of torch lie on a stack.
         if self._trace is not None:
             self._trace.stop()
         if self._memory is not None:
             self._memory.__exit__(*exception)
+        try:
+            # What was begun when an error came is no step.
+            while self._waiting:
+                self._write(self._waiting.popleft())
+        finally:
+            self._undo.close()
 
     def step(self, **metrics: float | Tensor) -> None:
         """A step has ended.
@@ -201,12 +206,12 @@ class profile:
             step = _Step(self._number, self._step_begin, now, metrics, self._spans, self._transfers.take())
             self._spans = []
         was_looking = self._trace is not None or self._memory is not None
+        self._end_looking(step)
         if self._counter is not None:
             self._counting.close()
-            flops = self._counter.model_flops, self._counter.hardware_flops
-            self._run = dataclasses.replace(self._run, model_flops=flops[0], hardware_flops=flops[1])
+            flops = {name: getattr(self._counter, name) for name in ("model_flops", "hardware_flops")}
+            self._writer.run = dataclasses.replace(self._writer.run, **flops)
             self._counter = None
-        self._end_looking(step)
         self._number += 1
         self._waiting.append(step)
         while self._waiting and self._is_known(self._waiting[0]):
@@ -341,8 +346,6 @@ class profile:
             return min(max(host_s - self._clock.zero_s, seconds(step.begin)), seconds(step.end))
 
         metrics = {name: float(value) for name, value in step.metrics.items()}
-        if self._writer is None:
-            self._writer = RecordWriter(self._folder, self._run)
         self._writer.step(
             StepRecord(
                 step.number,
@@ -414,14 +417,9 @@ def _first_with_gradient(values: list[Any]) -> Tensor | None:
 
 def _modules(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str, nn.Module]]:
     """Region, path and module of each block, attention and MLP; a module that is two of them is the first."""
-    names = {id(module): name for name, module in model.named_modules()}
-    if policy is None:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = [block for each in lists[:1] for block in each]
-    else:
-        blocks = blocks_of(model, policy)
+    blocks = find_blocks(model, None if policy is None else blocks_of(model, policy))
     seen = set()
-    found = [("block", names[id(block)], block) for block in blocks]
+    found = [("block", *each) for each in blocks.items()]
     if policy is not None:
         attentions = [*policy.self_attention, *policy.whole_queries, *policy.linear_attention]
         attentions += [entry.module for entry in policy.joint_attention]

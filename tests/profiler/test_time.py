@@ -23,7 +23,7 @@ from tests.video_models import CASES
 
 def steps_of(folder):
     path = folder / "rank_00000.jsonl"
-    return list(read_rank(path)[1]) if path.exists() else []
+    return list(read_rank(path)[1]) if path.exists() and path.stat().st_size else []
 
 
 def train(name, plan, folder=None, num_steps=2):
@@ -188,6 +188,28 @@ def test_memory_is_followed_in_the_steps_that_are_asked_for(tmp_path):
         assert sample.bytes_by_kind["parameters"] == num_bytes
         assert sample.bytes_by_kind["optimizer state"] >= 2 * num_bytes
     assert max(sample.bytes_by_kind["gradients"] for sample in second.memory) == num_bytes
+
+
+def test_memory_and_operations_of_the_same_step_and_an_earlier_record(tmp_path):
+    """Both watch every operator of the first step; whichever ends first must not end the other."""
+    case = CASES["Wan"]
+    model = case.make()
+    (tmp_path / "rank_00007.jsonl").write_text("of a run that had more ranks")
+    found = []
+    for memory_steps in ([1], []):
+        with profile(model, folder=tmp_path, memory_steps=memory_steps) as run:
+            for _ in range(2):
+                model(**case.inputs(), return_dict=False)[0].square().mean().backward()
+                run.step()
+        (path,) = rank_files(tmp_path)
+        record, steps = read_rank(path)
+        found.append((record.model_flops, record.hardware_flops))
+        assert [bool(step.memory) for step in steps] == [bool(memory_steps), False]
+    assert found[0] == found[1] and found[0][0] > 0
+    with pytest.raises(KeyError), profile(model, folder=tmp_path, memory_steps=[1]):
+        model(**case.inputs())
+        raise KeyError
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 def tracked(folder):
