@@ -69,15 +69,7 @@ class StepMemory:
         scale = self.plan.sequence / plan.sequence
         weights = [block.parameters for block in blocks]
         static = self.parameters * (1 + self.state_ratio) / shards
-        largest = sorted(weights, reverse=True)
-        gathered = whole_gradients = 0.0
-        if plan.sharding != "none" and shards > 1:
-            # Of the block that computes and those fetched ahead; zero2 drops none before backward.
-            is_zero2 = plan.sharding == "zero2"
-            gathered = (
-                self.parameters if is_zero2 else self.parameters_outside + sum(largest[: plan.prefetch + 1])
-            )
-            whole_gradients = self.gradient_ratio * max(largest, default=0)
+        is_sharded = plan.sharding != "none" and shards > 1
         moved = num_blocks_to_move(plan.offload, len(blocks), KEEP_LAST) if plan.checkpoint != "none" else 0
         is_moved = [index < moved for index in range(len(blocks))]
         slots = 2 * max((block.inputs for block in blocks[:moved]), default=0) if moved else 0
@@ -95,9 +87,16 @@ class StepMemory:
             activations = sum(held[: index + 1]) + here + slots + self.outside + self.work_of(plan)
             done = sum(weights) if self.has_gradients_before else sum(weights[index + 1 :])
             gradients = self.gradient_ratio * done / shards
-            highest = max(highest, activations * scale + gradients)
+            whole = 0.0
+            if is_sharded:
+                # Weights of the block and of those fetched ahead; under zero2 of all that the forward went through.
+                # Its gradients are there as autograd made them and as the reduction's input.
+                first = 0 if plan.sharding == "zero2" else max(0, index - plan.prefetch)
+                gathered = self.parameters_outside + sum(weights[first : index + 1])
+                whole = gathered + 2 * self.gradient_ratio * weights[index]
+            highest = max(highest, activations * scale + gradients + whole)
         optimizer = self.gradient_ratio * self.parameters / shards + self.optimizer_work / shards
-        return round(static + max(highest + gathered + whole_gradients, optimizer))
+        return round(static + max(highest, optimizer))
 
     def work_of(self, plan: Plan) -> float:
         """What backward takes beside what was kept: mostly gradients of an MLP's hidden layer, which chunks divide."""
