@@ -420,7 +420,7 @@ def test_an_interrupt_says_what_is_left(run, monkeypatch, command, hint):
 # Whatever is given: it runs, or one line says what is wrong
 
 # A few by default; in `make prove` every value of every option, which takes about five minutes.
-CASES = configurations(int(os.environ.get("OPENSORA_ACCEL_FUZZ_SEED", "0")), 600)
+CASES = configurations(int(os.environ.get("OPENSORA_ACCEL_FUZZ_SEED", "0")), 640)
 
 
 def too_slow(_number, _frame):
@@ -470,6 +470,6 @@ def test_every_option_is_fuzzed():
         "plan",
         "model.config",
     }
-    assert options <= set(BAD) and len(configurations(0, 600)) >= 200
+    assert options <= set(BAD) and len(configurations(0, 640)) >= 200
     values = sum(map(len, BAD.values())), sum(map(len, GOOD.values()))
     assert max(values) <= 300, "600 cases no longer try every value"

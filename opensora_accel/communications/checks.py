@@ -30,6 +30,20 @@ def inputs_are_compared() -> bool:
     return _compares_inputs
 
 
+_compares_next_forwards = False
+
+
+def every_forward_is_compared() -> bool:
+    """Whether inputs are compared in this forward too, though the first ones have been."""
+    return _compares_next_forwards or debug_enabled()
+
+
+def compare_next_forwards(are_compared: bool) -> None:
+    """Says whether the inputs of the forwards that follow are compared; who watches a run asks for some steps'."""
+    global _compares_next_forwards
+    _compares_next_forwards = are_compared
+
+
 @contextlib.contextmanager
 def without_comparing_inputs() -> Iterator[None]:
     """The verifier compares more than inputs, and has to see the whole of a wrong step."""

@@ -11,6 +11,7 @@ from opensora_accel.profiler.live_bytes import LimitedBytes, LiveBytes
 from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
 from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
 from opensora_accel.profiler.time import profile
+from opensora_accel.profiler.watching import watch
 from opensora_accel.regions import region
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "profile",
     "region",
     "tell_of_out_of_memory",
+    "watch",
 ]

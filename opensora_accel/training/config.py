@@ -225,6 +225,9 @@ class TrainConfig:
     """Clips sampled at the end, from the captions of the first videos."""
     memory_target_gib: NotNegative = 0.0
     """Device memory that plan.offload="auto" may fill; 0 takes 90 % of the device's."""
+    watch: CountOrNone = 0
+    """Steps between two looks at whether ranks that should hold the same weights, gradients and samples do; NaN and
+    spikes are then traced in every step. 0 does not watch."""
     timeout_s: NotNegative = 0.0
     """Seconds that ranks wait for each other before those that did not come are named; 0 takes
     OPENSORA_ACCEL_TIMEOUT, or torch's own (30 minutes on CPUs, 10 on GPUs)."""

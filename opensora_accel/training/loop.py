@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
-from opensora_accel.profiler import profile
+from opensora_accel.profiler import profile, watch
 from opensora_accel.regions import region
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
@@ -62,6 +62,7 @@ from opensora_accel.training.saved_state import (
 )
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
 from shardformer import save_lora
+from shardformer.tensor_parallel import total_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,8 @@ class Trainer:
             self._cache_latents()
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
+        first = self.state.step + 1
+        self.watch = watch(model, config.plan, every=config.watch, first_step=first) if config.watch else None
         self._norms = deque[float]((record or {}).get("norms", ()), maxlen=_NUM_NORMS)
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
@@ -162,7 +165,8 @@ class Trainer:
                 print(f"a later saved state of the run before is kept as {path}", flush=True)
             write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
             tracker = Tracker(self.output, self.state.step, last, self.config.log_every)
-        with StopRequest() as stop, tracker or nullcontext(), profiler or nullcontext():
+        watching = self.watch or nullcontext()
+        with StopRequest() as stop, tracker or nullcontext(), profiler or nullcontext(), watching:
             while self.state.step < last:
                 started = time.perf_counter()
                 # A save that failed beside the training ends it here, on all ranks.
@@ -237,7 +241,11 @@ class Trainer:
         own_loss = total.clone()
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
         dist.all_reduce(total)
-        norm = clip_gradients(state.model, config.clip_norm)
+        whole_norm = total_grad_norm(state.model)
+        norm = whole_norm.item()
+        if self.watch is not None:
+            self.watch.check(norm, files)  # before clipping hides a spike
+        clip_gradients(state.model, config.clip_norm, whole_norm)
         # The norm is equal on all ranks, so that all of them step, or none.
         reason = self._why_skip(norm)
         if reason is None:
@@ -249,9 +257,14 @@ class Trainer:
         state.optimizer.zero_grad()
         state.step += 1
         self.skipped_in_a_row = 0 if reason is None else self.skipped_in_a_row + 1
+        metrics = {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
+        if self.watch is not None:
+            if self.watch.last_look == state.step:
+                metrics |= {f"grad_norm/{name}": each for name, each in self.watch.block_norms.items()}
+            self.watch.step(own_loss, files)
         if reason is not None:
             self._tell_of_skipped(reason, own_loss, files)
-        return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
+        return metrics
 
     def _why_skip(self, norm: float) -> str | None:
         """Why the optimizer must not step with gradients of this norm; None where it may."""

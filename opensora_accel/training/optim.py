@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
 from opensora_accel.training.lowbit import low_bit_adamw
-from shardformer.tensor_parallel import total_grad_norm
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -49,20 +48,18 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     return config.lr * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scales gradients down to `max_norm` and returns the norm before, over all parameters on all their ranks.
+def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    """Scales gradients down to `max_norm`, in place.
 
-    The norm is `shardformer.tensor_parallel.total_grad_norm`, which is right for whole parameters, for the shards of
-    FSDP2 and for the parts of tensor-parallel layers. A norm of what this rank holds alone would differ between ranks
-    and clip each by another factor. With `max_norm` 0 nothing is scaled. Gradients whose norm is not finite are left
-    alone, and the caller skips the step.
+    A norm of what this rank holds alone would differ between ranks and clip each by another factor. With `max_norm` 0
+    nothing is scaled. Gradients whose norm is not finite are left alone, and the caller skips the step.
 
-    Communication: an all-reduce of one number where parameters are sharded.
+    Args:
+        norm: of all gradients on all ranks, `shardformer.tensor_parallel.total_grad_norm`, which is right for whole
+            parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers.
     """
-    norm = total_grad_norm(model)
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm.item()
 
 
 class EMA:

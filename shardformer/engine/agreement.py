@@ -1,8 +1,9 @@
 """Whether the ranks that share a sample really have the same one.
 
 Ranks of a sequence group each hold a part of one clip. Where a loop seeds by RANK, they hold parts of different clips,
-or of different noise: the loss looks as always, and every gradient is wrong. So in a model's first forwards, and in all
-of them with OPENSORA_ACCEL_DEBUG=1, its inputs are compared within the group, and in the first one its weights.
+or of different noise: the loss looks as always, and every gradient is wrong. So in a model's first forwards, in
+those that whoever watches a run asks for, and in all with OPENSORA_ACCEL_DEBUG=1, its inputs are compared within the
+group, and in the first one its weights.
 
 What is compared of a tensor x are its norm and the projections cos(k·i)·x / ‖x‖ for four numbers k. Other noise moves a
 projection by about 1; encoders that round otherwise on another GPU move it by about their rounding, which must not be
@@ -22,7 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_accel.communications.checks import debug_enabled, gather_objects, inputs_are_compared
+from opensora_accel.communications.checks import (
+    every_forward_is_compared,
+    gather_objects,
+    inputs_are_compared,
+)
 
 NUM_COMPARED_FORWARDS = 3
 
@@ -66,7 +71,7 @@ class Agreement:
             return
         # A few forwards are enough, because a loop that seeds by RANK does so from its first step.
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if number >= NUM_COMPARED_FORWARDS and not debug_enabled():
+        if number >= NUM_COMPARED_FORWARDS and not every_forward_is_compared():
             return
         # By parameter name: what one rank passes by position, another may pass by keyword.
         values = dict(_values("", inspect.signature(model.forward).bind(*args, **kwargs).arguments))
@@ -83,9 +88,9 @@ class Agreement:
                         sums = [flat.sum(dtype=torch.float64), flat.abs().sum(dtype=torch.float64)]
                         mine[f"weight {name}"] = Summary(tuple(torch.stack(sums).tolist()), _TOLERANCE_OF_FEW)
             everyone = gather_objects(mine, self._group)
-        self._compare(model, everyone)
+        self._compare(model, everyone, number + 1)
 
-    def _compare(self, model: nn.Module, everyone: list[dict[str, Summary]]) -> None:
+    def _compare(self, model: nn.Module, everyone: list[dict[str, Summary]], number: int) -> None:
         names = list(dict.fromkeys(name for each in everyone for name in each))
         first = everyone[0]
         # Every rank has the same list, and so all of them raise the same error, or none.
@@ -105,7 +110,8 @@ class Agreement:
                 "parallel_states.get_data_parallel_group().rank(), and not by the global rank"
             )
             raise ValueError(
-                f"rank {ranks[0]} and rank {ranks[rank]} of a sequence group called {type(model).__name__} with "
+                f"in forward {number} rank {ranks[0]} and rank {ranks[rank]} of a sequence group called "
+                f"{type(model).__name__} with "
                 f"different {'weights' if kind == 'weight' else 'inputs'}: {name}{more}. {remedy}"
             )
 

@@ -63,6 +63,13 @@ def _cut_of(model: nn.Module, name: str) -> tuple[Cut, dist.ProcessGroup] | None
     return _cuts_of(model).get(_WRAPPERS.sub("", name))
 
 
+def group_of_cut(model: nn.Module) -> dict[str, dist.ProcessGroup]:
+    """The tensor ranks that hold the other shares of a parameter, by its name, for those that are cut."""
+    cuts = _cuts_of(model)
+    names = (name for name, _ in model.named_parameters())
+    return {name: cuts[key][1] for name in names if (key := _WRAPPERS.sub("", name)) in cuts}
+
+
 def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """The whole of a tensor that is cut as parameter `name` is: the parameter, its gradient, an optimizer's average.
 

@@ -5,7 +5,7 @@ import torch
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.training.optim import clip_gradients
 from opensora_accel.verify import lift_casts
-from shardformer.tensor_parallel import full_tensor
+from shardformer.tensor_parallel import full_tensor, total_grad_norm
 from tests.models import wan, wan_inputs
 
 STEPS = 10
@@ -28,6 +28,13 @@ def batch(step, micro, rows=slice(None), dtype=torch.float64):
     return {name: value[rows] for name, value in inputs.items()}, target[rows]
 
 
+def clipped(model, max_norm):
+    """Clips, and returns the norm before."""
+    norm = total_grad_norm(model)
+    clip_gradients(model, max_norm, norm)
+    return norm.item()
+
+
 def train(model, rows, accumulation, clip, steps=STEPS, dtype=torch.float64):
     """The gradient norms of every step, and the last step's gradients, clipped."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -39,7 +46,7 @@ def train(model, rows, accumulation, clip, steps=STEPS, dtype=torch.float64):
             set_last_microbatch(model, micro == accumulation - 1)
             (out,) = model(**inputs, return_dict=False)
             ((out.to(dtype) - target).square().mean() / accumulation).backward()
-        norms.append(clip_gradients(model, clip))
+        norms.append(clipped(model, clip))
         optimizer.step()
     return norms, {name: p.grad for name, p in model.named_parameters()}
 

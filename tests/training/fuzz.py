@@ -30,6 +30,7 @@ GOOD: dict[str, list[Any]] = {
     "save_every": [1, 3, HUGE],
     "keep_checkpoints": [1, HUGE],
     "num_samples": [0, 1, HUGE],
+    "watch": [0, 1, HUGE],
     "timeout_s": [0, 30.5, 1e6],
     "data.num_frames": [1, 3, 9],
     "data.frame_stride": [1, 2],
@@ -82,6 +83,7 @@ BAD: dict[str, list[Any]] = {
     "keep_checkpoints": [0, -1, 1.5],
     "num_samples": [-1, 0.5, "two"],
     "memory_target_gib": [-1, NAN, INF, 8.0],
+    "watch": [-1, 0.5, "yes"],
     "timeout_s": [-1, NAN, INF, 1e30, "soon"],
     "resume": ["/nowhere", "newest", "/dev/null", "\0", 3],
     "data.folder": ["", "/nowhere", "/dev/null", "\0", 3, ["a"], "y" * 300],
@@ -166,7 +168,7 @@ BAD: dict[str, list[Any]] = {
 
 
 def configurations(seed: int, number: int) -> list[Case]:
-    """Half of them good; every option, and of the bad ones every value, comes once in a `number` of 600 or more."""
+    """Half of them good; every option, and of the bad ones every value, comes once in a `number` of 640 or more."""
     chosen = random.Random(seed)
     bad = [(name, value) for name, values in BAD.items() for value in values]
     good = [(name, value) for name, values in GOOD.items() for value in values]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import signal
 import time
@@ -384,6 +385,61 @@ def test_clips_of_the_rank_whose_loss_is_not_finite_are_named(ranks, folder, tmp
     (line,) = ranks(2, told_of, config, [1], float("nan"))[0][0]
     assert "step 2 skipped: its gradient norm is nan; its clips: " in line and 1 <= line.count(".mp4") <= 2
     fault("a batch whose loss is NaN")
+
+
+def watched(config, spoil):
+    """Trains; what is logged, and the error that ends it, where one does. `spoil(trainer)` is called in each step."""
+    from opensora_accel.training import loop
+
+    trainer, told = loop.Trainer(config), []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("opensora_accel")
+    logger.addHandler(handler)
+    original = trainer.loss
+
+    def loss(batch):
+        return original(batch) * spoil(trainer)
+
+    trainer.loss = loss
+    try:
+        trainer.train()
+    except ValueError as error:
+        return told, str(error)
+    finally:
+        logger.removeHandler(handler)
+    return told, None
+
+
+def nan_in_step_three(trainer):
+    return float("nan") if trainer.state.step == 2 and dist.get_rank() == 1 else 1.0
+
+
+def drifts_in_step_three(trainer):
+    if trainer.state.step == 2 and dist.get_rank() == 1:
+        with torch.no_grad():
+            next(trainer.state.model.parameters()).view(-1)[0] += 1e-6
+    return 1.0
+
+
+@pytest.mark.faults
+def test_a_watched_run_names_what_goes_wrong(ranks, folder, tmp_path, fault):
+    options = {"steps": 6, "watch": 2, "num_samples": 0}
+    config = tiny_config(folder, tmp_path / "nan", Plan(dp_replicate=2), **options)
+    (told, error), _ = ranks(2, watched, config, nan_in_step_three)
+    assert error is None and len(told) == 2
+    assert "the gradient norm of step 3 is nan: first in the loss" in told[0] and "on rank 1" in told[0]
+    assert ".mp4" in told[0] and told[1].startswith("step 3 skipped")
+    rows = [json.loads(line) for line in (tmp_path / "nan" / "metrics.jsonl").read_text().splitlines()]
+    assert [any(name.startswith("grad_norm/") for name in row) for row in rows] == [True, False] * 3
+    # The third step's has no norms of blocks that are finite.
+    norms = [value for name, value in rows[4].items() if name.startswith("grad_norm/")]
+    assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(rows[4]["grad_norm"], rel=1e-5)
+    fault("a batch whose loss is NaN, watched")
+    config = tiny_config(folder, tmp_path / "drift", Plan(dp_replicate=2), **options)
+    for told, error in ranks(2, watched, config, drifts_in_step_three):
+        assert not told and error.startswith("step 3: the weight of ") and "equal in step 1" in error
+    fault("weights that drift apart")
 
 
 def bf16(config):

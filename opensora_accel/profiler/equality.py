@@ -1,0 +1,206 @@
+"""Whether ranks that should hold the same parameters and gradients do, to the last bit, by a number for each of them.
+
+Of a weight of rows 0 … 3 on four ranks, two copies of two shards (FSDP2's HSDP), ranks 0 and 2 hold the same:
+
+    rank             0        1        2        3
+    rows             0 1      2 3      0 1      2 3
+    digest           17       42       17       40        rank 3 was told something else than rank 1, or forgot it
+    least, greatest  17 17    40 42    17 17    40 42     over the copies, in one all-reduce of both
+
+A digest is made on the device. It reads each number once, as an integer, in sums along rows and columns of a table with
+odd weights. One number that is another, two that changed places, all with the other sign: each gives another digest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opensora_accel.communications.checks import gather_objects
+from opensora_accel.parallel_states import get_data_parallel_group, get_mesh, has_mesh
+from opensora_accel.watch import named
+from shardformer.tensor_parallel import group_of_cut
+
+# Columns of the table that a tensor is read as.
+_COLUMNS = 4096
+# Numbers of 64 bits are read as two: the highest bit of a sum, which wraps around, would be blind to pairs of signs.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+# Odd factors with many bits: of two places no weight is that of another (Knuth's and a Weyl sequence's).
+_OF_ROWS, _OF_COLUMNS = 0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64
+# A digest and its negative have to fit.
+_MASK = 2**62 - 1
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number from 0 to 2^62 - 1 of the bits of a tensor [...], an int64 scalar on its device."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.detach().contiguous().view(-1)
+    bits = bits.view(torch.int8 if tensor.dtype == torch.bool else _INTEGERS[tensor.element_size()])
+    num_rows = bits.numel() // _COLUMNS
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for table in (
+        bits[: num_rows * _COLUMNS].view(num_rows, _COLUMNS),
+        bits[num_rows * _COLUMNS :].view(1, -1),
+    ):
+        # int64 sums wrap around, which loses nothing.
+        rows, columns = (
+            torch.arange(1, 2 * size + 1, 2, device=tensor.device) * factor
+            for size, factor in zip(table.shape, (_OF_ROWS, _OF_COLUMNS), strict=True)
+        )
+        total = total + (table.sum(1, dtype=torch.int64) * rows).sum()
+        total = total * 3 + (table.sum(0, dtype=torch.int64) * columns).sum()
+    return (total ^ (total >> 31)) & _MASK
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which ranks hold a parameter: those that hold the same part of it, and those that hold other parts."""
+
+    # By the axis' name.
+    same: Mapping[str, dist.ProcessGroup]
+    parts: tuple[dist.ProcessGroup, ...]
+
+
+def holders_of(model: nn.Module) -> dict[str, Holders]:
+    """The holders of each parameter, by its name: whole ones, FSDP2's shards, and parts of tensor-parallel layers."""
+    found: dict[str, Holders] = {}
+    if not dist.is_initialized():
+        return {name: Holders({}, ()) for name, _ in model.named_parameters()}
+    world = dist.group.WORLD
+    assert world is not None
+    tensor_group = get_mesh().get_group("tp") if has_mesh() and get_mesh()["tp"].size() > 1 else None
+    cuts = group_of_cut(model)
+    for name, parameter in model.named_parameters():
+        cut = cuts.get(name)
+        same: dict[str, dist.ProcessGroup] = {}
+        parts = [] if cut is None else [cut]
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for dim, placement in enumerate(parameter.placements):
+                group = mesh.get_group(dim)
+                if placement.is_replicate():
+                    same["dp_replicate"] = group
+                else:
+                    parts.append(group)
+            if cut is None and tensor_group is not None:
+                same["tp"] = tensor_group
+        elif cut is None:
+            same["world"] = world
+        else:
+            mixed = get_data_parallel_group(get_mixed_dp_pg=True)
+            if mixed is not None:
+                same["data × sequence"] = mixed
+        found[name] = Holders(
+            {axis: group for axis, group in same.items() if group.size() > 1},
+            tuple(group for group in parts if group.size() > 1),
+        )
+    return found
+
+
+@torch.no_grad()
+def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> str | None:
+    """Names the first parameter, or else gradient, that differs between ranks that should hold the same.
+
+    None where all are equal; the same on every rank.
+
+    Communication: two integers for each parameter and its gradient, over the ranks that hold the same; where one
+    differs, an object all-gather.
+    """
+    # Weights come first: where they differ, so will all that is computed with them.
+    tensors: dict[str, Tensor] = {f"weight {name}": parameter for name, parameter in model.named_parameters()}
+    tensors |= {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    device = next(iter(tensors.values())).device
+    digests = {key: digest(_local(tensor)).to(device) for key, tensor in tensors.items()}
+    # A gradient that one rank alone lacks has to differ, and not to hang.
+    keys = [f"{kind} {name}" for kind in ("weight", "gradient") for name, _ in model.named_parameters()]
+    nothing = torch.full((), -1, dtype=torch.int64, device=device)
+    by_holders: dict[tuple[tuple[str, dist.ProcessGroup], ...], list[str]] = defaultdict(list)
+    for key in keys:
+        by_holders[tuple(holders[key.partition(" ")[2]].same.items())].append(key)
+    compared: list[tuple[list[str], Tensor]] = []
+    for axes, names in by_holders.items():
+        mine = torch.stack([digests.get(key, nothing) for key in names])
+        for _axis, group in axes:
+            extremes = torch.cat([mine, -mine])
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
+            least, greatest = extremes[: len(names)], -extremes[len(names) :]
+            compared.append((names, least != greatest))
+            mine = least
+    any_differs = torch.tensor(0.0, device=device)
+    for _, differs in compared:
+        any_differs = torch.maximum(any_differs, differs.any().float())
+    # Ranks of other shards do not see it by themselves.
+    dist.all_reduce(any_differs, dist.ReduceOp.MAX)
+    if not any_differs.item():
+        return None
+    seen = {
+        key: (
+            int(digests[key]) if key in digests else None,
+            float(torch.linalg.vector_norm(_local(tensors[key]).float())) if key in digests else 0.0,
+            {axis: dist.get_process_group_ranks(group) for axis, group in holders[_name(key)].same.items()},
+        )
+        for names, differs in compared
+        for key, is_other in zip(names, differs.tolist(), strict=True)
+        if is_other
+    }
+    assert dist.group.WORLD is not None
+    return _told(keys, gather_objects(seen, dist.group.WORLD))
+
+
+def _told(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> str:
+    """Names the first of `keys` that some rank has seen to differ, with the ranks of each value.
+
+    Args:
+        everyone: of each rank, by key: the digest or None, the norm, and by axis the ranks that should hold the same.
+    """
+    everywhere = {key for each in everyone for key in each}
+    # More than one axis may hold the same: the narrowest that differs is named.
+    key = next(key for key in keys if key in everywhere)
+    values = {rank: each[key] for rank, each in enumerate(everyone) if key in each}
+    _, _, groups = next(iter(values.values()))
+    axis, members = min(
+        (
+            (axis, ranks)
+            for axis, ranks in groups.items()
+            if len({values[r][0] for r in ranks if r in values}) > 1
+        ),
+        key=lambda item: len(item[1]),
+        default=("world", [*values]),
+    )
+    by_value: dict[int | None, list[int]] = defaultdict(list)
+    for member in members:
+        by_value[values[member][0]].append(member)
+    # What most ranks hold is taken to be right; where none has a majority all are listed.
+    most = max(Counter({value: len(ranks) for value, ranks in by_value.items()}).values())
+    shown = [
+        f"{named(ranks, 'rank')} {'has none' if value is None else f'has the norm {values[ranks[0]][1]:.9g}'}"
+        for value, ranks in sorted(by_value.items(), key=lambda item: (len(item[1]) == most, item[1]))
+    ]
+    along = "over all ranks" if axis == "world" else f"along {axis}"
+    return (
+        f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}"
+        f"{_and_more(len(everywhere) - 1)}"
+    )
+
+
+def _and_more(number: int) -> str:
+    return f"; {number} more tensors differ" if number else ""
+
+
+def _name(key: str) -> str:
+    return key.partition(" ")[2]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part [...] of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,265 @@
+"""What a verifier can check while a run trains, for at most a hundredth of its time.
+
+    with watch(model, plan, every=100) as run:
+        for batch in loader:
+            loss = model(batch).loss
+            loss.backward()
+            run.check(files=batch.files)                   # where gradients are clipped, before it
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss=loss, files=batch.files)         # a step ends here
+
+A mistake between ranks leaves no trace in the loss. What is looked at, and when:
+
+    every step      the norm of all gradients: NaN, an infinity, a spike, told with the step's files
+                    when it is not finite: the step runs again, and the first module and rank are named
+    every N steps   weights and their gradients, on the ranks that should hold the same (`equality`)
+                    sample, noise and timestep, on the ranks that share a sample (`shardformer`'s own check)
+                    the norm of each block's gradients
+
+What differs between ranks ends the run by an error on all of them, because no step after it is worth its time. Anything
+else is told in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from opensora_accel.communications.checks import compare_next_forwards, gather_objects
+from opensora_accel.parallel_states import get_sequence_parallel_group
+from opensora_accel.plan import Plan
+from opensora_accel.profiler.equality import first_difference, holders_of
+from opensora_accel.profiler.nonfinite import StepInputs, trace_nonfinite
+from opensora_accel.profiler.places import find_blocks
+from shardformer import blocks_of
+from shardformer.policy import find_policy, has_policy
+from shardformer.policy.base import Policy
+
+logger = logging.getLogger(__name__)
+
+# Steps that a spike is measured against, and how few of them say nothing yet.
+_NUM_STEPS, _FEWEST_STEPS = 100, 20
+_SHOWN_FILES = 8
+OUTSIDE = "outside of the blocks"
+
+
+class watch:
+    """Watches a training run; all ranks enter it together.
+
+    Args:
+        model: sharded as it is trained, before or after it was wrapped by DDP.
+        plan: for a check that its ranks are those of the job.
+        every: steps between two looks over the ranks; the first step is one.
+        spike: times the median of the last hundred steps from which a loss or a norm is told.
+        policy: as given to `shardformer.shard`; without any, the items of the model's outermost lists of modules count
+            as blocks.
+
+    Raises:
+        ValueError: `every` is not positive, `spike` not above 1, or the plan has other ranks than the job.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None = None,
+        *,
+        every: int = 100,
+        spike: float = 5.0,
+        policy: Policy | None = None,
+        first_step: int = 1,
+    ):
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step between two looks; got {every}")
+        if not spike > 1:
+            raise ValueError(f"spike must be above 1, times the median of the steps before; got {spike}")
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if plan is not None and plan.world_size != num_ranks:
+            raise ValueError(f"the plan is for {plan.world_size} ranks, and the job has {num_ranks}")
+        self._model, self._every, self._spike = model, every, spike
+        self._number, self._first_step, self._last_equal = first_step, first_step, 0
+        policy = policy or (find_policy(model) if has_policy(model) else None)
+        self._blocks = list(find_blocks(model, None if policy is None else blocks_of(model, policy)))
+        self._holders = holders_of(model)
+        self._inputs = StepInputs(model)
+        self._norms, self._losses = deque[float](maxlen=_NUM_STEPS), deque[float](maxlen=_NUM_STEPS)
+        self._is_checked = False
+        # Optimizers that have begun to step in this step.
+        self._stepped: set[int] = set()
+        # The norm of each block's gradients when they were last looked at, and in which step.
+        self.block_norms: dict[str, float] = {}
+        self.last_look = 0
+
+    def __enter__(self) -> watch:
+        own = {id(parameter) for parameter in self._model.parameters()}
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # A step may have more than one optimizer; other models of the program have theirs.
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                if id(optimizer) in self._stepped:
+                    self.step()  # a loop that does not tell where a step ends
+                self._stepped.add(id(optimizer))
+                self.check()
+
+        with ExitStack() as undo:
+            undo.enter_context(self._inputs)
+            undo.callback(register_optimizer_step_pre_hook(before).remove)
+            undo.callback(compare_next_forwards, False)
+            self._undo = undo.pop_all()
+        compare_next_forwards(self._is_due)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    @property
+    def _is_due(self) -> bool:
+        return (self._number - self._first_step) % self._every == 0
+
+    def check(self, norm: float | None = None, files: Sequence[str] = ()) -> None:
+        """Looks at the gradients of this step, once. Where the loop does not call it, the optimizer's step does.
+
+        Clipped gradients have no spikes, so a loop that clips calls it before.
+
+        Args:
+            norm: of all gradients, the same on every rank, where the loop knows it already: it saves a reduction and
+                a wait for the device.
+            files: those that this rank's samples are from, told where the norm is not finite or a spike.
+
+        Communication: where `norm` is not given, an all-reduce of a number for each block; every N-th step, two
+        integers for each parameter.
+
+        Raises:
+            ValueError: on all ranks, where a weight or a gradient is not what the ranks that should hold the same have.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        try:
+            self._look(norm, files)
+        finally:
+            self._inputs.calls.clear()
+
+    def _look(self, norm: float | None, files: Sequence[str]) -> None:
+        if norm is None or self._is_due:
+            self._look_at_blocks()
+            norm = math.sqrt(sum(each**2 for each in self.block_norms.values())) if norm is None else norm
+        if not math.isfinite(norm):
+            where = trace_nonfinite(self._model, self._inputs.calls)
+            self._tell(f"the gradient norm of step {self._number} is {norm}: {where}", files)
+        elif len(self._norms) >= _FEWEST_STEPS and norm > self._spike * statistics.median(self._norms):
+            before = self.block_norms
+            self._look_at_blocks()
+            name = max(self.block_norms, key=self.block_norms.__getitem__)
+            self._tell(
+                f"the gradient norm of step {self._number} is {norm:.3g}, {norm / statistics.median(self._norms):.1f} "
+                f"times the median of {len(self._norms)} steps; most of it in {name}: {self.block_norms[name]:.3g}, "
+                f"{before.get(name, math.nan):.3g} when last looked at",
+                files,
+            )
+        if math.isfinite(norm):
+            self._norms.append(norm)
+            if self._is_due:
+                self._look_over_ranks()
+
+    def step(self, loss: float | Tensor | None = None, files: Sequence[str] = ()) -> None:
+        """A step has ended. Where the loop does not say so, it ends when its optimizer steps again.
+
+        Args:
+            loss: of this rank's samples, and not the mean over ranks, so that a spike names the files that it is of;
+                reading a tensor on a GPU waits for it.
+            files: those that this rank's samples are from.
+        """
+        if loss is not None:
+            self._look_at_loss(loss.item() if isinstance(loss, Tensor) else loss, files)
+        self._inputs.calls.clear()
+        self._number += 1
+        self._is_checked = False
+        self._stepped.clear()
+        compare_next_forwards(self._is_due)
+
+    def _look_at_loss(self, loss: float, files: Sequence[str]) -> None:
+        median = statistics.median(self._losses) if len(self._losses) >= _FEWEST_STEPS else math.inf
+        group = get_sequence_parallel_group() if dist.is_initialized() else None
+        # Ranks that share a sample have the same loss: one of them says so.
+        if loss > self._spike * median > 0 and (group is None or group.rank() == 0):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            logger.warning(
+                "the loss of step %d on rank %d is %.3g, %.1f times the median of %d steps%s",
+                self._number,
+                rank,
+                loss,
+                loss / median,
+                len(self._losses),
+                _shown(files),
+            )
+        if math.isfinite(loss):
+            self._losses.append(loss)
+
+    def _tell(self, what: str, files: Sequence[str]) -> None:
+        """Rank 0 warns, with the files of all ranks. Communication: an object all-gather."""
+        if dist.is_initialized():
+            assert dist.group.WORLD is not None
+            files = [file for each in gather_objects(list(files), dist.group.WORLD) for file in each]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning("%s%s", what, _shown(files))
+
+    @torch.no_grad()
+    def _look_over_ranks(self) -> None:
+        told = first_difference(self._model, self._holders)
+        if told is not None:
+            since = (
+                f"they were equal in step {self._last_equal}: go on from a state saved until then"
+                if self._last_equal
+                else "this is the first look: load or initialise the same weights on all of them"
+            )
+            raise ValueError(
+                f"step {self._number}: {told}. Ranks that hold the same parameters train different models from here; "
+                f"{since}"
+            )
+        self._last_equal = self._number
+
+    @torch.no_grad()
+    def _look_at_blocks(self) -> None:
+        """The 2-norm of each block's gradients over all ranks. Communication: an all-reduce of a number a block."""
+        names = [*self._blocks, OUTSIDE]
+        places = {name: index for index, name in enumerate(names)}
+        # By the ranks that hold the other parts, in one order on all ranks, as parameters have one.
+        gradients: dict[Any, list[tuple[int, Tensor]]] = {each.parts: [] for each in self._holders.values()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                block = next((each for each in self._blocks if name.startswith(f"{each}.")), OUTSIDE)
+                grad = parameter.grad
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                gradients[self._holders[name].parts].append((places[block], local))
+        device = next(self._model.parameters()).device
+        total = torch.zeros(len(names), device=device)
+        for parts, found in gradients.items():
+            squares = torch.zeros(len(names), device=device)
+            if found:
+                norms = torch._foreach_norm([grad for _, grad in found], 2, dtype=torch.float32)
+                index = torch.tensor([place for place, _ in found], device=device)
+                squares.index_add_(0, index, torch.stack(norms).to(device).square())
+            for group in parts:
+                dist.all_reduce(squares, group=group)
+            total += squares
+        self.block_norms = dict(zip(names, total.sqrt().tolist(), strict=True))
+        self.last_look = self._number
+
+
+def _shown(files: Sequence[str]) -> str:
+    names = list(dict.fromkeys(files))
+    if not names:
+        return ""
+    return f"; its files: {', '.join(names[:_SHOWN_FILES])}{', …' if len(names) > _SHOWN_FILES else ''}"
