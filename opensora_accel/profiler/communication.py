@@ -130,6 +130,9 @@ class Transfers:
                         exposed / len(transfer.calls),
                         call.sent_bytes,
                         _sent_to(call),
+                        {call.peer: call.input_bytes}
+                        if call.kind == "recv" and call.peer is not None
+                        else {},
                     )
                 )
         return found

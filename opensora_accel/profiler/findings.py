@@ -144,7 +144,8 @@ def _congestion(run: RunAnalysis) -> Iterator[Finding]:
         )
         ranks = (link.rank,) if link.peer is None else (link.rank, link.peer)
         # Part of it may have been hidden.
-        cost = min(link.lost_s, max(rank.behind_s["network"] for rank in run.ranks))
+        exposed = max((each.exposed_transfer_s for each in run.axes if each.axis == axis), default=0.0)
+        cost = min(link.lost_s, exposed)
         yield Finding("congested link", text, remedy, cost / run.mean_step_s, cost, ranks, axis)
 
 
@@ -153,26 +154,27 @@ def _congested_axes(run: RunAnalysis) -> set[str]:
 
 
 def _exposed(run: RunAnalysis) -> Iterator[Finding]:
-    congested = _congested_axes(run)
     for axis in run.axes:
         exposed, share = axis.exposed_transfer_s, axis.exposed_transfer_share
-        of_step = exposed / run.mean_step_s
-        # A congested link is exposed because it is congested.
-        if share is None or share < EXPOSED_SHARE or of_step < EXPOSED_OF_STEP or axis.axis in congested:
+        # What is exposed because a link is congested, that finding tells.
+        congested = max((link.lost_s for link in run.congestion if link.axis == axis.axis), default=0.0)
+        left = max(0.0, exposed - congested)
+        of_step = left / run.mean_step_s
+        if share is None or share * left < EXPOSED_SHARE * exposed or of_step < EXPOSED_OF_STEP:
             continue
         text = (
             f"{axis.axis or 'communication of no named axis'} hides {1 - share:.0%} of its transfers: "
-            f"{exposed:.3g} s of "
-            f"every step ({of_step:.0%}) compute waits for them"
+            f"{exposed:.3g} s of every step ({exposed / run.mean_step_s:.0%}) compute waits for them"
         )
         remedy = _HIDE.get(axis.axis, _HIDE_GRADIENTS)
-        yield Finding("exposed communication", text, remedy, of_step, exposed, (), axis.axis)
+        yield Finding("exposed communication", text, remedy, of_step, left, (), axis.axis)
 
 
 def _ratio(run: RunAnalysis) -> Iterator[Finding]:
     ratio = run.compute_to_communication
-    # What its most exposed axis costs.
-    exposed = max((axis.exposed_transfer_s for axis in run.axes), default=0.0)
+    # What its most exposed axis costs, of those that no other finding names.
+    named = _congested_axes(run) | {finding.axis for finding in _exposed(run)}
+    exposed = max((axis.exposed_transfer_s for axis in run.axes if axis.axis not in named), default=0.0)
     if ratio is None or ratio >= MIN_RATIO:
         return
     yield Finding(

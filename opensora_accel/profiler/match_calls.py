@@ -150,29 +150,36 @@ def axes_of(
 
 
 def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[CongestedCall]:
-    """Those that lost most time first. Of a collective, only the rank that had it longest."""
-    times: dict[tuple[str, str, int], array[float]] = defaultdict(lambda: array("d"))
+    """Those that lost most time first. Of a collective, only the rank that had it longest; of a message, its receiver.
+
+    A sender is done when its message lies in the host's buffers, however slow the link is.
+    """
+    times: dict[tuple[str, str, int, int], array[float]] = defaultdict(lambda: array("d"))
     for calls in matched.values():
         for kind, transfer in zip(calls.kinds, calls.transfers(), strict=True):
-            times[kind[:3]].append(transfer)
+            times[kind[:4]].append(transfer)
+    tells_senders = any(received for _, _, _, received in times)
     medians = {kind: statistics.median(values) for kind, values in times.items()}
     worst: dict[Any, CongestedCall] = {}
     for (_, number), calls in matched.items():
         for kind, ready, seconds in zip(calls.kinds, calls.ready, calls.transfers(), strict=True):
-            median_s = medians[kind[:3]]
-            if not kind.sent_bytes or median_s <= 0 or seconds * CONGESTED_SHARE <= median_s:
+            median_s = medians[kind[:4]]
+            is_received = kind.kind in MESSAGES and tells_senders
+            num_bytes = kind.received_bytes if is_received else kind.sent_bytes
+            sender, receiver = (kind.peer, calls.rank) if is_received else (calls.rank, kind.peer)
+            if sender is None or not num_bytes or median_s <= 0 or seconds * CONGESTED_SHARE <= median_s:
                 continue
             call = CongestedCall(
                 step=number,
-                rank=calls.rank,
+                rank=sender,
                 axis=kind.axis,
                 kind=kind.kind,
-                peer=kind.peer,
-                sent_bytes=kind.sent_bytes,
+                peer=receiver,
+                sent_bytes=num_bytes,
                 seconds=seconds,
                 median_s=median_s,
-                bytes_per_s=kind.sent_bytes / seconds,
-                median_bytes_per_s=kind.sent_bytes / median_s,
+                bytes_per_s=num_bytes / seconds,
+                median_bytes_per_s=num_bytes / median_s,
             )
             # The ranks of a collective agree on when the last one came, to the last bit.
             name = (number, kind.axis, kind.kind, ready, calls.rank if kind.kind in MESSAGES else None)

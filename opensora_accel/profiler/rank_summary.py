@@ -52,7 +52,9 @@ class CallKind(NamedTuple):
     axis: str
     kind: str
     sent_bytes: int
-    # Who gets it, where that is one rank.
+    # Of a message that is received.
+    received_bytes: int
+    # Who gets it, or sent the message, where that is one rank.
     peer: int | None
 
 
@@ -138,8 +140,9 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
     sent_to: dict[int, int] = defaultdict(int)
     waits = []
     for call in record.calls:
-        peer = next(iter(call.sent_to)) if len(call.sent_to) == 1 else None
-        kind = CallKind(call.axis, call.kind, call.sent_bytes, peer)
+        others = call.sent_to or call.received_from
+        peer = next(iter(others)) if len(others) == 1 else None
+        kind = CallKind(call.axis, call.kind, call.sent_bytes, sum(call.received_from.values()), peer)
         calls = groups[call.group]
         if (call.group, kind) not in index:
             index[call.group, kind] = len(calls.kinds)

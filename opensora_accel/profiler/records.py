@@ -25,6 +25,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # Regions of a step, in the order in which they are shown.
@@ -85,6 +86,8 @@ class CommunicationCall:
     # What other ranks get from this one, and how much of it each (by global rank).
     sent_bytes: int
     sent_to: Mapping[int, int] = field(default_factory=dict)
+    # Of a "recv": whose message it is, and its bytes.
+    received_from: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,8 @@ def _call_of(
     exposed_s: float,
     sent_bytes: int,
     sent_to: Mapping[str, int],
+    received_from: Mapping[str, int] = MappingProxyType({}),
 ) -> CommunicationCall:
     # JSON's names are strings.
-    ranks = {int(rank): size for rank, size in sent_to.items()}
-    return CommunicationCall(kind, axis, group, start_s, end_s, exposed_s, sent_bytes, ranks)
+    to, source = ({int(rank): size for rank, size in each.items()} for each in (sent_to, received_from))
+    return CommunicationCall(kind, axis, group, start_s, end_s, exposed_s, sent_bytes, to, source)

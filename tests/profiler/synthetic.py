@@ -202,9 +202,10 @@ class _Step:
             for kind, end, sent in (("send", arrived[rank.number], True), ("recv", arrived[source], False)):
                 exposed = max(0.0, end - computed)
                 to = {self._neighbour(rank.number, 1): _KEYS_AND_VALUES} if sent else {}
+                of = {} if sent else {source: _KEYS_AND_VALUES}
                 rank.calls.append(
                     CommunicationCall(
-                        kind, "ring", "ring", starts[rank.number], end, exposed, sum(to.values()), to
+                        kind, "ring", "ring", starts[rank.number], end, exposed, sum(to.values()), to, of
                     )
                 )
             rank.now = done
