@@ -82,6 +82,9 @@ def _profile(arguments: Sequence[str]) -> int:
       --num-steps N   how many steps are recorded (20)
       --memory        also what fills the memory, in the last of them (on a CPU that step takes longer)
       --report FILE   makes the page of `opensora-accel report` of it
+      --link AXIS=BYTES_PER_S   what a link of this axis can do, for the page: --link ring=25e9 (may be repeated;
+                      `opensora-accel doctor --links` measures)
+      --peak-flops N  operations a second of one device, for MFU, where it is none of those that are known
       any of `opensora-accel train --help`: --config FILE, --plan.ulysses 2, --resume, ...
 
     example, on two ranks:
@@ -96,9 +99,25 @@ def _profile(arguments: Sequence[str]) -> int:
     parser.add_argument("--num-steps", type=int, default=20)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--report", default="")
+    parser.add_argument("--link", action="append", default=[])
+    parser.add_argument("--peak-flops", type=float)
     own, options = parser.parse_known_args(arguments)
     if own.num_steps < 1:
         raise ValueError(f"--num-steps is a number of steps, at least 1; got {own.num_steps}")
+    links = {}
+    for given in own.link:
+        axis, _, speed = given.partition("=")
+        try:
+            links[axis] = float(speed)
+        except ValueError:
+            links[axis] = 0.0
+        if not axis or not 0 < links[axis] < float("inf"):
+            raise ValueError(
+                f"--link is an axis and its bytes a second, as in --link ring=25e9; got {given!r}"
+            )
+    if own.peak_flops is not None and not 0 < own.peak_flops < float("inf"):
+        raise ValueError(f"--peak-flops is a number of operations a second, as 989e12; got {own.peak_flops}")
+    from opensora_accel.training.config import ProfileOptions
     from opensora_accel.training.run import parse, run
 
     config, _, _ = parse(options)
@@ -106,7 +125,7 @@ def _profile(arguments: Sequence[str]) -> int:
     if not any(option.partition("=")[0] == "--output" for option in options):
         output = f"{output.rstrip('/')}_profile"
         options += ["--output", output]
-    status = run(options, own.num_steps, own.memory)
+    status = run(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops))
     if own.report and status == 0 and os.environ.get("RANK", "0") == "0":
         return _report([f"{output}/profile", "--out", own.report])
     return status

@@ -38,6 +38,7 @@ from opensora_accel.profiler.match_calls import (
     axes_of,
     congested_calls,
     congested_links,
+    kinds_of,
     match_calls,
     sent_by,
 )
@@ -147,6 +148,7 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
         ranks=analyses,
         steps=steps,
         axes=axes_of(ranks, matched, len(counted)),
+        kinds=kinds_of(matched, len(ranks), len(counted)),
         compute_to_communication=statistics.median(ratios) if ratios else None,
         sent=sent_by(ranks, summaries, counted),
         num_congested=len(congested),

@@ -100,6 +100,18 @@ class AxisAnalysis:
 
 
 @dataclass(frozen=True)
+class KindAnalysis:
+    """Calls of one kind over one axis: a rank's, per step, as the mean over ranks."""
+
+    axis: str
+    kind: str
+    calls: float
+    sent_bytes: float
+    # Steps that have such a call, of those that count.
+    steps: int
+
+
+@dataclass(frozen=True)
 class CongestedCall:
     """A call that took more than twice as long as the median of its kind, axis and size."""
 
@@ -207,6 +219,7 @@ class RunAnalysis:
     ranks: Sequence[RankAnalysis]
     steps: Sequence[StepAnalysis]
     axes: Sequence[AxisAnalysis]
+    kinds: Sequence[KindAnalysis]
     compute_to_communication: float | None
     # Bytes from rank to rank per step: source, target, bytes.
     sent: Sequence[tuple[int, int, float]]

@@ -17,6 +17,10 @@ MIN_SHARE = 0.02
 EXPOSED_SHARE, EXPOSED_OF_STEP = 0.2, 0.05
 # Compute : communication under this makes the network the limit.
 MIN_RATIO = 3.0
+MORE_COMPUTE = (
+    "use fewer ring ranks, larger blocks (more tokens or channels per rank), or accumulate gradients over several "
+    "microbatches"
+)
 # The optimizer's peak stands out if it is above all others by this share of itself.
 PEAK_SHARE = 0.03
 # A rank is late as a rule in this share of the steps.
@@ -182,9 +186,7 @@ def _ratio(run: RunAnalysis) -> Iterator[Finding]:
         f"compute : communication is {ratio:.2g} : 1, under {MIN_RATIO:g} : 1: the network is the limit, or "
         "will be with "
         "more ranks",
-        "use fewer ring ranks, larger blocks (more tokens or channels per rank), or accumulate gradients "
-        "over several "
-        "microbatches",
+        MORE_COMPUTE,
         exposed / run.mean_step_s,
         exposed,
     )

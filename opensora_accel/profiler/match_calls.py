@@ -17,7 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from opensora_accel.profiler.analysis import AxisAnalysis, CongestedCall, CongestedLink
+from opensora_accel.profiler.analysis import (
+    AxisAnalysis,
+    CongestedCall,
+    CongestedLink,
+    KindAnalysis,
+)
 from opensora_accel.profiler.intervals import Interval, length
 from opensora_accel.profiler.rank_summary import (
     MESSAGES,
@@ -147,6 +152,25 @@ def axes_of(
             )
         )
     return rows
+
+
+def kinds_of(
+    matched: Mapping[tuple[int, int], MatchedCalls], num_ranks: int, num_steps: int
+) -> list[KindAnalysis]:
+    """How often there is a call of each kind, and how much is sent by it, the most bytes first."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    steps: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for (_, number), of_rank in matched.items():
+        for each, times in Counter(of_rank.kinds).items():
+            calls[each.axis, each.kind] += times
+            sent[each.axis, each.kind] += times * each.sent_bytes
+            steps[each.axis, each.kind].add(number)
+    per_step = num_ranks * num_steps
+    return [
+        KindAnalysis(*name, calls[name] / per_step, sent[name] / per_step, len(steps[name]))
+        for name in sorted(calls, key=lambda name: (-sent[name], name))
+    ]
 
 
 def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[CongestedCall]:

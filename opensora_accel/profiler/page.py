@@ -402,7 +402,21 @@ def _communication(run: Value, prefix: str) -> str:
         ),
         sent,
     )
-    return bars + matrix + _congested(run)
+    kinds = table(
+        "How often, and how much: calls by axis and kind, per step and rank",
+        ["axis", "kind", "calls", "sent", "steps that have it"],
+        [
+            [
+                kind["axis"].text() or "no axis",
+                kind["kind"].text(),
+                kind["calls"].show(number),
+                kind["sent_bytes"].show(size),
+                kind["steps"].show(integer),
+            ]
+            for kind in run["kinds"]
+        ],
+    )
+    return bars + kinds + matrix + _congested(run)
 
 
 def _congested(run: Value) -> str:

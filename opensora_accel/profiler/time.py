@@ -22,6 +22,7 @@ on a GPU is a step later: nothing makes the host wait for the device.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 import threading
 import time
@@ -46,13 +47,16 @@ from opensora_accel.parallel_states import get_mesh, get_parallel_group, has_mes
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
+from opensora_accel.profiler.findings import MIN_RATIO, MORE_COMPUTE
 from opensora_accel.profiler.flops import FlopCounter
+from opensora_accel.profiler.intervals import length
 from opensora_accel.profiler.memory import MemoryTimeline
 from opensora_accel.profiler.places import find_blocks
 from opensora_accel.profiler.records import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,
+    CommunicationCall,
     MemorySample,
     RecordWriter,
     RunRecord,
@@ -64,6 +68,10 @@ from shardformer.paths import find
 from shardformer.policy import find_policy, has_policy
 from shardformer.policy.base import Policy
 
+logger = logging.getLogger(__name__)
+
+# Steps after the first in which the ratio of compute to communication is looked at.
+_STEPS_BEFORE_WARNING = 10
 # Regions in which the device computes, or the host for it.
 _COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
 # Groups by which a call is named, the narrowest first; where two have the same ranks the first name counts.
@@ -139,7 +147,7 @@ class profile:
         self._model, self._plan, self._folder = model, plan, Path(folder)
         self._policy = policy or (find_policy(model) if has_policy(model) else None)
         self._link, self._peak = dict(link_bytes_per_s or {}), (peak_flops, peak_flops_source)
-        self._number, self._trace_steps = first_step, frozenset(trace_steps)
+        self._number, self._first_step, self._trace_steps = first_step, first_step, frozenset(trace_steps)
         self._trace: torch.profiler.profile | None = None
         self._memory_steps, self._optimizer = frozenset(memory_steps), optimizer
         self._memory: MemoryTimeline | None = None
@@ -150,6 +158,8 @@ class profile:
         self._stack: list[_Open] = []
         self._lock = threading.RLock()  # a save tells of itself from a thread of its own
         self._waiting: deque[_Step] = deque()
+        # Seconds of work and of a busy network in the steps after the first, until the ratio was told.
+        self._work_s = self._network_s = 0.0
 
     def __enter__(self) -> profile:
         self._clock = clock_for(self._device)
@@ -346,6 +356,8 @@ class profile:
             return min(max(host_s - self._clock.zero_s, seconds(step.begin)), seconds(step.end))
 
         metrics = {name: float(value) for name, value in step.metrics.items()}
+        calls = self._transfers.records(step.transfers, compute)
+        self._watch_ratio(step, seconds(step.end) - seconds(step.begin), spans, calls)
         self._writer.step(
             StepRecord(
                 step.number,
@@ -353,10 +365,33 @@ class profile:
                 seconds(step.end),
                 metrics,
                 spans,
-                self._transfers.records(step.transfers, compute),
+                calls,
                 [dataclasses.replace(each, time_s=within(each.time_s)) for each in step.memory],
             )
         )
+
+    def _watch_ratio(
+        self, step: _Step, step_s: float, spans: Sequence[Span], calls: Sequence[CommunicationCall]
+    ) -> None:
+        """Warns once, on rank 0, where compute : communication stays under 3 : 1."""
+        if step.number == self._first_step or self._work_s < 0:
+            return
+        network = [(call.start_s, call.end_s) for call in calls]
+        data = [(span.start_s, span.end_s) for span in spans if span.region == "data"]
+        exposed = length((call.end_s - call.exposed_s, call.end_s) for call in calls)
+        self._work_s += max(0.0, step_s - exposed - length(data))
+        self._network_s += length(network)
+        if step.number < self._first_step + _STEPS_BEFORE_WARNING:
+            return
+        if self._work_s < MIN_RATIO * self._network_s and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(
+                "compute : communication is %.2g : 1 over %d steps, under %g : 1: the network is the limit; %s",
+                self._work_s / self._network_s,
+                step.number - self._first_step,
+                MIN_RATIO,
+                MORE_COMPUTE,
+            )
+        self._work_s = -1.0  # once
 
     def _run_record(self, groups: Mapping[str, list[int]], clock_error_s: float) -> RunRecord:
         started = dist.is_initialized()

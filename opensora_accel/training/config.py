@@ -255,6 +255,19 @@ class TrainConfig:
             )
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What `opensora-accel profile` asks for beside the run's configuration."""
+
+    num_steps: int
+    # In the last step, also what fills the memory.
+    follow_memory: bool = False
+    # Of each axis, as measured by `opensora-accel doctor --links` or given.
+    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    # Operations a second of one device, where it is not one that is known.
+    peak_flops: float | None = None
+
+
 def load_config(path: str | Path) -> TrainConfig:
     """The run described by a TOML or JSON file; options that it does not name keep their defaults.
 

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
-from opensora_accel.profiler import profile, watch
+from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
+from opensora_accel.profiler.flops import peak_of
 from opensora_accel.regions import region
 from opensora_accel.training import build
-from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
 from opensora_accel.training.encoders import (
     CachedLatents,
@@ -61,7 +62,9 @@ from opensora_accel.training.saved_state import (
     set_newer_aside,
 )
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
-from shardformer import save_lora
+from shardformer import blocks_of, save_lora
+from shardformer.paths import find
+from shardformer.policy import find_policy
 from shardformer.tensor_parallel import total_grad_norm
 
 logger = logging.getLogger(__name__)
@@ -132,13 +135,12 @@ class Trainer:
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record or {}).get("run") or uuid.uuid4().hex
 
-    def train(self, num_profiled: int = 0, follow_memory: bool = False) -> list[float]:
+    def train(self, profiling: ProfileOptions | None = None) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
 
         Args:
-            num_profiled: of so many steps it is recorded where their time went (`opensora_accel/profiler`), and the
+            profiling: it is recorded where the time of so many steps went (`opensora_accel/profiler`), and the
                 training ends with them; then nothing is saved at its end, and nothing sampled.
-            follow_memory: in the last of these steps, also what fills the memory.
 
         Raises:
             ValueError: ten steps in a row were skipped.
@@ -148,15 +150,19 @@ class Trainer:
         tracker: Tracker | None = None
         last = self.config.steps
         profiler: profile | None = None
-        if num_profiled:
-            last = min(last, self.state.step + num_profiled)
+        if profiling is not None:
+            last = min(last, self.state.step + profiling.num_steps)
+            peak, source = peak_of(self.device, self.config.plan.precision)
             profiler = profile(
                 self.state.model,
                 self.config.plan,
                 self.output / PROFILE,
                 first_step=self.state.step + 1,
-                memory_steps=[last] if follow_memory else (),
+                memory_steps=[last] if profiling.follow_memory else (),
                 optimizer=self.state.optimizer,
+                link_bytes_per_s=profiling.link_bytes_per_s,
+                peak_flops=profiling.peak_flops or peak,
+                peak_flops_source="given" if profiling.peak_flops else source,
             )
         if self.is_first:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -170,7 +176,8 @@ class Trainer:
             while self.state.step < last:
                 started = time.perf_counter()
                 # A save that failed beside the training ends it here, on all ranks.
-                metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
+                with self._explained():
+                    metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
                 seconds = time.perf_counter() - started
                 if metrics is None:
                     self.saver.wait()
@@ -198,6 +205,19 @@ class Trainer:
         if not stopping:
             self._write_results()
         return losses
+
+    def _explained(self) -> AbstractContextManager[Any]:
+        """Around a step of a watched run on a GPU: where memory runs out it is told what filled it, and what would fit.
+
+        On a CPU that would follow every operator, and the system ends a process without asking.
+        """
+        if self.watch is None or self.device.type != "cuda":
+            return nullcontext()
+        model = self.state.model
+        mlps = [mlp for path in find_policy(model).mlps for _, mlp in find(model, path)]
+        return tell_of_out_of_memory(
+            model, self.state.optimizer, self.config.plan, blocks=blocks_of(model), mlps=mlps
+        )
 
     def _write_results(self) -> None:
         """What a whole run leaves beside its saved states: the adapter, and sampled clips."""

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.training.config import TrainConfig, config_from_dict, differences, load_config
+from opensora_accel.training.config import (
+    ProfileOptions,
+    TrainConfig,
+    config_from_dict,
+    differences,
+    load_config,
+)
 from opensora_accel.training.output import check_inputs, claim, move_aside
 from opensora_accel.training.ranks import from_first_rank, is_first_rank
 from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, find_saved_state, run_of
@@ -19,12 +25,11 @@ from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, find_saved
 _SHOWN_STEPS = 20
 
 
-def run(arguments: Sequence[str], num_profiled: int = 0, follow_memory: bool = False) -> int:
+def run(arguments: Sequence[str], profiling: ProfileOptions | None = None) -> int:
     """Trains; the exit status.
 
     Args:
-        num_profiled: of so many steps it is recorded where their time went, and then it ends.
-        follow_memory: in the last of these, also what fills the memory.
+        profiling: it is recorded where the time of so many steps went, and then it ends.
 
     Raises:
         ValueError, OSError: what a user can mend.
@@ -42,7 +47,7 @@ def run(arguments: Sequence[str], num_profiled: int = 0, follow_memory: bool = F
         assert dist.group.WORLD is not None
         # Gradients are averaged by torch's own collectives, whose failures name no rank.
         with waiting("a step", dist.group.WORLD):
-            return _train(*_resolve(file, options, config), num_profiled, follow_memory)
+            return _train(*_resolve(file, options, config), profiling)
     except MissingRankError:
         raise
     except Exception as error:
@@ -152,8 +157,7 @@ def _train(
     config: TrainConfig,
     folder: Path | None,
     record: dict[str, Any] | None,
-    num_profiled: int,
-    follow_memory: bool,
+    profiling: ProfileOptions | None,
 ) -> int:
     from opensora_accel.training.loop import Trainer
 
@@ -175,7 +179,7 @@ def _train(
             from_first_rank(lambda: move_aside(config))
         if is_first_rank():
             print(trainer.summary, flush=True)
-        losses = trainer.train(num_profiled, follow_memory)
+        losses = trainer.train(profiling)
     if is_first_rank():
         if len(losses) >= 2 * _SHOWN_STEPS:
             first, last = statistics.fmean(losses[:_SHOWN_STEPS]), statistics.fmean(losses[-_SHOWN_STEPS:])

@@ -117,6 +117,8 @@ def test_a_step_worked_by_hand(tmp_path):
     assert rank.peak.elsewhere_bytes == 5
     assert run.steps[1].tokens_per_s == 3.0 and run.steps[1].loss == 2.0
     assert run.sent == [(0, 1, 8.0)] and run.axes[0].bytes_per_s == 4.0 and run.axes[0].exposed_share == 0.5
+    (kind,) = run.kinds
+    assert (kind.axis, kind.calls, kind.sent_bytes, kind.steps) == ("ring", 1.0, 8.0, 1)
     assert run.utilization.mfu == 0.5 and run.utilization.hfu is None
     assert "hardware_flops" in run.utilization.why_not
     assert run.warm_up_steps == 1 and "Step 0 is a warm-up" in run.notes[0]

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import logging
 import time
 
 import pytest
@@ -15,6 +16,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel, regions
 from opensora_accel.profiler import profile, region
 from opensora_accel.profiler.clock import HostClock, agree
+from opensora_accel.profiler.flops import peak_of
 from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
 from opensora_accel.with_accelerate import profile_tracker
 from tests.tiers import some
@@ -286,6 +288,44 @@ def test_ranks_count_from_the_same_instant(ranks):
 def test_all_ranks_write(ranks, tmp_path):
     assert all(ranks(2, profiled, "Wan", Plan(dp_replicate=2), tmp_path))
     assert len(rank_files(tmp_path)) == 2
+
+
+def exchanging(folder):
+    """Steps that send far more than they compute."""
+    init_parallel(Plan(dp_replicate=2))
+    told, logger = [], logging.getLogger("opensora_accel.profiler.time")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        model, message = nn.Linear(2, 2), torch.ones(1 << 20)
+        with profile(model, folder=folder) as run:
+            for _ in range(14):
+                model(torch.ones(1, 2)).sum().backward()
+                dist.all_reduce(message)
+                run.step()
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_a_network_that_is_the_limit_is_told_once(ranks, tmp_path):
+    (message,), none = ranks(2, exchanging, tmp_path)
+    assert none == [] and "communication is 0." in message and "over 10 steps, under 3 : 1" in message
+    assert "use fewer ring ranks" in message
+
+
+def test_peaks_of_known_devices(monkeypatch):
+    cuda = torch.device("cuda")
+    for name, bf16 in {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA T4": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device, name=name: name)
+        assert peak_of(cuda, "bf16")[0] == bf16
+        assert (peak_of(cuda, "fp32")[0] is None) == (bf16 is None) and peak_of(cuda, "fp64") == (None, "")
+    assert peak_of(torch.device("cpu"), "bf16") == (None, "")
 
 
 @pytest.mark.prove

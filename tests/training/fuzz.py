@@ -168,7 +168,7 @@ BAD: dict[str, list[Any]] = {
 
 
 def configurations(seed: int, number: int) -> list[Case]:
-    """Half of them good; every option, and of the bad ones every value, comes once in a `number` of 640 or more."""
+    """Half of them good; every value comes once, where `number` is twice that of the good or the bad ones."""
     chosen = random.Random(seed)
     bad = [(name, value) for name, values in BAD.items() for value in values]
     good = [(name, value) for name, values in GOOD.items() for value in values]
