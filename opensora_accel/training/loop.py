@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.fsdp_collectives import forget_rounding
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
 from opensora_accel.profiler import profile
 from opensora_accel.regions import region
@@ -250,6 +251,7 @@ class Trainer:
         state.step += 1
         self.skipped_in_a_row = 0 if reason is None else self.skipped_in_a_row + 1
         if reason is not None:
+            forget_rounding(state.model)
             self._tell_of_skipped(reason, own_loss, files)
         return {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
 
