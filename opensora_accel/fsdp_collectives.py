@@ -23,16 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from opensora_accel.communications import transport, two_level
-from opensora_accel.communications.compressed import WIRE_DTYPES, CompressedShards, RoundedSum
+from opensora_accel.communications.compressed import (
+    WIRE_DTYPES,
+    CompressedShards,
+    RoundedSum,
+    holds_against_exact,
+    replace_by_exact,
+)
 from opensora_accel.parallel_states import get_nodes
 from opensora_accel.plan import Plan
 
 
-def use_collectives(unit: nn.Module, plan: Plan, kept: FSDPMeshInfo | None) -> None:
+def use_collectives(unit: FSDPModule, plan: Plan, kept: FSDPMeshInfo | None) -> None:
     """Makes one module that `fully_shard` has returned send as the plan says.
 
     Args:
@@ -78,15 +84,27 @@ def forget_rounding(model: nn.Module) -> None:
                         user.forget()
 
 
+def elements_of_messages(model: nn.Module) -> dict[int, int]:
+    """How many elements a message of so many bytes has, of all compressed gathers that have run."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            if isinstance(group._all_gather_comm, CompressedGather):
+                found |= group._all_gather_comm.elements_of_message
+    return found
+
+
 def param_groups(unit: Any) -> Iterator[Any]:
     """FSDP2's groups of parameters of one module, each gathered together."""
     yield from (group for group in unit._get_fsdp_state()._fsdp_param_groups if group is not None)
 
 
-class _Allocates:
+class _Allocates(Comm):
     """Buffers as torch allocates them."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -96,6 +114,11 @@ class CompressedGather(_Allocates, AllGather):
     def __init__(self, params: Sequence[Any], wire_dtype: torch.dtype):
         self._params, self._wire_dtype = params, wire_dtype
         self._shards: CompressedShards | None = None
+
+    @property
+    def elements_of_message(self) -> dict[int, int]:
+        """The elements that its message has, by the message's bytes; nothing before it has run."""
+        return {self._shards.message_bytes: self._shards.numel} if self._shards is not None else {}
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -113,8 +136,16 @@ class CompressedGather(_Allocates, AllGather):
         messages = message.new_empty(group.size() * message.numel())
         shards = self._shards
 
+        output = output_tensor.view(group.size(), -1)
+        exact = None
+        if holds_against_exact():
+            exact = torch.empty_like(output)
+            transport.all_gather(exact.view(-1), input_tensor.clone(), group)
+
         def unpack() -> None:
-            shards.unpack(messages.view(group.size(), -1), output_tensor.view(group.size(), -1))
+            shards.unpack(messages.view(group.size(), -1), output)
+            if exact is not None:
+                replace_by_exact(output, exact, shards.bound(exact), "a gathered weight")
 
         if async_op:
             return _Unpacking(transport.start_all_gather(messages, message, group), group, message, unpack)

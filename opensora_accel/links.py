@@ -84,10 +84,10 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     Communication: `_ROUNDS` messages of 8 bytes and as many of 4 MiB to the next rank, and an all-reduce over the job.
     """
-    seconds = [_shift_s(group, size, device) for size in (_SMALL_BYTES, _LARGE_BYTES)]
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    nanoseconds = [int(1e9 * _shift_s(group, size, device)) for size in (_SMALL_BYTES, _LARGE_BYTES)]
+    slowest = torch.tensor(nanoseconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    small_s, large_s = slowest.tolist()
+    small_s, large_s = (1e-9 * nanosecond for nanosecond in slowest.tolist())
     # On a machine that does other things a large message may seem the faster one.
     return Link(_LARGE_BYTES / max(large_s - small_s, large_s / 10), small_s)
 

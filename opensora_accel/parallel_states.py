@@ -210,7 +210,7 @@ def _check_two_levels(ranks: Tensor, plan: Plan) -> None:
     if plan.sharding != "none":
         copies = ranks.reshape(plan.mixed // plan.num_shards, plan.num_shards, plan.tp)
         axes["copies of the parameters"] = _lines_along(copies, ("copy",), ("copy", "shard", "tp"))
-    if not any(map(_levels, axes.values())):
+    if not any(levels_of(lines, _ranks_per_node or 1) for lines in axes.values()):
         had = " and ".join(f"{len(lines[0])} {name} of ranks {lines[0]}" for name, lines in axes.items())
         raise ValueError(
             f'two_level="on" needs a group with several ranks on each of several nodes; with {_ranks_per_node} ranks a '
@@ -225,7 +225,7 @@ def _measure_links(ranks: Tensor, device: torch.device) -> None:
     Communication: messages of up to 4 MiB to the next rank, a tenth of a second in all.
     """
     global _links
-    levels = _levels([ranks.flatten().tolist()])
+    levels = levels_of([ranks.flatten().tolist()], _ranks_per_node or 1)
     if levels is not None:
         slowest = []
         for lines, name in zip(levels, ("node", "nodes"), strict=True):
@@ -238,7 +238,9 @@ def _split_by_node(group: dist.ProcessGroup, ranks: Tensor, axis: str, names: Se
 
     Communication: the ranks of a new group wait for each other.
     """
-    levels = _levels(_lines_along(ranks, (axis,), names)) if _ranks_per_node is not None else None
+    if _ranks_per_node is None:
+        return
+    levels = levels_of(_lines_along(ranks, (axis,), names), _ranks_per_node)
     # Links may not be known where the job's ranks do not fill its nodes.
     if levels is not None:
         within, between = (_own_group(lines, f"{axis}_by_node", _made) for lines in levels)
@@ -246,18 +248,19 @@ def _split_by_node(group: dist.ProcessGroup, ranks: Tensor, axis: str, names: Se
         _nodes[group.group_name] = Nodes(within, between, _links)
 
 
-def _levels(lines: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]] | None:
+def levels_of(
+    lines: Sequence[Sequence[int]], ranks_per_node: int
+) -> tuple[list[list[int]], list[list[int]]] | None:
     """The ranks of all groups, [groups, ranks], by node, and by the place on their nodes.
 
     Four ranks a node and the groups 0 1 4 5 and 2 3 6 7: within a node 0 1, 4 5, 2 3 and 6 7, between nodes 0 4, 1 5,
     2 6 and 3 7. None where a group has not several ranks on each of several nodes, and as many on each.
     """
-    assert _ranks_per_node is not None
     within, between = list[list[int]](), list[list[int]]()
     for line in lines:
         by_node: dict[int, list[int]] = {}
         for rank in line:
-            by_node.setdefault(rank // _ranks_per_node, []).append(rank)
+            by_node.setdefault(rank // ranks_per_node, []).append(rank)
         nodes = list(by_node.values())
         if len(nodes) < 2 or len(nodes[0]) < 2 or any(len(node) != len(nodes[0]) for node in nodes):
             return None

@@ -24,18 +24,22 @@ scale in fp32. With a the largest magnitude of the block, an element x comes bac
 
 A block that holds NaN or Inf comes back as NaN. Biases and the weights of norms (one dim) travel as they are.
 
+The verifier compares gradients to 1e-8, where these are off by 1e-3. So under it every such collective runs, is held
+element by element against the exact one of the same numbers and these bounds, and gives the exact result.
+
 Source: 1-bit SGD (Seide et al., Interspeech 2014) for the feedback; ZeRO++ (arXiv:2306.10209) for blocks of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.communications.transport import all_gather, all_to_all_single
+from opensora_accel.communications.transport import all_gather, all_to_all_single, reduce_scatter
 
 BLOCK = 128
 WIRE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -43,6 +47,46 @@ WIRE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # Parts of a message start at multiples of it, so that they can be viewed in any dtype.
 _ALIGNMENT = 8
+# What rounding to bf16 leaves out at most, as a share.
+_UNIT = 2.0**-8
+
+_holds_against_exact = False
+
+
+@contextlib.contextmanager
+def held_against_exact() -> Iterator[None]:
+    """Within it compressed collectives give exact results, and fail where their own are beyond their bounds."""
+    global _holds_against_exact
+    before, _holds_against_exact = _holds_against_exact, True
+    try:
+        yield
+    finally:
+        _holds_against_exact = before
+
+
+def holds_against_exact() -> bool:
+    """Whether a compressed collective is to be held against the exact one."""
+    return _holds_against_exact
+
+
+def replace_by_exact(found: Tensor, exact: Tensor, bound: Tensor, what: str) -> None:
+    """Sets `found` [...] to `exact` [...], if it is within the bound [...] of it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    # Sums in another order, and fp32 scales, are off by a few of these.
+    slack = 1e-6 * exact.abs().max() if exact.numel() else 0.0
+    over = (found - exact).abs() > bound + slack
+    if bool(over.any()):
+        worst = ((found - exact).abs() - bound).argmax()
+        right, allowed, came = (each.flatten()[worst].item() for each in (exact, bound, found))
+        raise ValueError(
+            f"{what} may be off by {allowed:.3g} where it is {right:.6g}, and came back as {came:.6g}; "
+            f"{int(over.sum())} of {over.numel()} elements are beyond the bound that compressed.py states: "
+            "look for the mistake there, or set reduce_dtype and gather_dtype to same"
+        )
+    found.copy_(exact)
 
 
 class RoundedSum:
@@ -66,11 +110,14 @@ class RoundedSum:
 
         Communication: one `all_to_all_single` of 2·n·(P−1) bytes, half of what a reduce-scatter in fp32 sends.
         """
+        exact = self._exact("summands", input_, group) if holds_against_exact() else None
         sent = self._round("summands", input_)
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, group)
         # [P, n] → [n], added up in the dtype of the output.
         torch.sum(received.view(group.size(), -1), 0, dtype=output.dtype, out=output)
+        if exact is not None:
+            replace_by_exact(output, *exact, "a sum in bf16")
 
     def all_reduce_(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """Replaces `tensor` [n] by its sum over ranks; the same bits on all of them.
@@ -85,17 +132,40 @@ class RoundedSum:
         padded[: tensor.numel()] = tensor
         own = tensor.new_empty(size)
         self.reduce_scatter(own, padded, group)
+        exact = own.clone() if holds_against_exact() else None
+        bound = self._bound("results", own)
         sent = self._round("results", own)
         gathered = sent.new_empty(num_ranks * size)
         all_gather(gathered, sent, group)
         tensor.copy_(gathered[: tensor.numel()])
+        if exact is not None:
+            whole, bounds = tensor.new_empty(num_ranks * size), tensor.new_empty(num_ranks * size)
+            all_gather(whole, exact, group)
+            all_gather(bounds, bound, group)
+            num_elements = tensor.numel()
+            replace_by_exact(tensor, whole[:num_elements], bounds[:num_elements], "an average in bf16")
+
+    def _exact(self, name: str, values: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        """This rank's part [n] of the exact sum of `values` [P·n], and how far from it the rounded one may be."""
+        found = values.new_empty(2, values.numel() // group.size())
+        for part, of_all in zip(found, (values.clone(), self._bound(name, values)), strict=True):
+            reduce_scatter(part, of_all, group)
+        return found[0], found[1]
+
+    def _bound(self, name: str, values: Tensor) -> Tensor:
+        """How far from `values` [N] what is sent in their place may be, by what was left out before."""
+        left_out = self._left_out.get(name)
+        if left_out is None or left_out.shape != values.shape:
+            return _UNIT * values.abs()
+        return left_out.abs() + _UNIT * (values + left_out).abs()
 
     def _round(self, name: str, values: Tensor) -> Tensor:
         """`values` [N] and what was left out before, in bf16; `values` become what is left out now."""
         left_out = self._left_out.get(name)
         if left_out is not None and left_out.shape == values.shape:
             values += left_out
-        sent = values.to(torch.bfloat16)
+        # A copy, also of what is bf16 already: `values` change.
+        sent = torch.empty_like(values, dtype=torch.bfloat16).copy_(values)
         values -= sent
         # A step with Inf or NaN is lost, and must not spoil those after it.
         values.nan_to_num_(0.0, 0.0, 0.0)
@@ -153,6 +223,17 @@ class CompressedShards:
         """What one rank's message has."""
         return sum(self._parts)
 
+    def bound(self, shards: Tensor) -> Tensor:
+        """How far each element may be off when it comes back, of shards [P, n] of all ranks."""
+        found = torch.zeros_like(shards)
+        for place, _ in self._blocked:
+            numel = place.stop - place.start
+            padded = torch.nn.functional.pad(shards[:, place], (0, -numel % BLOCK))
+            of_blocks = error_bound(padded.reshape(-1, BLOCK), self._wire_dtype)
+            found[:, place] = of_blocks.reshape(len(shards), -1)[:, :numel]
+        # Weights in bf16 are rounded to it once more.
+        return found if self._dtype != torch.bfloat16 else found + _UNIT * (shards.abs() + found)
+
     def pack(self, shards: Tensor) -> Tensor:
         """One rank's message, uint8 [message_bytes], from its shards [n]."""
         message = shards.new_zeros(self.message_bytes, dtype=torch.uint8)
@@ -198,19 +279,33 @@ class CompressedShards:
 def quantize(blocks: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Blocks [N, 128] in `wire_dtype`, and the fp32 scale [N] of each."""
     # Scales of bf16 weights are no bf16 numbers: rounded to it, one could make the largest weight more than 127.
-    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    scales = (wide.abs().amax(1) / _LARGEST[wire_dtype]).float().clamp_min(torch.finfo(torch.float32).tiny)
+    wide = _in_dtype(blocks, torch.promote_types(blocks.dtype, torch.float32))
+    scales = _in_dtype(wide.abs().amax(1) / _LARGEST[wire_dtype], torch.float32)
+    scales.clamp_min_(torch.finfo(torch.float32).tiny)
     scaled = wide / scales.unsqueeze(1)
     if wire_dtype == torch.int8:
         scaled.round_()
-    return scaled.to(wire_dtype), scales
+    return _in_dtype(scaled, wire_dtype), scales
+
+
+def error_bound(blocks: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    """How far each element of blocks [N, 128] may be off when it comes back, as stated at the top."""
+    step = blocks.abs().amax(1, keepdim=True) / _LARGEST[wire_dtype]
+    if wire_dtype == torch.int8:
+        return (step / 2).expand_as(blocks)
+    return torch.maximum(blocks.abs() / 16, step * 2.0**-10)
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks [..., N, 128] and scales [..., N] as numbers [..., N, 128] of `dtype`."""
     # Multiplied in fp32 or wider, and rounded once.
-    wide = torch.promote_types(dtype, torch.float32)
-    return (blocks.to(wide) * scales.unsqueeze(-1)).to(dtype)
+    wide = _in_dtype(blocks, torch.promote_types(dtype, torch.float32))
+    return _in_dtype(wide * scales.unsqueeze(-1), dtype)
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor [...] rounded to a dtype, also where the verifier leaves out the casts of `Tensor.to`."""
+    return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype).copy_(tensor)
 
 
 def _round_up(size: int, multiple: int) -> int:

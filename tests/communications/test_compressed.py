@@ -115,6 +115,16 @@ def test_a_step_that_is_not_finite_is_seen_and_spoils_no_other(ranks):
         assert torch.equal(first, last)  # nothing was left over from either
 
 
+def sums_of_bf16():
+    tensor = torch.full((5,), 1.5, dtype=torch.bfloat16)
+    RoundedSum().all_reduce_(tensor, dist.group.WORLD)
+    return tensor.tolist()
+
+
+def test_what_is_bf16_already_is_summed_too(ranks):
+    assert ranks(2, sums_of_bf16) == [[3.0] * 5] * 2
+
+
 def error_bound(blocks, wire):
     """What `compressed` states, and the rounding of the fp32 scale and product."""
     largest = blocks.abs().amax(1, keepdim=True)
