@@ -1,6 +1,7 @@
 """Gradients averaged in bf16 and weights gathered in int8 or fp8: within the bounds, beside one device."""
 
 import collections
+import copy
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications.compressed import BLOCK, WIRE_DTYPES, dequantize, quantize
-from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.fsdp import set_last_microbatch, shard_parameters
 from opensora_accel.fsdp_collectives import forget_rounding
 from opensora_accel.verify.communication.record import Recorder
 from tests.fsdp.steps import batch, make_model, whole
@@ -225,3 +226,53 @@ def refuse_mixed_dtypes():
 
 def test_weights_of_several_dtypes_are_not_compressed(ranks):
     ranks(2, refuse_mixed_dtypes)
+
+
+class Branches(torch.nn.Module):
+    """Two layers of one size, of which a step uses both or one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(6, 6, bias=False) for _ in range(2))
+
+    def forward(self, x, uses):
+        return sum(getattr(self, name)(x) for name in uses)
+
+
+def unused_now_and_then():
+    """Largest shares of the bounds of single steps, in which layers take turns to have no gradient."""
+    plan = Plan(dp_shard=2, sharding="zero3", reduce_dtype="bf16")
+    init_parallel(plan)
+    group = parallel_states.get_data_parallel_group()
+    torch.manual_seed(0)
+    reference = Branches().double()
+    model = shard_parameters(copy.deepcopy(reference), plan, [])
+    found = []
+    for step, uses in enumerate(
+        (["first", "second"], ["first"], ["second"], ["second"], ["first", "second"])
+    ):
+        sizes, mean = {}, {}
+        for rank in range(2):
+            x = torch.randn(
+                3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+            )
+            reference.zero_grad()
+            # Steps with one layer have gradients a thousand times as large: left over, their rounding would show.
+            scale = 1000 if len(uses) == 1 else 1
+            (scale * reference(x, uses).square().sum()).backward()
+            for name in uses:
+                gradient = getattr(reference, name).weight.grad
+                mean[name] = mean.get(name, 0) + gradient / 2
+                sizes[name] = sizes.get(name, 0) + gradient.abs() / 2
+            if rank == group.rank():
+                model.zero_grad()
+                (scale * model(x, uses).square().sum()).backward()
+        for name in uses:
+            actual = getattr(model, name).weight.grad.full_tensor()
+            # The step before one with both layers had one: what it left out is of no use.
+            found.append(share(actual - mean[name], U * (1 + U) * sizes[name]))
+    return max(found)
+
+
+def test_layers_without_a_gradient_leave_nothing_for_others(ranks):
+    assert max(ranks(2, unused_now_and_then)) <= 1

@@ -32,7 +32,8 @@ from opensora_accel.links import Link, one_level_s, two_levels_s
 from opensora_accel.parallel_states import Nodes, levels_of
 
 PER_NODE = 2
-# What is simulated: the bytes of a rank's tensor; and nodes, ranks of each, the link within a node and the one between nodes, of one rank.
+# What is simulated: the bytes of a rank's tensor; and by name nodes, ranks of each, and the links of one rank within
+# a node and between nodes.
 SIMULATED_BYTES = 256 * 2**20
 CLUSTERS = {
     "8 × 8, 200 Gb/s a rank": (8, 8, (Link(300e9, 3e-6), Link(25e9, 20e-6))),
