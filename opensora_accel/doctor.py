@@ -7,6 +7,7 @@ because a broken one fails at its import. `python -m torch.utils.collect_env` li
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
@@ -25,6 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
+
+from opensora_accel.links import measure_link
+from opensora_accel.parallel_states import levels_of, start_distributed
 
 GIB = 2**30
 REMEDIES = {
@@ -231,11 +235,56 @@ def run_doctor() -> list[Check]:
     ]
 
 
+def measure_links() -> dict[str, Any]:
+    """Latency and bandwidth within nodes and between them, and below which size two levels pay.
+
+    Every rank of a launcher has to call; a node is what the launcher has started on one machine.
+
+    Raises:
+        ValueError: there is a single rank.
+    """
+    start_distributed()
+    world, device = dist.get_world_size(), torch.device("cpu")
+    if world == 1:
+        raise ValueError(
+            "one rank has no links; start several: torchrun --nproc-per-node 2 -m opensora_accel.cli ..."
+        )
+    if (
+        torch.cuda.is_available()
+        and torch.device("cuda") in dist.distributed_c10d._get_default_group()._device_types
+    ):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    levels = levels_of([range(world)], per_node)
+    if levels is None:
+        link = measure_link(dist.distributed_c10d._get_default_group(), device)
+        return {"between ranks": dataclasses.asdict(link)}
+    groups = [next(line for line in lines if dist.get_rank() in line) for lines in levels]
+    links = [measure_link(dist.new_group(ranks, use_local_synchronization=True), device) for ranks in groups]
+    found: dict[str, Any] = {"within nodes": dataclasses.asdict(links[0])}
+    found["between nodes"] = dataclasses.asdict(links[1])
+    # See opensora_accel/links.py.
+    found["two_level_all_to_all_pays_below_bytes"] = (
+        world * links[1].latency_s * links[0].bandwidth_bytes_per_s
+    )
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     """`opensora-accel doctor`; the exit status is 1 where something would stop a run."""
     parser = argparse.ArgumentParser("opensora-accel doctor", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-    as_json = parser.parse_args(arguments).json
+    parser.add_argument(
+        "--links", action="store_true", help="measure the links between ranks (under torchrun)"
+    )
+    options = parser.parse_args(arguments)
+    as_json = options.json
+    if options.links:
+        links = measure_links()
+        if dist.get_rank() == 0:
+            print(json.dumps(links, indent=1))
+        dist.destroy_process_group()
+        return 0
     checks = run_doctor()
     problems, notes = (sum(check.status == status for check in checks) for status in ("problem", "note"))
     if as_json:

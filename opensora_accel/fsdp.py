@@ -41,6 +41,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
+from opensora_accel.fsdp_collectives import use_collectives
 from opensora_accel.parallel_states import get_mesh, make_mesh
 from opensora_accel.plan import Plan
 
@@ -108,6 +109,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         for group in groups:
             if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
+        use_collectives(unit, plan, fp32)
     _prefetch(model, blocks, plan.prefetch)
     return model
 

@@ -21,12 +21,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from opensora_accel.links import Link, measure_link
 from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
 from opensora_accel.watch import start_watch, stop_watch
 
@@ -62,10 +64,30 @@ _LONGEST_TIMEOUT_S = 1e8
 # How long ranks wait for each other when they start: those of a large job may import from slow storage.
 _START_TIMEOUT_S = 600.0
 
+
+class Nodes(NamedTuple):
+    """The two levels of a group with L ranks on each of N nodes."""
+
+    # The L ranks of this node, in the group's order.
+    within: dist.ProcessGroup
+    # The N ranks that have this one's place on their nodes.
+    between: dist.ProcessGroup
+    # Of the first and of the second; where they are known, two levels are taken only where they are faster.
+    links: tuple[Link, Link] | None
+
+
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}
 # Of groups that carry device tensors only, by their name: the same ranks over gloo.
 _host_groups: dict[str, dist.ProcessGroup] = {}
+# By their ranks: groups of this rank that several names, or the levels of several groups, may share.
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# By the name of a group whose collectives run in two levels.
+_nodes: dict[str, Nodes] = {}
+# Of a plan with two levels.
+_ranks_per_node: int | None = None
+# Of two_level="auto": within a node and between nodes, as measured when the job started.
+_links: tuple[Link, Link] | None = None
 # What `init_parallel` was told; groups that are made later get it too.
 _group_timeout: datetime.timedelta | None = None
 
@@ -87,7 +109,7 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), or the
             timeout is no positive number.
     """
-    global _group_timeout
+    global _group_timeout, _ranks_per_node
     timeout = _timeout(timeout_s)
     if _meshes:
         raise ValueError(
@@ -101,13 +123,16 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         plan.check_world_size(int(os.environ["WORLD_SIZE"]) if _launched() else 1)
         _start_distributed(device_type, timeout)
     ranks = torch.arange(dist.get_world_size()).view(plan.degrees)
+    if plan.two_level != "off":
+        _ranks_per_node = plan.ranks_per_node or _local_world_size()
+        _check_two_levels(ranks, plan)
     # Axes that span the same ranks share one group: a communicator more would cost memory of every GPU, and sockets.
-    made = {tuple(ranks.flatten().tolist()): dist.distributed_c10d._get_default_group()}
+    _made[tuple(ranks.flatten().tolist())] = dist.distributed_c10d._get_default_group()
     for axis in MESH_AXES:
-        _groups[axis] = _group_along(ranks, (axis,), MESH_AXES, made)
+        _groups[axis] = _group_along(ranks, (axis,), MESH_AXES, _made)
     # One group for several axes, because a collective takes one group.
     for name, axes in _COMPOSED_AXES.items():
-        _groups[name] = _group_along(ranks, axes, MESH_AXES, made)
+        _groups[name] = _group_along(ranks, axes, MESH_AXES, _made)
     own_groups = [_groups[axis] for axis in MESH_AXES]
     mesh = DeviceMesh.from_group(own_groups, device_type, mesh=ranks, mesh_dim_names=MESH_AXES)
     _meshes["all"] = mesh
@@ -120,6 +145,9 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
     # A simulated one has no options.
     _group_timeout = timeout or getattr(backend.options, "_timeout", None)
     _set_timeout(_groups.values())
+    if plan.two_level == "auto":
+        _measure_links(ranks, torch.device(device_type))
+    _split_by_node(_groups["ulysses"], ranks, "ulysses", MESH_AXES)
     if device_type != "cpu" and plan.ring > 1:
         # NCCL makes a group's communicator in its first collective, in which every rank must take part. A ring passes
         # messages, and a rank without keys has none.
@@ -141,27 +169,134 @@ def make_mesh(num_outer: int, num_inner: int) -> DeviceMesh:
     mesh = DeviceMesh.from_group(groups, whole.device_type, mesh=ranks, mesh_dim_names=names)
     found = mesh["shard"] if num_outer == 1 else mesh["replicate", "shard"]
     _set_timeout(found.get_all_groups())
+    if num_outer > 1:
+        _split_by_node(found["replicate"].get_group(), ranks, "replicate", names)
     return found
+
+
+def get_nodes(group: dist.ProcessGroup) -> Nodes | None:
+    """The levels of a group whose collectives the plan wants in two: those over ulysses, and between copies.
+
+    None where the plan wants one, and where the group has no two: all its ranks on one node, or one on each.
+    """
+    return _nodes.get(group.group_name) if _nodes else None
+
+
+def _local_world_size() -> int:
+    """The ranks of each machine, by the launcher's word.
+
+    Communication: one all-reduce, because machines may have been started with different numbers.
+
+    Raises:
+        ValueError: they were.
+    """
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # The largest, and the smallest with its sign turned.
+    most, fewest = bounds = torch.tensor([own, -own])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=host_group(dist.distributed_c10d._get_default_group()))
+    if most + fewest != 0:
+        raise ValueError(
+            f"two_level needs as many ranks on every machine, but they have from {-int(fewest)} to {int(most)}; start "
+            'the same number on each, or set two_level="off"'
+        )
+    return own
+
+
+def _check_two_levels(ranks: Tensor, plan: Plan) -> None:
+    """Fails on all ranks where "on" asks for what the plan's groups cannot have."""
+    if plan.two_level != "on":
+        return
+    axes = {"ulysses": _lines_along(ranks, ("ulysses",), MESH_AXES)}
+    if plan.sharding != "none":
+        copies = ranks.reshape(plan.mixed // plan.num_shards, plan.num_shards, plan.tp)
+        axes["copies of the parameters"] = _lines_along(copies, ("copy",), ("copy", "shard", "tp"))
+    if not any(levels_of(lines, _ranks_per_node or 1) for lines in axes.values()):
+        had = " and ".join(f"{len(lines[0])} {name} of ranks {lines[0]}" for name, lines in axes.items())
+        raise ValueError(
+            f'two_level="on" needs a group with several ranks on each of several nodes; with {_ranks_per_node} ranks a '
+            f"node the plan has {had}; give that axis a multiple of {_ranks_per_node} ranks, set ranks_per_node, or "
+            'take two_level="auto", which runs one level where there are no two'
+        )
+
+
+def _measure_links(ranks: Tensor, device: torch.device) -> None:
+    """Within nodes and between them, where there are both; the slowest link of each counts, on all ranks.
+
+    Communication: messages of up to 4 MiB to the next rank, a tenth of a second in all.
+    """
+    global _links
+    levels = levels_of([ranks.flatten().tolist()], _ranks_per_node or 1)
+    if levels is not None:
+        slowest = []
+        for lines, name in zip(levels, ("node", "nodes"), strict=True):
+            slowest.append(measure_link(_own_group(lines, name, _made), device))
+        _links = slowest[0], slowest[1]
+
+
+def _split_by_node(group: dist.ProcessGroup, ranks: Tensor, axis: str, names: Sequence[str]) -> None:
+    """Registers the levels of this rank's group along an axis of a mesh of ranks [...], where it has two.
+
+    Communication: the ranks of a new group wait for each other.
+    """
+    if _ranks_per_node is None:
+        return
+    levels = levels_of(_lines_along(ranks, (axis,), names), _ranks_per_node)
+    # Links may not be known where the job's ranks do not fill its nodes.
+    if levels is not None:
+        within, between = (_own_group(lines, f"{axis}_by_node", _made) for lines in levels)
+        _set_timeout([within, between])
+        _nodes[group.group_name] = Nodes(within, between, _links)
+
+
+def levels_of(
+    lines: Sequence[Sequence[int]], ranks_per_node: int
+) -> tuple[list[list[int]], list[list[int]]] | None:
+    """The ranks of all groups, [groups, ranks], by node, and by the place on their nodes.
+
+    Four ranks a node and the groups 0 1 4 5 and 2 3 6 7: within a node 0 1, 4 5, 2 3 and 6 7, between nodes 0 4, 1 5,
+    2 6 and 3 7. None where a group has not several ranks on each of several nodes, and as many on each.
+    """
+    within, between = list[list[int]](), list[list[int]]()
+    for line in lines:
+        by_node: dict[int, list[int]] = {}
+        for rank in line:
+            by_node.setdefault(rank // ranks_per_node, []).append(rank)
+        nodes = list(by_node.values())
+        if len(nodes) < 2 or len(nodes[0]) < 2 or any(len(node) != len(nodes[0]) for node in nodes):
+            return None
+        within += nodes
+        between += map(list, zip(*nodes, strict=True))
+    return within, between
+
+
+def _lines_along(ranks: Tensor, axes: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+    """All groups along some axes of a mesh of ranks [...]: [groups, ranks of each]."""
+    dims = [names.index(axis) for axis in axes]
+    others = [dim for dim in range(ranks.dim()) if dim not in dims]
+    size = math.prod(ranks.size(dim) for dim in dims)
+    lines: list[list[int]] = ranks.permute(*others, *dims).reshape(-1, size).tolist()
+    return lines
 
 
 def _group_along(
     ranks: Tensor, axes: Sequence[str], names: Sequence[str], made: dict[tuple[int, ...], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """This rank's group along some axes of a mesh of ranks [...]: one that is in `made`, or a new one, which is added.
+    """This rank's group along some axes of a mesh of ranks [...], as `_own_group` finds or makes it."""
+    return _own_group(_lines_along(ranks, axes, names), "mesh_" + "_".join(axes), made)
+
+
+def _own_group(
+    lines: list[list[int]], description: str, made: dict[tuple[int, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """This rank's one of the groups [groups, ranks]: one that is in `made`, or a new one, which is added.
 
     `init_device_mesh` lets all ranks of the job make every group of an axis one after the other, and wait for each
     other each time: 2,504 times for 1,024 ranks of 16 × 8 × 8, where a rank is in six groups.
 
     Communication: the ranks of a new group wait for each other.
     """
-    dims = [names.index(axis) for axis in axes]
-    others = [dim for dim in range(ranks.dim()) if dim not in dims]
-    # [groups, ranks of each]
-    size = math.prod(ranks.size(dim) for dim in dims)
-    lines: list[list[int]] = ranks.permute(*others, *dims).reshape(-1, size).tolist()
     own = tuple(next(line for line in lines if dist.get_rank() in line))
     if own not in made:
-        description = "mesh_" + "_".join(axes)
         # Communicators that exist from the start are split from the job's, by all ranks together.
         if dist.distributed_c10d._get_default_group().bound_device_id is not None:
             group = dist.split_group(split_ranks=lines, group_desc=description)
@@ -406,11 +541,14 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
 
 def reset(destroy_process_group: bool = False) -> None:
     """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
-    global _group_timeout
+    global _group_timeout, _ranks_per_node, _links
     stop_watch()
     _groups.clear()
     _meshes.clear()
     _host_groups.clear()
+    _made.clear()
+    _nodes.clear()
+    _ranks_per_node = _links = None
     _group_timeout = None
     _forget_meshes()
     if destroy_process_group and dist.is_initialized():

@@ -19,6 +19,9 @@ Sharding = Literal[
     "none", "zero2", "zero3", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
 ]
 Precision = Literal["fp32", "bf16", "fp64"]
+ReduceDtype = Literal["same", "bf16"]
+GatherDtype = Literal["same", "int8", "fp8"]
+TwoLevel = Literal["off", "on", "auto"]
 
 MESH_AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -89,6 +92,18 @@ class Plan:
     """Keep sharded parameters, their gradients and the optimizer's state in host memory."""
     precision: Precision = "fp32"
     """Compute precision. bf16 keeps fp32 master weights; fp64 is for proofs."""
+    reduce_dtype: ReduceDtype = "same"
+    """Gradients between ranks: same (in the precision that they are added up in), or bf16, added up in fp32, with what
+    rounding leaves out kept for the next step (error feedback)."""
+    gather_dtype: GatherDtype = "same"
+    """Sharded weights while they are gathered: same (in the compute precision), or int8 or fp8 with a scale for each
+    block of 128. The optimizer's own weights stay as they are."""
+    two_level: TwoLevel = "off"
+    """Whether Ulysses' all-to-all, and FSDP2's all-reduce between copies, run within nodes and then between them: off,
+    on, or auto, which measures the links at the start and takes what is faster for each size. Collectives of DDP, tp
+    and a ring stay as the backend has them."""
+    ranks_per_node: int | None = None
+    """Ranks that two_level takes for a node, by default those that the launcher has started on this machine."""
 
     def __post_init__(self) -> None:
         # A bool is an int in Python, and True ranks are a mistake.
@@ -99,6 +114,9 @@ class Plan:
         _check_choice("checkpoint", self.checkpoint, get_args(Checkpoint))
         _check_choice("sharding", self.sharding, get_args(Sharding))
         _check_choice("precision", self.precision, get_args(Precision))
+        _check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
+        _check_choice("gather_dtype", self.gather_dtype, get_args(GatherDtype))
+        _check_choice("two_level", self.two_level, get_args(TwoLevel))
         check_offload(self.offload)
         if self.checkpoint == "none" and (self.offload == "auto" or float(self.offload) > 0):
             raise ValueError(
@@ -118,6 +136,8 @@ class Plan:
                 f"mlp_chunks must be a whole number of pieces, at least 1; got {self.mlp_chunks!r}"
             )
         self._check_sharding()
+        self._check_compression()
+        self._check_two_level()
 
     def _check_sharding(self) -> None:
         named = self.sharding
@@ -167,6 +187,54 @@ class Plan:
             raise ValueError(
                 f'dp_shard={self.dp_shard} shards parameters, but sharding="none" keeps them whole; '
                 f'set sharding="zero3" (or "zero2"), or use dp_replicate={self.dp_shard * self.dp_replicate}'
+            )
+
+    def _check_compression(self) -> None:
+        if self.reduce_dtype != "same" and (self.sharding == "none" or self.mixed == 1):
+            raise ValueError(
+                f'reduce_dtype="{self.reduce_dtype}" is for gradients that FSDP2 averages over several ranks; the plan '
+                f'has sharding="{self.sharding}" on {self.mixed} rank(s): set sharding="zero3", with sharding_factor=1 '
+                "to keep parameters whole, or leave reduce_dtype out"
+            )
+        if self.gather_dtype != "same" and self.num_shards == 1:
+            raise ValueError(
+                f'gather_dtype="{self.gather_dtype}" compresses the gather of sharded parameters, but each rank of '
+                "this plan has them whole; set sharding to zero3 (or zero2) on several ranks, or leave it out"
+            )
+
+    def _check_two_level(self) -> None:
+        per_node = self.ranks_per_node
+        if per_node is not None and (
+            not isinstance(per_node, int)
+            or isinstance(per_node, bool)
+            or not 1 <= per_node <= self.world_size
+        ):
+            raise ValueError(
+                f"ranks_per_node must be a whole number of the plan's {self.world_size} ranks; got {per_node!r}"
+            )
+        if self.two_level == "off":
+            if per_node is not None:
+                raise ValueError(
+                    f"ranks_per_node={per_node} is what two_level takes for a node, but two_level is off; set it to "
+                    '"on" or "auto", or leave ranks_per_node out'
+                )
+            return
+        if per_node is not None and self.world_size % per_node:
+            raise ValueError(
+                f"ranks_per_node ({per_node}) must divide the plan's {self.world_size} ranks, so that every node has "
+                "as many"
+            )
+        has_copies = self.sharding != "none" and self.num_shards < self.mixed
+        if self.ulysses == 1 and not has_copies:
+            raise ValueError(
+                f'two_level="{self.two_level}" is for the all-to-all of a ulysses degree and the all-reduce between '
+                'copies that FSDP2 shards (sharding="zero3" with dp_replicate or sharding_factor); the plan has '
+                'neither: set two_level="off"'
+            )
+        if self.overlap_ulysses:
+            raise ValueError(
+                f'two_level="{self.two_level}" sends what Ulysses exchanges in one piece, and overlap_ulysses in '
+                'several under compute; set overlap_ulysses=False, or two_level="off"'
             )
 
     @property

@@ -1,8 +1,10 @@
 """Each check finds its problem in facts that are handed to it, and is silent about a sound machine."""
 
 import json
+import os
 import time
 from collections import namedtuple
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -182,3 +184,19 @@ def test_the_report_and_its_exit_status(capsys, monkeypatch):
     assert doctor.main(["--json"]) == 1
     record = json.loads(capsys.readouterr().out)[1]
     assert record["status"] == "problem" and set(record) == {"topic", "status", "message", "remedy"}
+
+
+def measured_links(env):
+    with mock.patch.dict(os.environ, env):
+        return doctor.measure_links()
+
+
+def test_links_are_measured_within_nodes_and_between_them(ranks):
+    found = ranks(4, measured_links, {"LOCAL_WORLD_SIZE": "2"})
+    assert found == [found[0]] * 4 and set(found[0]) == {
+        *("within nodes", "between nodes", "two_level_all_to_all_pays_below_bytes")
+    }
+    within, between = found[0]["within nodes"], found[0]["between nodes"]
+    least = 4 * between["latency_s"] * within["bandwidth_bytes_per_s"]
+    assert found[0]["two_level_all_to_all_pays_below_bytes"] == pytest.approx(least)
+    assert set(ranks(2, measured_links, {"LOCAL_WORLD_SIZE": "2"})[0]) == {"between ranks"}

@@ -29,7 +29,7 @@ LAYERS = [
         "opensora_accel.sharding",
         "opensora_accel.with_accelerate",
     },
-    {"opensora_accel.offload"},
+    {"opensora_accel.offload", "opensora_accel.fsdp_collectives"},
     {"opensora_accel.communications"},
     {"opensora_accel", "opensora_accel.parallel_states"},
     {"opensora_accel.weights"},
@@ -42,6 +42,7 @@ LAYERS = [
         "opensora_accel.files",
         "opensora_accel.regions",
         "opensora_accel.interception",
+        "opensora_accel.links",
     },
 ]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""

@@ -31,7 +31,7 @@ from opensora_accel.communications import all_to_all_packed, gather_forward_spli
 from opensora_accel.communications.alltoall import Cut, all_to_all_unchecked
 from opensora_accel.communications.checks import check_group
 from opensora_accel.communications.sizes import Sizes
-from opensora_accel.parallel_states import get_parallel_group
+from opensora_accel.parallel_states import get_nodes, get_parallel_group
 
 
 def ulysses_attention(
@@ -69,12 +69,17 @@ def ulysses_attention(
 
     Raises:
         ValueError: the shapes are no attention; on every rank and before any data is sent, unless the sizes are
-        given.
+        given. Or `overlap` over a group whose all-to-alls run in two levels.
 
     Communication: two `all_to_all_single`, q with k and v, and the output, each (P−1)/P of its bytes; as many in
     backward. A mask adds one all-gather of its bytes.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
+    if overlap and get_nodes(group) is not None:
+        raise ValueError(
+            "overlap sends in pieces under compute, and the all-to-all of this group runs in two levels; pass "
+            'overlap=False, or set two_level="off" in the plan'
+        )
     # A graph holds no transfer that has only begun.
     overlaps = overlap and not torch.compiler.is_compiling() and heads_divide(q, k, group)
     if callable(v) and not overlaps:

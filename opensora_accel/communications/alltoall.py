@@ -28,7 +28,7 @@ from torch import Tensor
 
 from opensora_accel.communications.checks import check_agreement, check_dim, check_group
 from opensora_accel.communications.sizes import Sizes, splits_of_locals, splits_of_total
-from opensora_accel.communications.transport import all_to_all_single
+from opensora_accel.communications.two_level import exchange
 
 
 def all_to_all(
@@ -190,8 +190,7 @@ def _exchange_to_rows(
     ]
     # The one copy; a single tensor that lies so already is not copied.
     sent = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, scatter_dim + 1)).contiguous()
-    received = torch.empty_like(sent)
-    all_to_all_single(received, sent, group)
+    received = exchange(sent, group)
     # [P, G/P, ..., ΣN/P, ...] → [..., G, ..., ΣN/P, ...] → [..., G, ..., N/P, ...] side by side in one buffer.
     rows = received.flatten(0, 1).movedim(0, gather_dim)
     return torch.unsafe_split_with_sizes(rows, [piece.size(scatter_dim + 1) for piece in pieces], scatter_dim)
@@ -205,8 +204,7 @@ def _exchange_to_columns(
     # is not copied before it is sent. What arrives takes a permutation.
     pieces = [_cut(tensor, scatter_dim, group.size()).movedim(scatter_dim, 0) for tensor in tensors]
     sent = (pieces[0].unsqueeze(1) if len(pieces) == 1 else torch.stack(pieces, 1)).contiguous()
-    received = torch.empty_like(sent)
-    all_to_all_single(received, sent, group)
+    received = exchange(sent, group)
     # [P, n, ..., G/P, ...] → [n, ..., P, G/P, ...] → [n, ..., G, ...], where joining two dims makes the copy.
     columns = received.movedim(0, gather_dim + 1).flatten(gather_dim + 1, gather_dim + 2)
     return [_UNSAFE_VIEW(column, column.shape) for column in columns.unbind(0)]
@@ -228,26 +226,32 @@ def _exchange_uneven(
         sent = tensors[0].new_empty(sum(lengths))
         for place, piece in zip(sent.split(lengths), in_order, strict=True):
             place.view(piece.shape).copy_(piece)
-    # For each tensor and each rank: the shape of the piece that comes from there.
-    shapes = []
+    # For each tensor and each rank: the shape of the piece that comes from there. And what a piece has beside the two
+    # dims that are cut.
+    shapes, others = [], []
     for tensor, scattered, gathered in zip(tensors, scatter.splits, gather.splits, strict=True):
         shape = list(tensor.shape)
         # Cut along one dim as this rank's share is, and along the other as the sender's.
         shape[scatter.dim] = scattered[rank]
         shapes.append([(*shape[: gather.dim], size, *shape[gather.dim + 1 :]) for size in gathered])
-    numels = [[torch.Size(shape).numel() for shape in of_tensor] for of_tensor in shapes]
-    # Elements to and from every rank, those of all tensors together.
-    receive_sizes = [sum(of_tensor[of] for of_tensor in numels) for of in ranks]
-    send_sizes = [sum(piece[to].numel() for piece in pieces) for to in ranks]
-    received = sent.new_empty(sum(receive_sizes))  # by rank, then by tensor
-    all_to_all_single(received, sent, group, receive_sizes, send_sizes)
+        # A list, because torch.compile (2.13) takes no generator here.
+        others.append(
+            math.prod([shape[dim] for dim in range(len(shape)) if dim not in (scatter.dim, gather.dim)])
+        )
+
+    def piece_size(source: int, target: int) -> int:
+        """Elements that one rank has for another, those of all tensors together."""
+        cuts = zip(others, gather.splits, scatter.splits, strict=True)
+        return sum(other * gathered[source] * scattered[target] for other, gathered, scattered in cuts)
+
+    received = exchange(sent, group, piece_size)  # by rank, then by tensor
     # Behind dims of size 1 the pieces are the whole tensor already, in the order in which they arrive.
     if _lie_in_order(tensors, gather.dim):
         whole = list(shapes[0][0])
         whole[gather.dim] = sum(gather.splits[0])
         return [_UNSAFE_VIEW(received, whole)]
     # Pieces lie by rank and then by tensor, so that every len(tensors)-th one belongs to the same tensor.
-    parts = received.split([of_tensor[of] for of in ranks for of_tensor in numels])
+    parts = received.split([math.prod(of_tensor[of]) for of in ranks for of_tensor in shapes])
     return [
         torch.cat(
             [p.view(s) for p, s in zip(parts[index :: len(tensors)], shapes[index], strict=True)], gather.dim

@@ -24,6 +24,16 @@ def all_gather(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None
         function(output, input_, group=group)
 
 
+def start_all_gather(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """`all_gather` of `input_` [n, ...] into `output` [P·n, ...] that has only begun.
+
+    Neither buffer may be touched before `finish` has waited for what is returned.
+    """
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with waiting("all_gather", group), seen_anyway():
+        return [function(output, input_, group=group, async_op=True)]
+
+
 def reduce_scatter(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     """Fills `output` [n, ...] with this rank's part of the sum over ranks of `input_` [P·n, ...]."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from opensora_accel.links import Link
 from opensora_accel.sharding.equation import Equation
 from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard
 
@@ -21,24 +22,6 @@ FREE = ("split", "copy", "pad")
 
 # Compute over communication below which a step is likely to wait: nothing overlaps all of the time.
 LEAST_RATIO = 3.0
-
-
-@dataclass(frozen=True)
-class Link:
-    """The link of one rank to the others of an axis.
-
-    Raises:
-        ValueError: a bandwidth that is not above 0, or a number that is not finite.
-    """
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 5e-6
-
-    def __post_init__(self) -> None:
-        if not (0 < self.bandwidth_bytes_per_s < math.inf and 0 <= self.latency_s < math.inf):
-            raise ValueError(
-                f"a link needs a finite bandwidth above 0 and a latency of at least 0; got {self}"
-            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +85,7 @@ class Collective:
 
     def time_s(self, link: Link) -> float:
         """Seconds by the alpha-beta model."""
-        return self.num_steps * link.latency_s + self.sent_bytes / link.bandwidth_bytes_per_s
+        return link.time_s(self.num_steps, self.sent_bytes)
 
 
 # From one placement to another. A pair that is not here has no single collective.

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.fsdp_collectives import forget_rounding
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
 from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
 from opensora_accel.profiler.flops import peak_of
@@ -283,6 +284,7 @@ class Trainer:
                 metrics |= {f"grad_norm/{name}": each for name, each in self.watch.block_norms.items()}
             self.watch.step(own_loss, files)
         if reason is not None:
+            forget_rounding(state.model)
             self._tell_of_skipped(reason, own_loss, files)
         return metrics
 

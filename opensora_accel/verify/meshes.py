@@ -6,6 +6,7 @@ stand ulysses=3 and data=3: a factor of 1/2, 1/3 and 1 on these three is ulysses
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,7 +229,15 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
         used.insert(0, "dp_shard" if plan.sharding != "none" else "dp_replicate")
     # A factor of more than one rank belongs to the mesh that it was chosen for.
     factor = 1 if plan.sharding_factor == 1 else None
-    one = plan.replace(**dict.fromkeys(MESH_AXES, 1), sharding_factor=factor)
+    # What needs ranks of an axis is asked for where a mesh has them.
+    options: list[dict[str, Any]] = [
+        {"overlap_ulysses": plan.overlap_ulysses},
+        {"reduce_dtype": plan.reduce_dtype},
+        {"gather_dtype": plan.gather_dtype},
+    ]
+    without = {"overlap_ulysses": False, "reduce_dtype": "same", "gather_dtype": "same"}
+    without |= {"two_level": "off", "ranks_per_node": None}
+    one = plan.replace(**dict.fromkeys(MESH_AXES, 1), sharding_factor=factor, **without)
     pairs = itertools.combinations(used, 2) if max_ranks >= 4 else ()
     found = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
     # Each axis alone, in sizes that make 1/P another number than 1/2 or a constant.
@@ -236,6 +245,15 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
         sizes = (2, 4) if axis in DATA_AXES else (2, 3, 4)
         smallest = 3 if len(used) > 1 and max_ranks >= 4 else 2  # two ranks of it are in the pairs
         found += [one.replace(**{axis: size}) for size in sizes if smallest <= size <= max_ranks]
+    for number, mesh in enumerate(found):
+        for option in options:
+            with contextlib.suppress(ValueError):
+                mesh = mesh.replace(**option)
+        # Two nodes of two ranks.
+        if plan.two_level != "off" and 4 in (mesh.ulysses, mesh.mixed // mesh.num_shards):
+            with contextlib.suppress(ValueError):
+                mesh = mesh.replace(two_level="on", ranks_per_node=2)
+        found[number] = mesh
     return found
 
 

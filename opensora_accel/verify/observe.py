@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opensora_accel.communications.checks import without_comparing_inputs
+from opensora_accel.communications.compressed import held_against_exact
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.verify.meshes import ModelFn, Run, Step
 from opensora_accel.verify.on_cpu import (
@@ -331,7 +332,7 @@ def observe(
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with observer.watching(), flash_attn_stand_in(), without_comparing_inputs():
+        with observer.watching(), flash_attn_stand_in(), without_comparing_inputs(), held_against_exact():
             model = None
             if model_fn is not None:
                 # Weights are drawn alike everywhere; only then the generators are told where they are.

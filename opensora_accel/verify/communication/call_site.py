@@ -16,7 +16,16 @@ _HERE = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # opensora_accel
 _TOOLKIT = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "shardformer") + os.sep)
 # Files outside of torch that pass a call on.
-_PLUMBING = (_HERE, os.path.join(_PACKAGE, "communications", "transport.py"), "<")
+_PLUMBING = (
+    _HERE,
+    *(
+        os.path.join(_PACKAGE, "communications", f"{name}.py")
+        for name in ("transport", "two_level", "compressed")
+    ),
+    # What FSDP2 calls in place of its own collectives.
+    os.path.join(_PACKAGE, "fsdp_collectives.py"),
+    "<",
+)
 # Files of torch that pass a call on: they stand between whoever communicates and its operator.
 _PLUMBING_OF_TORCH = (
     *("_compile.py", "_dynamo/", "_library/", "_ops.py", "_subclasses/", "autograd/function.py"),

@@ -8,6 +8,9 @@ over every axis of mixed". On ring=2 × ulysses=3 with DDP over ulysses only, a 
 so the rule is broken for a.weight on ring, which is how a missing all-reduce is named: "that of a.weight is reduced
 never over ring". Nothing is computed for it, so that it is told for 1,024 ranks as for 6.
 
+Where the plan compresses, an all-to-all of FSDP2 counts as a reduce-scatter, and a gather counts the elements that its
+messages hold. Where it has two levels, their groups count as the group that they are levels of.
+
 Gradients of whole parameters are followed by name into the collectives. Those that FSDP2 shards are counted by
 elements: of a parameter of 10 rows on 3 shards, which FSDP2 pads to 12, reduce-scatters must hold 10 to 12 rows.
 """
@@ -16,7 +19,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
+from opensora_accel.parallel_states import levels_of
 from opensora_accel.plan import MIXED_AXES, Plan
 from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
 from opensora_accel.verify.communication.operators import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
@@ -31,6 +37,8 @@ from opensora_accel.verify.meshes import (
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# Of FSDP2 with reduce_dtype="bf16": numbers that are rounded are exchanged, and added up by who gets them.
+_REDUCTIONS_BY_FSDP = (*_REDUCTIONS, "all-to-all")
 # Kinds by which no rank gets the gradients of all others. Any other may be a part of an average by hand.
 _LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")
 _NUM_SHOWN = 3
@@ -82,10 +90,12 @@ def broken_promises(record: Record) -> list[Violation]:
 
 def strange_groups(rank: RankRecord, record: Record) -> Iterator[Violation]:
     """Calls over groups that the mesh does not have."""
-    shape, promised = record.shape, promised_groups(record.shape)
+    shape, promised, levels = record.shape, promised_groups(record.shape), _levels(record.shape)
     strange: dict[str, list[Call]] = defaultdict(list)
     for call in rank.calls:
         group = group_of(call.group, shape)
+        if call.group in levels:
+            continue
         if group.axes is None or (group.axes and shape.plan is not None and group.axes not in promised):
             strange[group.name].append(call)
     names = ", ".join(sorted({name_of(axes, shape) for axes in promised if axes}))
@@ -105,6 +115,8 @@ def misplaced_calls(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Vi
         misplaced: dict[str, list[Call]] = defaultdict(list)
         for call in rank.calls:
             along = _axes_of(call, rank, record)
+            if call.is_by_fsdp and plan.reduce_dtype != "same":
+                continue
             if call.kind == kind and call.carries_numbers and along and along != (axis,):
                 misplaced[name_of(along, record.shape)].append(call)
         for name, calls in misplaced.items():
@@ -166,7 +178,13 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
     """Parameters that FSDP gathers over other ranks than the plan's, or too often, or not at all."""
     shape, shard_axes = record.shape, record.shape.used(plan.shard_axes)
     gathers = [
-        call for call in rank.calls if call.kind == "all-gather" and call.is_by_fsdp and len(call.group) > 1
+        call
+        for call in rank.calls
+        if call.kind == "all-gather"
+        and call.is_by_fsdp
+        and len(call.group) > 1
+        # Averages that are put together again are no parameters.
+        and "foreach_reduce" not in call.where.via
     ]
     name = name_of(shard_axes, shape) if shard_axes else "one rank"
     # Gathers of FSDP over one rank send nothing and are left out above.
@@ -189,9 +207,22 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
             sources_of(wrong),
         )
         return
+    if plan.gather_dtype != "same" and not rank.elements_of_message:
+        yield Violation(
+            f'parameters are gathered in {plan.gather_dtype} (gather_dtype="{plan.gather_dtype}")',
+            f"FSDP gathers them in {', '.join(sorted({call.dtype for call in gathers})) or 'nothing'}",
+            "shard them by opensora_accel.fsdp.shard_parameters (shardformer.shard does) with this plan",
+            sources_of(gathers),
+        )
+        return
     sharded = [parameter for parameter in rank.parameters if parameter.padded_elements is not None]
     whole = sum(parameter.padded_elements or 0 for parameter in sharded)
-    gathered = sum(call.num_elements * len(call.group) for call in gathers)
+    of_message = rank.elements_of_message if plan.gather_dtype != "same" else {}
+    gathered = sum(
+        (of_message.get(call.input_bytes, 0) if of_message and call.dtype == "uint8" else call.num_elements)
+        * len(call.group)
+        for call in gathers
+    )
     # zero3 frees the parameters after forward and gathers them again in backward; zero2 keeps them.
     often = 2 if plan.sharding == "zero3" and rank.num_backwards else 1
     least = most = often * whole
@@ -245,19 +276,42 @@ def unreduced_sharded_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[
     """The same of parameters that FSDP2 shards, counted by elements."""
     axes = shape.used(MIXED_AXES)
     sharded = [p for p in rank.parameters if p.is_trained and p.padded_elements is not None]
-    by_fsdp = [call for call in rank.calls if call.kind in _REDUCTIONS and call.is_by_fsdp]
-    num_shards = max((len(call.group) for call in by_fsdp if call.kind == "reduce-scatter"), default=1)
+    levels, num_shards, slack = _levels(shape), 1, 0
+    by_fsdp = [call for call in rank.calls if call.kind in _REDUCTIONS_BY_FSDP and call.is_by_fsdp]
+    shard_axes = None if shape.plan is None else shape.used(shape.plan.shard_axes)
+    if shard_axes is None:
+        num_shards = max((len(call.group) for call in by_fsdp if call.kind == "reduce-scatter"), default=1)
+    else:
+        num_shards = shape.plan.num_shards if shape.plan is not None else 1
     reduced = dict.fromkeys(axes, 0)
+    # Within nodes, and between them: a sum over copies in two levels needs both.
+    near, far = 0, 0
     for call in by_fsdp:
+        call_axes = group_of(call.group, shape).axes or ()
+        if call.group in levels:
+            level = levels[call.group]
+            # Between nodes travel the parts that the ranks of a node have.
+            near += num_shards * call.num_elements if level.is_within else 0
+            far += 0 if level.is_within else num_shards * call.num_elements * level.per_node
+            slack += num_shards * len(call.group) * level.per_node
+            continue
         # HSDP: what is reduced over the replicas is the shard that the reduce-scatter has left here.
-        shards = num_shards if call.kind == "all-reduce" else 1
-        for axis in group_of(call.group, shape).axes or ():
+        is_between_copies = call.kind == "all-reduce" or (
+            call.kind == "all-to-all" and call_axes != shard_axes
+        )
+        shards = num_shards if is_between_copies else 1
+        # A sum in bf16 is filled up to a multiple of the ranks.
+        slack += shards * len(call.group) if call.kind == "all-to-all" else 0
+        for axis in call_axes:
             if axis in reduced:
                 reduced[axis] += shards * call.num_elements
+    for axis in {axis for level in levels.values() if not level.is_of_ulysses for axis in level.axes}:
+        if axis in reduced:
+            reduced[axis] += min(near, far)
     # Collectives may carry the padding or leave it out: all counts from the one to the other are right.
     least = sum(parameter.num_elements for parameter in sharded)
     padded = sum(parameter.padded_elements or 0 for parameter in sharded)
-    most = rank.num_backwards * padded
+    most = rank.num_backwards * padded + slack
     missed = [axis for axis, count in reduced.items() if not least <= count <= most]
     if sharded and missed:
         counted = " and ".join(f"{reduced[axis]:,} elements over {axis}" for axis in missed)
@@ -321,11 +375,44 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")
 
 
+class _Level(NamedTuple):
+    """One level of a group that the plan has in two."""
+
+    axes: tuple[str, ...]
+    is_of_ulysses: bool
+    is_within: bool
+    per_node: int
+
+
+@lru_cache(maxsize=64)
+def _levels(shape: MeshShape) -> dict[tuple[int, ...], _Level]:
+    """The groups of ranks within nodes, and of those at one place of their nodes, where the plan has two levels."""
+    plan, found = shape.plan, dict[tuple[int, ...], _Level]()
+    # Without ranks_per_node a recording takes all ranks to be on one machine.
+    if plan is None or plan.two_level == "off" or plan.ranks_per_node is None:
+        return found
+    ranks, groups = range(shape.world_size), [(shape.groups(("ulysses",)), True)]
+    if plan.sharding != "none":
+        # tp is the innermost axis, and shards are the innermost ranks of mixed.
+        inner = plan.num_shards * plan.tp
+        groups.insert(0, ([list(ranks[first::inner]) for first in range(inner)], False))
+    for lines, is_of_ulysses in groups:
+        levels = levels_of(lines, plan.ranks_per_node)
+        for of_level, is_within in zip(levels or (), (True, False), strict=False):
+            for line in of_level:
+                whole = next(each for each in lines if line[0] in each)
+                axes = group_of(tuple(whole), shape).axes or ()
+                per_node = len(levels[0][0]) if levels else 1
+                found[tuple(line)] = _Level(axes, is_of_ulysses, is_within, per_node)
+    return found
+
+
 def _axes_of(call: Call, rank: RankRecord, record: Record) -> tuple[str, ...] | None:
     """The axes that a call runs along: a message runs between its two ends, whatever group it was given."""
     if call.is_point_to_point and call.peer is not None:
         return axes_between(rank.rank, call.peer, record.shape)
-    return group_of(call.group, record.shape).axes
+    level = _levels(record.shape).get(call.group)
+    return group_of(call.group, record.shape).axes if level is None else level.axes
 
 
 def _counted(calls: Iterable[Call]) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from opensora_accel.communications.checks import without_comparing_inputs
+from opensora_accel.fsdp_collectives import elements_of_messages
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.fake_world import (
     Exchanges,
@@ -69,6 +70,8 @@ class RankRecord:
     calls: tuple[Call, ...]
     parameters: tuple[Parameter, ...]
     num_backwards: int
+    # Of gathers that are compressed: how many elements a message of so many bytes has.
+    elements_of_message: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,8 @@ def _record_rank(
         with launcher_environment(run), accelerator_stand_ins(), without_comparing_inputs(), recorder:
             step(model, run)
         parameters = _parameters(model, recorder.with_gradient)
-    return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards)
+        elements = elements_of_messages(model)
+    return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards, elements)
 
 
 @contextlib.contextmanager

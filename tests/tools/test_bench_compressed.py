@@ -1,0 +1,23 @@
+"""The benchmark's results and bytes are checked; its times are not, because this machine is shared."""
+
+import json
+
+import pytest
+from compressed import CASES, main
+
+
+@pytest.mark.prove
+def test_every_case_sends_the_bytes_of_theory(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    assert main(["--quick", "--device", "cpu", "--output", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [row["case"] for row in report["results"]] == list(CASES)
+    assert all(row["bytes_match"] for row in report["results"])
+    assert all(claim["held"] for claim in report["claims"])
+    assert "SIMULATED: transfers alone" in capsys.readouterr().out
+
+
+def test_ranks_that_are_no_nodes_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cpu", "--ranks", "3"])
+    assert "several nodes of 2" in capsys.readouterr().err

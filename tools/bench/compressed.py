@@ -1,0 +1,236 @@
+"""Times compressed and two-level collectives beside the plain ones, counts their bytes, and simulates real links.
+
+Claim: each sends exactly the bytes that docs/collectives.md states: half of fp32 for sums in bf16, 132/256 of bf16 for
+weights in int8 or fp8, and in two levels as many between nodes as in one. That a time gets shorter is not claimed
+here: the ranks of one machine have no slow link between them, so what is measured is the price of compressing and of
+copying. What it is to buy is simulated by the formulas of `opensora_accel/links.py`, for links that are named, without
+the time of compressing; those columns are called simulated.
+
+Before the clock starts, each side's result must be within its bound of the plain one's.
+
+    python tools/bench/compressed.py --ranks 4 --megabytes 16
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+import torch.distributed as dist
+from harness import Report, make_claim, make_table
+from ranks import Job, World, count_traffic, run_tasks
+from torch import Tensor
+
+from opensora_accel.communications import transport, two_level
+from opensora_accel.communications.compressed import WIRE_DTYPES, CompressedShards, RoundedSum
+from opensora_accel.links import Link, one_level_s, two_levels_s
+from opensora_accel.parallel_states import Nodes, levels_of
+
+PER_NODE = 2
+# What is simulated: the bytes of a rank's tensor; and by name nodes, ranks of each, and the links of one rank within
+# a node and between nodes.
+SIMULATED_BYTES = 256 * 2**20
+CLUSTERS = {
+    "8 × 8, 200 Gb/s a rank": (8, 8, (Link(300e9, 3e-6), Link(25e9, 20e-6))),
+    "8 × 8, 12.5 Gb/s a rank": (8, 8, (Link(300e9, 3e-6), Link(1.5625e9, 50e-6))),
+}
+CASES = (
+    *("reduce-scatter bf16", "all-reduce bf16", "all-gather int8", "all-gather fp8"),
+    *("all-to-all by node", "all-reduce by node", "all-to-all by node, 16 KiB"),
+)
+
+Sides = tuple[Callable[[], Tensor], Callable[[], Tensor], float, dict[str, float]]
+
+
+def make_sides(world: World, name: str, size_bytes: int) -> Sides:
+    """Plain, ours, the bound of their difference as a share of the largest, and the bytes of theory.
+
+    Sums are of fp32, gathered weights are bf16, and what is exchanged is bf16.
+    """
+    group, num_ranks = world.group, world.num_ranks
+    others = num_ranks - 1
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+    kind, _, how = name.partition(" ")
+    if how.endswith("16 KiB"):
+        size_bytes = 16 * 2**10
+    if kind == "all-gather":
+        shard = torch.randn(size_bytes // 2 // num_ranks // 128 * 128, generator=generator).to(
+            world.device, torch.bfloat16
+        )
+        shards = CompressedShards([shard.numel()], [False], shard.dtype, WIRE_DTYPES[how])
+
+        def gather() -> Tensor:
+            found = shard.new_empty(num_ranks * shard.numel())
+            transport.all_gather(found, shard, group)
+            return found
+
+        def gather_compressed() -> Tensor:
+            message, found = shards.pack(shard), shard.new_empty(num_ranks, shard.numel())
+            messages = message.new_empty(num_ranks * message.numel())
+            transport.all_gather(messages, message, group)
+            shards.unpack(messages.view(num_ranks, -1), found)
+            return found.flatten()
+
+        bytes_of = {"plain": shard.nbytes * others, "ours": shard.numel() * 132 // 128 * others}
+        return gather, gather_compressed, 1 / 254 + 2**-8 if how == "int8" else 1 / 16 + 2**-8, bytes_of
+    if kind == "all-to-all":
+        sent = torch.randn(size_bytes // 2, generator=generator).to(world.device, torch.bfloat16)
+        per_node, num_nodes = PER_NODE, num_ranks // PER_NODE
+        away = {"plain": sent.nbytes * others / num_ranks}
+        away["ours"] = sent.nbytes * ((per_node - 1) / per_node + (num_nodes - 1) / num_nodes)
+        return (
+            partial(two_level.exchange, sent, group),
+            in_two_levels(world, partial(two_level.exchange, sent)),
+            0.0,
+            away,
+        )
+    numbers = torch.randn(size_bytes // 4, generator=generator).to(world.device)
+    sums = RoundedSum()
+    if kind == "reduce-scatter":
+
+        def scatter(reduce: Callable[..., None]) -> Tensor:
+            found = numbers.new_empty(numbers.numel() // num_ranks)
+            reduce(found, numbers.clone(), group)
+            return found
+
+        bytes_of = {
+            "plain": numbers.nbytes * others / num_ranks,
+            "ours": numbers.nbytes / 2 * others / num_ranks,
+        }
+        return (
+            partial(scatter, transport.reduce_scatter),
+            partial(scatter, sums.reduce_scatter),
+            0.05,
+            bytes_of,
+        )
+
+    def reduce(reduce_: Callable[[Tensor, dist.ProcessGroup], None], group: dist.ProcessGroup) -> Tensor:
+        found = numbers.clone()
+        reduce_(found, group)
+        return found
+
+    plain = partial(reduce, transport.all_reduce_, group)
+    bytes_of = {"plain": 2 * numbers.nbytes * others / num_ranks}
+    if how == "bf16":
+        return (
+            plain,
+            partial(reduce, sums.all_reduce_, group),
+            0.05,
+            bytes_of | {"ours": bytes_of["plain"] / 2},
+        )
+    by_node = partial(reduce, partial(two_level.all_reduce_, sum_=transport.all_reduce_))
+    num_nodes = num_ranks // PER_NODE
+    near = 2 * numbers.nbytes * (PER_NODE - 1) / PER_NODE
+    bytes_of["ours"] = near + 2 * numbers.nbytes / PER_NODE * (num_nodes - 1) / num_nodes
+    return plain, in_two_levels(world, by_node), 1e-5, bytes_of
+
+
+def in_two_levels(world: World, function: Callable[[dist.ProcessGroup], Tensor]) -> Callable[[], Tensor]:
+    """The same over nodes of `PER_NODE` ranks."""
+    levels = levels_of([range(world.num_ranks)], PER_NODE)
+    assert levels is not None
+    own = [next(line for line in lines if world.rank in line) for lines in levels]
+    within, between = (dist.new_group(ranks, use_local_synchronization=True) for ranks in own)
+    nodes = Nodes(within, between, None)
+
+    def run() -> Tensor:
+        with mock.patch.object(two_level, "get_nodes", lambda _group: nodes):
+            return function(world.group)
+
+    return run
+
+
+def run_task(world: World, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures one case: difference, bytes, and the times of both ways."""
+    plain, ours, bound, theory = make_sides(world, task["label"], task["size_bytes"])
+    expected = plain().float()
+    difference = ((ours().float() - expected).abs().max() / expected.abs().max()).item()
+    if difference > bound:
+        raise ValueError(f"off by {difference:.3g} of the largest, where {bound:.3g} is the bound")
+    sides = {"plain": plain, "ours": ours}
+    sent = {name: [count_traffic(side)["sent_bytes"]] for name, side in sides.items()}
+    busiest = {f"{name}_sent_bytes": int(value) for name, (value,) in world.largest(sent).items()}
+    turns = {name: partial(harness.time_ms, side, world.device) for name, side in sides.items()}
+    times = world.largest(harness.take_turns(turns, task["rounds"]))
+    return {
+        "case": task["label"],
+        "difference": difference,
+        **busiest,
+        "bytes_match": all(busiest[f"{name}_sent_bytes"] == int(theory[name]) for name in sides),
+        "ratio": harness.ratios(times["plain"], times["ours"]),
+        "times_ms": {name: harness.spread(values) for name, values in times.items()},
+        "simulated": {
+            name: simulated(task["label"], SIMULATED_BYTES, *cluster) for name, cluster in CLUSTERS.items()
+        },
+    }
+
+
+def simulated(
+    name: str, size_bytes: float, nodes: int, per_node: int, links: tuple[Link, Link]
+) -> dict[str, float]:
+    """Milliseconds of the transfers alone, by formula: of a ring over all ranks, and of an all-to-all."""
+    num_ranks, between = nodes * per_node, links[1]
+    kind, _, how = name.partition(" ")
+    if how.startswith("by node"):
+        size_bytes = 16 * 2**10 if how.endswith("16 KiB") else size_bytes
+        sizes = ("all-reduce" if kind == "all-reduce" else "all-to-all", size_bytes, nodes, per_node, links)
+        plain_s, ours_s = one_level_s(*sizes), two_levels_s(*sizes)
+    else:
+        rounds = (num_ranks - 1) * (2 if kind == "all-reduce" else 1)
+        sent_bytes = size_bytes / num_ranks * rounds
+        share = 132 / 256 if kind == "all-gather" else 0.5
+        plain_s, ours_s = between.time_s(rounds, sent_bytes), between.time_s(rounds, share * sent_bytes)
+    return {"plain_ms": plain_s * 1e3, "ours_ms": ours_s * 1e3, "ratio": plain_s / ours_s}
+
+
+MEASURED = {
+    "case": "case",
+    "ours ms": "times_ms.ours",
+    "plain ms": "times_ms.plain",
+    "plain over ours": "ratio",
+    "sent MiB": "ours_sent_bytes",
+    "plain MiB": "plain_sent_bytes",
+    "bytes match": "bytes_match",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 where a result is beyond its bound, bytes are not those of theory, or a case fails."""
+    parser = harness.make_parser("compressed", __doc__, rounds=15)
+    parser.add_argument("--ranks", type=int, nargs=1, default=[4], help="processes to start (default: 4)")
+    parser.add_argument("--megabytes", type=float, default=16, help="bytes of a rank's tensor (default: 16)")
+    options = harness.parse_options(parser, arguments, {"quick": {"megabytes": 1, "rounds": 3}})
+    (num_ranks,) = options.ranks
+    if num_ranks % PER_NODE or num_ranks == PER_NODE:
+        parser.error(f"--ranks must be several nodes of {PER_NODE}: 4, 6, …; got {num_ranks}")
+    chosen = [name for name in CASES if options.only in name]
+    if not chosen:
+        parser.error(f"--only {options.only!r} is in no case's name; they are {'; '.join(CASES)}")
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    report = Report(options, ranks=num_ranks, backend=backend, megabytes=options.megabytes)
+    common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
+    tasks = [{"label": name, **common} for name in chosen]
+    outcomes = run_tasks(Job("compressed", num_ranks, options.device), tasks)
+    results = [outcome.found for outcome in outcomes if outcome.status == "done"]
+    wrong = sum(not row["bytes_match"] for row in results)
+    claims = [make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0)]
+    report.result |= {"results": results, "claims": claims}
+    report.show(make_table("Measured on this machine, in turns", MEASURED, results))
+    for name in CLUSTERS:
+        columns = {"case": "case", "ours ms": "ours_ms", "plain ms": "plain_ms", "plain over ours": "ratio"}
+        rows = [{"case": row["case"], **row["simulated"][name]} for row in results]
+        report.show(make_table(f"SIMULATED: transfers alone, of 256 MiB a rank, {name}", columns, rows))
+    report.finish()
+    failed = [(name, found) for name, found in zip(chosen, outcomes, strict=True) if found.status != "done"]
+    for name, outcome in failed:
+        print(f"error: {name} {outcome.status}: {outcome.reason}", file=sys.stderr)
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
