@@ -19,6 +19,7 @@ from opensora_accel.profiler.clock import HostClock, agree
 from opensora_accel.profiler.flops import peak_of
 from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
 from opensora_accel.with_accelerate import profile_tracker
+from tests.profiler.timelines import one_second_step
 from tests.tiers import some
 from tests.video_models import CASES
 
@@ -331,17 +332,7 @@ def test_peaks_of_known_devices(monkeypatch):
 @pytest.mark.prove
 def test_what_a_profiler_costs(tmp_path):
     """Processor time of steps with and without one, in turns; a step of 2,400 tokens is a short one."""
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=64, ffn_dim=1024, num_layers=4, text_dim=64, freq_dim=64
-    )
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 6, 40, 40),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 16, 64),
-    }
+    model, inputs = one_second_step()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():

@@ -15,6 +15,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.profiler import watch
 from opensora_accel.profiler.equality import digest
+from tests.profiler.timelines import one_second_step
 from tests.tiers import some
 from tests.video_models import CASES
 
@@ -384,18 +385,8 @@ def test_no_input_outlives_its_step():
 
 def costs():
     """Processor time of steps that are watched, of those that look over the ranks, and of others, in turns."""
-    from diffusers import WanTransformer3DModel
-
     init_parallel(Plan(dp_replicate=2))
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=64, ffn_dim=1024, num_layers=4, text_dim=64, freq_dim=64
-    )
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 6, 40, 40),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 16, 64),
-    }
+    model, inputs = one_second_step()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(run=None):
