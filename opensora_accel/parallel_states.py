@@ -182,6 +182,11 @@ def get_nodes(group: dist.ProcessGroup) -> Nodes | None:
     return _nodes.get(group.group_name) if _nodes else None
 
 
+def splits_by_node() -> bool:
+    """Whether `init_parallel` was called with a plan that has two levels."""
+    return _ranks_per_node is not None
+
+
 def _local_world_size() -> int:
     """The ranks of each machine, by the launcher's word.
 

@@ -24,6 +24,7 @@ from opensora_accel.parallel_states import (
     get_tensor_parallel_group,
     has_mesh,
     has_parallel_group,
+    splits_by_node,
 )
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
@@ -74,6 +75,11 @@ def shard(
     if hasattr(model, _ATTRIBUTE):
         raise ValueError(
             f"this {type(model).__name__} is sharded already; call shardformer.unshard(model) first"
+        )
+    if plan.two_level != "off" and not splits_by_node():
+        raise ValueError(
+            f'two_level="{plan.two_level}" needs the groups by node that opensora_accel.init_parallel(plan) makes; '
+            'call it with this plan, or set two_level="off"'
         )
     policy = policy or find_policy(model)
     group = _sequence_group(plan)

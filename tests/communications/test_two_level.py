@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel import communications as comm
 from opensora_accel.attention import ulysses_attention
@@ -16,6 +17,7 @@ from opensora_accel.communications.compressed import RoundedSum
 from opensora_accel.links import Link, one_level_s, two_levels_s
 from opensora_accel.parallel_states import get_nodes, get_parallel_group
 from opensora_accel.verify.communication.record import Recorder
+from tests.models import wan
 from tests.tiers import PROVE
 
 NODES = [(2, 2), pytest.param((3, 2), marks=PROVE), pytest.param((2, 3), marks=PROVE)]
@@ -219,6 +221,16 @@ def refused_uneven_machines():
 
 def test_machines_have_as_many_ranks(ranks):
     ranks(4, refused_uneven_machines)
+
+
+def refused_without_levels():
+    init_parallel(Plan(ulysses=4))
+    with pytest.raises(ValueError, match=r"init_parallel\(plan\) makes; call it with this plan"):
+        shardformer.shard(wan(), Plan(ulysses=4, two_level="on", ranks_per_node=2))
+
+
+def test_a_plan_that_the_groups_were_not_made_for_is_refused(ranks):
+    ranks(4, refused_without_levels)
 
 
 def refused_overlap():
