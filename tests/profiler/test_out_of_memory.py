@@ -251,6 +251,13 @@ def test_what_another_plan_needs_is_what_it_holds():
     assert memory.needs(sharded) == pytest.approx((3 * 41 / 8 + 80 + 30 + 1 + 2 + 2) * GIB, rel=0.001)
     # Four sequence ranks hold a quarter of what has tokens; the peak is the first block's backward then.
     assert memory.needs(Plan(checkpoint="full", ulysses=4)) == (3 * 41 + (2 + 30) // 4 + 39) * GIB
+    # bf16 halves activations. Beside whole weights in fp32 lie those that two blocks and the rest compute with, and
+    # one block's gradients, as autograd made them and in fp32.
+    assert memory.needs(Plan(precision="bf16")) == (3 * 41 + 40 * 15 + (0.5 * (1 + 2) + 0.5 + 1)) * GIB
+    in_bf16 = of_model(Plan(precision="bf16"))
+    assert in_bf16.needs(Plan()) == (3 * 41 + 40 * 60) * GIB
+    full = in_bf16.plan.replace(checkpoint="full")
+    assert in_bf16.needs(in_bf16.plan) - in_bf16.needs(full) == (40 * 30 - (40 * 2 + 30)) * GIB
 
 
 def test_changes_come_in_the_order_of_what_they_cost():
