@@ -7,8 +7,9 @@ checkpointed model holds
 
 and without a checkpoint, in the place of the inputs, all that blocks 0, 1 and 2 have computed. So the peak is the
 largest of such sums. Checkpointing swaps what a block keeps for its input. Offload takes the inputs away but for two
-slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered. More
-sequence ranks divide whatever has tokens. bf16 halves activations and gathered weights, not parameters.
+slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered. Whole
+gradients are averaged by DDP, which keeps buckets of their size. More sequence ranks divide whatever has tokens. bf16
+halves activations and gathered weights, not parameters.
 
 These are estimates: blocks that did not run are taken for the mean of those that did, and the memory of kernels is
 unknown. From fp32 to bf16 they are a lower bound: what a model computes in fp32 anyway, as its norms, is not halved.
@@ -68,7 +69,7 @@ class StepMemory:
         shards, blocks = plan.num_shards, self.blocks
         scale = self.plan.sequence / plan.sequence
         weights = [block.parameters for block in blocks]
-        static = self.parameters * (1 + self.state_ratio) / shards
+        static = self.parameters * (1 + self.state_ratio) / shards + self.buckets_of(plan)
         in_bf16 = plan.precision == "bf16"
         if in_bf16 != (self.plan.precision == "bf16"):
             scale *= 0.5 if in_bf16 else 2
@@ -103,6 +104,11 @@ class StepMemory:
         optimizer = self.gradient_ratio * self.parameters / shards + self.optimizer_work / shards
         return round(static + max(highest, optimizer))
 
+    def buckets_of(self, plan: Plan) -> float:
+        """What DDP keeps between steps where it averages whole gradients: a copy of them in buckets."""
+        is_by_ddp = plan.mixed > 1 and plan.sharding == "none" and plan.precision != "bf16"
+        return self.gradient_ratio * self.parameters if is_by_ddp else 0.0
+
     def work_of(self, plan: Plan) -> float:
         """What backward takes beside what was kept: mostly gradients of an MLP's hidden layer, which chunks divide."""
         return self.work * self.plan.mlp_chunks / plan.mlp_chunks
@@ -126,6 +132,7 @@ class StepMemory:
         if in_optimizer:
             # What of it lies below the backward's peak shows only when more is missing.
             static = self.parameters * (1 + self.state_ratio + self.gradient_ratio) / self.plan.num_shards
+            static += self.buckets_of(self.plan)
             return replace(self, optimizer_work=round((seen_bytes - static) * self.plan.num_shards))
         return replace(self, work=self.work + missing)
 
