@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -110,27 +111,35 @@ def point_of(row: Row, one: Row) -> Point:
     )
 
 
+def fair(rows: Sequence[Row]) -> list[Row]:
+    """Those of several ranks where each has a core or GPU: ranks that share one wait for that reason alone."""
+    return [row for row in rows if 1 < row["ranks"] == row["workers"]]
+
+
 def fit(mode: Mode, rows: Sequence[Row]) -> list[Row]:
-    """For each strategy what limits it; its link is fitted to the network's part of the step."""
+    """For each strategy what limits it.
+
+    It is fitted to the strategy's rows that are fair, or to those of all sequence strategies where it has none.
+    """
     one, limits = rows[0], []
     for name in dict.fromkeys(row["strategy"] for row in rows[1:]):
         own = [row for row in rows if row["strategy"] == name]
-        points = [point_of(row, one) for row in own]
-        # Ranks that share a core wait for each other for that reason alone.
-        fair = [row for row in own if row["workers"] == row["ranks"]] or own
-        most = fair[-1]
+        taken = fair(own) or [row for row in fair(rows) if "data" not in row["strategy"]] or own
+        points = [point_of(row, one) for row in taken]
+        most = [row["seen"] for row in taken if row["ranks"] == max(row["ranks"] for row in taken)]
         limits.append(
             {
                 "strategy": name,
-                "fitted_to": ", ".join(str(point.ranks) for point in points),
+                "fitted_to": ", ".join(f"{row['strategy']} {row['ranks']}" for row in taken),
                 "serial_share": serial_share(mode, points),
                 "serial_without_communication": serial_share(
                     mode, [point.without_communication() for point in points]
                 ),
-                "ranks": most["ranks"],
-                "network_share": most["seen"]["network_s"] / most["seen"]["profiled_step_s"],
-                "waited_share": most["seen"]["waited_s"] / most["seen"]["profiled_step_s"],
-                "imbalance": most["seen"]["imbalance"],
+                "network_share": statistics.fmean(
+                    seen["network_s"] / seen["profiled_step_s"] for seen in most
+                ),
+                "waited_share": statistics.fmean(seen["waited_s"] / seen["profiled_step_s"] for seen in most),
+                "imbalance": statistics.fmean(seen["imbalance"] for seen in most),
             }
         )
     return limits
@@ -138,7 +147,6 @@ def fit(mode: Mode, rows: Sequence[Row]) -> list[Row]:
 
 def link_of(rows: Sequence[Row], options: argparse.Namespace) -> tuple[Link | None, str]:
     """The link that is given, or the fitted one, and where it is from."""
-    fair = [row for row in rows[1:] if row["workers"] == row["ranks"]] or rows[1:]
     # What was exposed of the network, in proportion to the profiled step, of the step without a profiler.
     transfers = [
         (
@@ -146,7 +154,7 @@ def link_of(rows: Sequence[Row], options: argparse.Namespace) -> tuple[Link | No
             row["sent_bytes"],
             row["seen"]["network_s"] / row["seen"]["profiled_step_s"] * row["step_ms"]["median"] / 1e3,
         )
-        for row in fair
+        for row in fair(rows) or rows[1:]
     ]
     fitted = fit_link(transfers)
     if options.link_gigabytes is None:
@@ -210,10 +218,9 @@ TIMED = {
 }
 LIMITS = {
     "strategy": "strategy",
-    "ranks": "fitted_to",
+    "fitted to": "fitted_to",
     "serial share": "serial_share",
     "without communication": "serial_without_communication",
-    "on ranks": "ranks",
     "network, of the step": "network_share",
     "waiting for ranks": "waited_share",
     "busiest over mean": "imbalance",
@@ -234,7 +241,7 @@ SIMULATED = {
 
 
 def study(mode: Mode, report: Report, options: argparse.Namespace, base: Sizes) -> list[dict[str, Any]]:
-    """One kind of scaling, from its counts to what is simulated; its claims."""
+    """Counts and measures one kind of scaling; its claims."""
     rows: list[Row] = []
     for num_ranks in world_sizes(options.most_ranks):
         for name, plan in strategies(mode, num_ranks).items():
@@ -242,6 +249,13 @@ def study(mode: Mode, report: Report, options: argparse.Namespace, base: Sizes) 
                 harness.say(f"counting {name} on {num_ranks} rank(s)")
                 rows.append(count(mode, name, plan, base))
     measure(rows, options)
+    return tell(mode, rows, report, options, base)
+
+
+def tell(
+    mode: Mode, rows: list[Row], report: Report, options: argparse.Namespace, base: Sizes
+) -> list[dict[str, Any]]:
+    """Fits, simulates and shows what was measured; the claims."""
     limits = fit(mode, rows)
     link, source = link_of(rows, options)
     simulated = [] if link is None else [*simulate(mode, rows, limits, link, options, base)]
