@@ -28,6 +28,7 @@ help:
 	@echo "make test    run every behaviour once"
 	@echo "make prove   run every test: all matrices, defects, peers and launchers (PART=verify: those of tests/verify)"
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
+	@echo "             and how a step scales over ranks, and what each technique saves: BENCH='scaling techniques'"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
 	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes; the report: $(GPU_REPORT)/report.md"

@@ -7,11 +7,12 @@ checkpointed model holds
 
 and without a checkpoint, in the place of the inputs, all that blocks 0, 1 and 2 have computed. So the peak is the
 largest of such sums. Checkpointing swaps what a block keeps for its input. Offload takes the inputs away but for two
-slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered. More
-sequence ranks divide whatever has tokens.
+slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered. Whole
+gradients are averaged by DDP, which keeps buckets of their size. More sequence ranks divide whatever has tokens. bf16
+halves activations and gathered weights, not parameters.
 
 These are estimates: blocks that did not run are taken for the mean of those that did, and the memory of kernels is
-unknown.
+unknown. From fp32 to bf16 they are a lower bound: what a model computes in fp32 anyway, as its norms, is not halved.
 """
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ class StepMemory:
         shards, blocks = plan.num_shards, self.blocks
         scale = self.plan.sequence / plan.sequence
         weights = [block.parameters for block in blocks]
-        static = self.parameters * (1 + self.state_ratio) / shards
-        is_sharded = plan.sharding != "none" and shards > 1
+        static = self.parameters * (1 + self.state_ratio) / shards + self.buckets_of(plan)
+        in_bf16 = plan.precision == "bf16"
+        if in_bf16 != (self.plan.precision == "bf16"):
+            scale *= 0.5 if in_bf16 else 2
+        # In bf16 each block's weights are made from fp32 ones when it runs, also where those are whole.
+        is_sharded = in_bf16 or (plan.sharding != "none" and shards > 1)
         moved = num_blocks_to_move(plan.offload, len(blocks), KEEP_LAST) if plan.checkpoint != "none" else 0
         is_moved = [index < moved for index in range(len(blocks))]
         slots = 2 * max((block.inputs for block in blocks[:moved]), default=0) if moved else 0
@@ -93,10 +98,16 @@ class StepMemory:
                 # Its gradients are there as autograd made them and as the reduction's input.
                 first = 0 if plan.sharding == "zero2" else max(0, index - plan.prefetch)
                 gathered = self.parameters_outside + sum(weights[first : index + 1])
-                whole = gathered + 2 * self.gradient_ratio * weights[index]
+                gradient = self.gradient_ratio * weights[index]
+                whole = 0.5 * (gathered + gradient) + gradient if in_bf16 else gathered + 2 * gradient
             highest = max(highest, activations * scale + gradients + whole)
         optimizer = self.gradient_ratio * self.parameters / shards + self.optimizer_work / shards
         return round(static + max(highest, optimizer))
+
+    def buckets_of(self, plan: Plan) -> float:
+        """What DDP keeps between steps where it averages whole gradients: a copy of them in buckets."""
+        is_by_ddp = plan.mixed > 1 and plan.sharding == "none" and plan.precision != "bf16"
+        return self.gradient_ratio * self.parameters if is_by_ddp else 0.0
 
     def work_of(self, plan: Plan) -> float:
         """What backward takes beside what was kept: mostly gradients of an MLP's hidden layer, which chunks divide."""
@@ -121,6 +132,7 @@ class StepMemory:
         if in_optimizer:
             # What of it lies below the backward's peak shows only when more is missing.
             static = self.parameters * (1 + self.state_ratio + self.gradient_ratio) / self.plan.num_shards
+            static += self.buckets_of(self.plan)
             return replace(self, optimizer_work=round((seen_bytes - static) * self.plan.num_shards))
         return replace(self, work=self.work + missing)
 

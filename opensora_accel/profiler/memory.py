@@ -276,6 +276,7 @@ class StorageCounter(LiveBytes):
         self._made: dict[int, Owner] = {}
         self._known: dict[int, Owner] = {}
         self.largest: dict[str, int] = {}
+        self._makes = True
         self._direction = self._told_bytes = 0
         # Moments whose owners are not looked up yet, and storages that are gone since.
         self._waiting: list[_Waiting] = []
@@ -300,8 +301,10 @@ class StorageCounter(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._waiting:
             self._look_up()
+        sends = func.namespace in _COMMUNICATION
+        self._makes = not (sends or func.is_view or func._schema.is_mutable)
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace in _COMMUNICATION:
+        if sends:
             for tensor in tree_leaves((args, kwargs, outputs)):
                 if isinstance(tensor, Tensor):
                     address = tensor.untyped_storage()._cdata
@@ -321,7 +324,9 @@ class StorageCounter(LiveBytes):
             kind = "recomputation" if place.phase == RECOMPUTE else "other"
             block = place.block or ELSEWHERE
             self._made[address] = Owner(kind, block)
-            self.largest[block] = max(self.largest.get(block, 0), storage.nbytes())
+            # A bucket of DDP comes to light when a gradient is copied into it, and is nothing that a block computes.
+            if self._makes:
+                self.largest[block] = max(self.largest.get(block, 0), storage.nbytes())
         super()._count(storage)
 
     def _forget(self, address: int) -> None:

@@ -14,6 +14,7 @@ import re
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 import torch
@@ -197,10 +198,12 @@ class tell_of_out_of_memory:
             gradient_ratio,
             max(state, _state_ratio(self._optimizer) * gradient_ratio),
             self._has_gradients_before,
-            outside=max(0, min(self._begin.values(), default=0) - (blocks[0].inputs if blocks else 0)),
             # In an MLP's backward the gradient of its hidden layer comes beside what was kept.
             work=largest,
         )
+        before = min(self._begin.values(), default=0) - (blocks[0].inputs if blocks else 0)
+        # DDP's buckets are there too when the blocks begin, and are no activations.
+        memory = replace(memory, outside=max(0, round(before - memory.buckets_of(plan))))
         return memory.explained(_device_bytes(holdings) + asked, failed.region == "optimizer")
 
     def explain(self, message: str, holdings: Holdings) -> list[str]:

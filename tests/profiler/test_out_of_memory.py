@@ -198,6 +198,33 @@ def test_where_weights_fill_the_memory_the_named_sharding_fits(ranks, index):
         assert named(lines) == {"sharding": ("zero2", "zero3")[index], "dp_replicate": 1, "dp_shard": 2}
 
 
+def under_ddp():
+    """What a step of a few tokens is seen to need beyond weights, and how large those are."""
+    parallel_states.reset()
+    init_parallel(plan := Plan(dp_replicate=2))
+    model = Model()
+    reduced = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        reduced(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # DDP makes its buckets anew in the second step.
+    for _ in range(2):
+        step()
+    teller = tell_of_out_of_memory(model, optimizer, plan)
+    with teller:
+        step()
+    return teller.memory("", {}).work, sum(p.nbytes for p in model.parameters())
+
+
+def test_a_bucket_that_is_reduced_is_nothing_that_a_block_computes(ranks):
+    for work, weights in ranks(2, under_ddp):
+        assert work < weights / 4
+
+
 def test_one_screen_and_the_exception_is_what_it_was():
     limit = peak_of(Plan()) * 2 // 3
     lines, raised = told(Plan(), limit)
@@ -250,7 +277,15 @@ def test_what_another_plan_needs_is_what_it_holds():
     sharded = Plan(checkpoint="full", sharding="zero3", dp_shard=8)
     assert memory.needs(sharded) == pytest.approx((3 * 41 / 8 + 80 + 30 + 1 + 2 + 2) * GIB, rel=0.001)
     # Four sequence ranks hold a quarter of what has tokens; the peak is the first block's backward then.
-    assert memory.needs(Plan(checkpoint="full", ulysses=4)) == (3 * 41 + (2 + 30) // 4 + 39) * GIB
+    # Whole gradients are averaged by DDP, which keeps buckets of their size.
+    assert memory.needs(Plan(checkpoint="full", ulysses=4)) == (3 * 41 + 41 + (2 + 30) // 4 + 39) * GIB
+    # bf16 halves activations. Beside whole weights in fp32 lie those that two blocks and the rest compute with, and
+    # one block's gradients, as autograd made them and in fp32.
+    assert memory.needs(Plan(precision="bf16")) == (3 * 41 + 40 * 15 + (0.5 * (1 + 2) + 0.5 + 1)) * GIB
+    in_bf16 = of_model(Plan(precision="bf16"))
+    assert in_bf16.needs(Plan()) == (3 * 41 + 40 * 60) * GIB
+    full = in_bf16.plan.replace(checkpoint="full")
+    assert in_bf16.needs(in_bf16.plan) - in_bf16.needs(full) == (40 * 30 - (40 * 2 + 30)) * GIB
 
 
 def test_changes_come_in_the_order_of_what_they_cost():

@@ -110,7 +110,10 @@ def test_a_quick_run_changes_only_what_was_left_out():
     assert parse("--tokens", "9").tokens == 9
 
 
-@pytest.mark.parametrize("script", ["attention", "blockwise", "collectives", "longest", "norms", "offload"])
+@pytest.mark.parametrize(
+    "script",
+    ["attention", "blockwise", "collectives", "longest", "norms", "offload", "scaling", "techniques"],
+)
 def test_help_teaches_and_bad_options_are_refused(script, capsys, monkeypatch):
     import importlib
     import sys

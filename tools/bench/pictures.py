@@ -215,3 +215,135 @@ def draw_longest(result: dict[str, Any], path: Path) -> None:
         lines.set(xlabel="tokens", ylabel=unit)
         lines.set_title("peak of a step", loc="left")
         lines.legend(frameon=False)
+
+
+# ---- scaling
+
+STRATEGIES = {
+    "ulysses": BLUE,
+    "ring": ORANGE,
+    "ring × ulysses": GREEN,
+    "data parallel": GREY,
+    "data parallel, sharded": PURPLE,
+}
+
+
+def draw_scaling(result: dict[str, Any], path: Path) -> None:
+    """Efficiency over ranks, dashed where it is simulated; and what ranks wait for."""
+    modes = [mode for mode in ("strong", "weak") if mode in result]
+    hardware = result["hardware"]
+    where = hardware.get("gpu") or f"{hardware['cpu']}, {result['workers']} cores"
+    below = f"a small Wan on {where}; {result['date']}\ndashed: SIMULATED from the fit and the link"
+    with drawing(path, "How a training step scales over ranks", below, 11, 1.3 + 3.7 * len(modes)) as figure:
+        top = 1 - 1.15 / (1.3 + 3.7 * len(modes))
+        edges = {"left": 0.075, "right": 0.98, "top": top, "bottom": 0.16 / len(modes)}
+        grid = figure.add_gridspec(len(modes), 2, hspace=0.42, wspace=0.25, **edges)
+        for line, mode in enumerate(modes):
+            _draw_efficiency(figure.add_subplot(grid[line, 0]), mode, result[mode], result["workers"])
+            _draw_waits(figure.add_subplot(grid[line, 1]), mode, result[mode]["rows"])
+
+
+def _draw_efficiency(axes: Any, mode: str, found: Mapping[str, Any], workers: int) -> None:
+    one, most = found["rows"][0], max(row["ranks"] for row in found["rows"] + found["simulated"])
+    for name, colour in STRATEGIES.items():
+        rows = [one] + [row for row in found["rows"] if row["strategy"] == name]
+        if len(rows) == 1:
+            continue
+        ranks = [row["ranks"] for row in rows]
+        middle = [row["efficiency"]["median"] for row in rows]
+        around = [
+            [abs(row["efficiency"][quartile] - row["efficiency"]["median"]) for row in rows]
+            for quartile in ("q1", "q3")
+        ]
+        axes.errorbar(ranks, middle, yerr=around, color=colour, marker="o", capsize=3, label=name)
+        beyond = [row for row in found["simulated"] if row["strategy"] == name]
+        if beyond:
+            # From the last measured point on that has a core for each rank.
+            start = [row for row in rows if row["workers"] == row["ranks"]][-1]
+            axes.plot(
+                [start["ranks"], *(row["ranks"] for row in beyond)],
+                [start["efficiency"]["median"], *(row["efficiency"] for row in beyond)],
+                color=colour,
+                linestyle="--",
+                marker="o",
+                markerfacecolor="white",
+            )
+    sizes = sorted({row["ranks"] for row in found["rows"] + found["simulated"]})
+    if any(row["workers"] < row["ranks"] for row in found["rows"]):
+        measured = [size for size in sizes if size <= max(row["ranks"] for row in found["rows"])]
+        permitted = [min(1.0, workers / size) for size in measured]
+        axes.plot(measured, permitted, color="black", linewidth=0.8, label=f"what {workers} cores permit")
+    if found["simulated"]:
+        axes.plot(
+            [], [], color="black", linestyle="--", marker="o", markerfacecolor="white", label="SIMULATED"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, sizes)
+    axes.set(xlabel="ranks", ylabel="efficiency", ylim=(0, None), xlim=(0.9, most * 1.1))
+    axes.set_title(f"{mode} scaling", loc="left")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_waits(axes: Any, mode: str, rows: Sequence[Row]) -> None:
+    shown = [row for row in rows if row["ranks"] > 1]
+    for at, row in enumerate(shown):
+        seen = row["seen"]
+        network, waited = (100 * seen[key] / seen["profiled_step_s"] for key in ("network_s", "waited_s"))
+        axes.barh(at, network, color=BLUE, label="the network" if at == 0 else None)
+        axes.barh(at, waited, left=network, color=ORANGE, label="ranks that come later" if at == 0 else None)
+        axes.text(
+            network + waited,
+            at,
+            f" {row['sent_bytes'] / 2**20:.3g} MiB in {row['calls']:.0f} calls",
+            va="center",
+        )
+    names = [f"{row['strategy']}, {row['ranks']}" for row in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.set_xlim(0, 1.5 * max([1.0, *(100 * row["seen"]["exposed_share"] for row in shown)]))
+    axes.set_ylim(len(shown) - 0.4, -1.6)
+    axes.set_xlabel("% of the step")
+    axes.set_title(f"{mode}: what a rank waits for", loc="left")
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+
+
+# ---- techniques
+
+
+def draw_techniques(result: dict[str, Any], path: Path) -> None:
+    """Memory saved over time paid, a dot a technique; and accounted beside measured memory."""
+    rows = [row for row in result["techniques"] if row["strategy"] != row["against"]]
+    hardware = result["hardware"]
+    where = hardware.get("gpu") or f"{hardware['cpu']}, {result['workers']} cores"
+    below = f"one training step of a small Wan, each technique against none, on {where}; {result['date']}"
+    with drawing(path, "Memory saved, and the time it costs", below, 11, 5.2) as figure:
+        figure.subplots_adjust(left=0.07, right=0.98, top=0.82, bottom=0.11, wspace=0.55)
+        dots, bars = figure.subplots(1, 2)
+        for number, row in enumerate(rows, start=1):
+            paid, saved = row["paid"], 100 * row["saved"]
+            around = [[abs(paid[quartile] - paid["median"])] for quartile in ("q1", "q3")]
+            colour = BLUE if row["ranks"] == 1 else ORANGE
+            dots.errorbar(paid["median"], saved, xerr=around, color=colour, marker="o", capsize=3)
+            dots.annotate(
+                str(number),
+                (paid["median"], saved),
+                (5, 5 if number % 2 else -13),
+                textcoords="offset points",
+            )
+        dots.axvline(1, color="black", linewidth=0.8, linestyle="--")
+        dots.axhline(0, color="black", linewidth=0.8)
+        dots.set(xlabel="time paid: device time a clip, over none", ylabel="% of a rank's peak saved")
+        dots.set_title("one rank (blue), several (orange)", loc="left")
+        for at, row in enumerate(rows):
+            bars.barh(at - 0.2, row["seen"]["peak_bytes"] / 2**20, height=0.38, color=BLUE)
+            bars.barh(at + 0.2, row["accounted_bytes"] / 2**20, height=0.38, color=GREY)
+            bars.text(
+                row["seen"]["peak_bytes"] / 2**20,
+                at - 0.2,
+                f" {row['deviation']:+.0%}",
+                va="center",
+                fontsize=8,
+            )
+        bars.set_yticks(range(len(rows)), [f"{n} {row['strategy']}" for n, row in enumerate(rows, start=1)])
+        bars.set_ylim(len(rows) - 0.4, -0.6)
+        bars.set_xlabel("MiB of a rank")
+        bars.set_title("peak measured (blue), accounted (grey)", loc="left")

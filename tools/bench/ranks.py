@@ -1,8 +1,8 @@
 """Ranks that measure: processes that the launcher starts, watches, and ends when they hang.
 
-A peer may raise, abort or hang, and the run must go on. So the ranks are processes of their own. They work through a
-list of tasks, and each writes what it finds to a file of its own, one line of JSON for each task. With P = 3 ranks and
-tasks t0, t1, t2, where rank 1 fails in t1:
+A peer may raise, abort or hang, and the run must go on. So the ranks are processes of their own. They are handed one
+task after the other, and each writes what it finds to a file of its own, one line of JSON for each task. With P = 3
+ranks and tasks t0, t1, t2, where rank 1 fails in t1:
 
     rank 0   found in t0              (waits for rank 1)
     rank 1   found in t0              why t1 failed, and ends
@@ -14,6 +14,7 @@ three new ones for t2.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -41,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 # How long the other ranks may take to say why they fail, once one has.
 GRACE_S = 3.0
-POLL_S = 0.1
+POLL_S = 0.05
 REASON_LENGTH = 180
 
 
@@ -67,43 +68,68 @@ class Outcome:
 
 
 def run_tasks(job: Job, tasks: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    """An outcome for every task. After one that fails, the rest goes on in a fresh group of ranks.
+    """An outcome for every task. After one that fails, the rest goes on with fresh ranks.
 
     Args:
         tasks: plain data, as it travels as JSON; the "label" of each is shown when it begins.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(tasks):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes += _run_group(job, tasks[len(outcomes) :], Path(folder))
+        with Ranks(job) as started:
+            for task in tasks[len(outcomes) :]:
+                harness.say(f"{job.num_ranks} ranks: {task['label']}")
+                outcomes.append(started.run(task))
+                if outcomes[-1].status != "done":
+                    break
     return outcomes
 
 
-def _run_group(job: Job, tasks: Sequence[Mapping[str, Any]], folder: Path) -> list[Outcome]:
-    """Outcomes of all tasks, or of those up to the first that fails."""
-    (folder / "job.json").write_text(json.dumps(asdict(job) | {"tasks": tasks}), encoding="utf-8")
-    processes = [_start_rank(job, folder, rank) for rank in range(job.num_ranks)]
-    num_done, is_failing = -1, False
-    deadline = time.monotonic() + START_S
-    try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            before, num_done = num_done, min(map(len, _read_results(job, folder)))
-            if before < num_done < len(tasks) and not is_failing:
-                harness.say(f"{job.num_ranks} ranks: {tasks[num_done]['label']}")
-                deadline = time.monotonic() + job.limit_s + (0 if num_done else START_S)
-            if any(process.poll() for process in processes) and not is_failing:
-                is_failing, deadline = True, time.monotonic() + GRACE_S
-            time.sleep(POLL_S)
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
+class Ranks:
+    """Ranks that wait for tasks, and take nothing of the processor while they wait.
+
+    Several groups may be there at once and take turns, as where one rank is compared with four.
+    """
+
+    def __init__(self, job: Job):
+        self._job, self._num_done = job, 0
+        self._temporary = tempfile.TemporaryDirectory()
+        self._folder = Path(self._temporary.name)
+        (self._folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
+        self._processes = [_start_rank(job, self._folder, rank) for rank in range(job.num_ranks)]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for process in self._processes:
             process.kill()
             process.wait()
-    # Not strict: what every rank has done.
-    done = [Outcome("done", found=lines[0]) for lines in zip(*_read_results(job, folder), strict=False)]
-    if len(done) < len(tasks):
-        done.append(_explain_failure(job, codes, folder))
-    return done
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        self._temporary.cleanup()
+
+    def run(self, task: Mapping[str, Any]) -> Outcome:
+        """What becomes of a task. Ranks that have failed take no other."""
+        line = (json.dumps(task) + "\n").encode()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it could not start, which is told below
+                process.stdin.write(line)
+                process.stdin.flush()
+        deadline = time.monotonic() + self._job.limit_s + (0 if self._num_done else START_S)
+        is_failing = False
+        while time.monotonic() < deadline:
+            results = _read_results(self._job, self._folder)
+            if min(map(len, results)) > self._num_done:
+                self._num_done += 1
+                return Outcome("done", found=results[0][-1])
+            if all(process.poll() is not None for process in self._processes):
+                break
+            if any(process.poll() for process in self._processes) and not is_failing:
+                is_failing, deadline = True, time.monotonic() + GRACE_S
+            time.sleep(POLL_S)
+        return _explain_failure(self._job, [process.poll() for process in self._processes], self._folder)
 
 
 def _start_rank(job: Job, folder: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -118,8 +144,9 @@ def _start_rank(job: Job, folder: Path, rank: int) -> subprocess.Popen[bytes]:
     (folder / f"results{rank}").touch()
     with open(folder / f"stderr{rank}", "wb") as stderr:
         command = [job.python, __file__, str(folder), str(rank)]
-        nowhere = subprocess.DEVNULL
-        return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=stderr, env=environment)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, env=environment
+        )
 
 
 def _read_results(job: Job, folder: Path) -> list[list[Any]]:
@@ -175,19 +202,18 @@ class World:
 
 
 def work_through(folder: Path, rank: int) -> None:
-    """Works through the tasks of a job. A task that fails ends the process: the others still wait for this rank."""
+    """Does what comes, a task a line. One that fails ends the process: the others still wait for this rank."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     warnings.filterwarnings("ignore")
     try:
         run_task = importlib.import_module(job["script"]).run_task
         world = _join_world(job, rank, folder)
         with open(folder / f"results{rank}", "a", encoding="utf-8") as results:
-            for task in job["tasks"]:
+            for line in sys.stdin:
                 # No rank is in the next task while another still answers for this one.
                 dist.barrier()
-                results.write(json.dumps(run_task(world, task)) + "\n")
+                results.write(json.dumps(run_task(world, json.loads(line))) + "\n")
                 results.flush()
-        dist.barrier()
     except BaseException as error:  # noqa: BLE001 - whatever it was, it is this task's result
         (folder / f"failed{rank}").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         os._exit(1)
