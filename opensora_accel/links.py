@@ -25,10 +25,12 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.distributed as dist
+# torch is imported where links are measured: `opensora-accel shard` computes with them in a fraction of its import.
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 * 2**20
 _ROUNDS = 7
@@ -84,6 +86,9 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     Communication: `_ROUNDS` messages of 8 bytes and as many of 4 MiB to the next rank, and an all-reduce over the job.
     """
+    import torch
+    import torch.distributed as dist
+
     nanoseconds = [int(1e9 * _shift_s(group, size, device)) for size in (_SMALL_BYTES, _LARGE_BYTES)]
     slowest = torch.tensor(nanoseconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -94,6 +99,9 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 def _shift_s(group: dist.ProcessGroup, size_bytes: int, device: torch.device) -> float:
     """The median time in which every rank sends so many bytes to the next rank and gets as many."""
+    import torch
+    import torch.distributed as dist
+
     rank, num_ranks = group.rank(), group.size()
     sent = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)

@@ -152,6 +152,7 @@ class watch:
             self._inputs.calls.clear()
 
     def _look(self, norm: float | None, files: Sequence[str]) -> None:
+        before = self.block_norms
         if norm is None or self._is_due:
             self._look_at_blocks()
             norm = math.sqrt(sum(each**2 for each in self.block_norms.values())) if norm is None else norm
@@ -159,8 +160,8 @@ class watch:
             where = trace_nonfinite(self._model, self._inputs.calls)
             self._tell(f"the gradient norm of step {self._number} is {norm}: {where}", files)
         elif len(self._norms) >= _FEWEST_STEPS and norm > self._spike * statistics.median(self._norms):
-            before = self.block_norms
-            self._look_at_blocks()
+            if self.last_look != self._number:
+                self._look_at_blocks()
             name = max(self.block_norms, key=self.block_norms.__getitem__)
             self._tell(
                 f"the gradient norm of step {self._number} is {norm:.3g}, {norm / statistics.median(self._norms):.1f} "

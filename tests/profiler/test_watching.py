@@ -352,9 +352,12 @@ def test_a_spike_is_told_with_its_files_and_its_block(caplog):
             optimizer.step()
             optimizer.zero_grad()
             run.step(loss=loss * (9 if number == 27 else 1), files=[f"{number}.mp4", f"{number}.mp4"])
-    norm, loss = caplog.messages
+    own = [record for record in caplog.records if record.name == "opensora_accel.profiler.watching"]
+    norm, loss = (record.getMessage() for record in own)
     assert "the gradient norm of step 25 is " in norm and "most of it in blocks.1: " in norm
     assert norm.endswith("when last looked at; its files: 25.mp4")
+    found = re.search(r"most of it in blocks\.1: (\S+), (\S+) when last looked at", norm)
+    assert found and float(found[1]) > 1000 * float(found[2]) > 0
     assert "the loss of step 27 on rank 0 is " in loss and loss.endswith("of 26 steps; its files: 27.mp4")
 
 

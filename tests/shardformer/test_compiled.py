@@ -20,7 +20,7 @@ from tests.video_models import CASES
 
 CLOSE = RELATIVE[torch.float32]
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without needing a C++ compiler
-NAMES = ["Wan", "LTX-Video", "HunyuanVideo", "MMDiT", "MMDiT, flash-attn"]
+NAMES = ["Wan", "HunyuanVideo", "LTX-Video", "MMDiT", "MMDiT, flash-attn"]
 PLANS = [
     Plan(ring=2, checkpoint="full", offload=1.0),
     Plan(ulysses=2),
