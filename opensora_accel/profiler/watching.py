@@ -90,7 +90,11 @@ class watch:
         self._model, self._every, self._spike = model, every, spike
         self._number, self._first_step, self._last_equal = first_step, first_step, 0
         policy = policy or (find_policy(model) if has_policy(model) else None)
-        self._blocks = list(find_blocks(model, None if policy is None else blocks_of(model, policy)))
+        blocks = find_blocks(model, None if policy is None else blocks_of(model, policy))
+        # Of each parameter the block that it is in, by its place among these names.
+        self._names = [*blocks, OUTSIDE]
+        block_of = {id(p): place for place, block in enumerate(blocks.values()) for p in block.parameters()}
+        self._places = {name: block_of.get(id(p), len(blocks)) for name, p in model.named_parameters()}
         self._holders = holders_of(model)
         self._inputs = StepInputs(model)
         self._norms, self._losses = deque[float](maxlen=_NUM_STEPS), deque[float](maxlen=_NUM_STEPS)
@@ -234,20 +238,17 @@ class watch:
     @torch.no_grad()
     def _look_at_blocks(self) -> None:
         """The 2-norm of each block's gradients over all ranks. Communication: an all-reduce of a number a block."""
-        names = [*self._blocks, OUTSIDE]
-        places = {name: index for index, name in enumerate(names)}
         # By the ranks that hold the other parts, in one order on all ranks, as parameters have one.
         gradients: dict[Any, list[tuple[int, Tensor]]] = {each.parts: [] for each in self._holders.values()}
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
-                block = next((each for each in self._blocks if name.startswith(f"{each}.")), OUTSIDE)
                 grad = parameter.grad
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
-                gradients[self._holders[name].parts].append((places[block], local))
+                gradients[self._holders[name].parts].append((self._places[name], local))
         device = next(self._model.parameters()).device
-        total = torch.zeros(len(names), device=device)
+        total = torch.zeros(len(self._names), device=device)
         for parts, found in gradients.items():
-            squares = torch.zeros(len(names), device=device)
+            squares = torch.zeros_like(total)
             if found:
                 norms = torch._foreach_norm([grad for _, grad in found], 2, dtype=torch.float32)
                 index = torch.tensor([place for place, _ in found], device=device)
@@ -255,7 +256,7 @@ class watch:
             for group in parts:
                 dist.all_reduce(squares, group=group)
             total += squares
-        self.block_norms = dict(zip(names, total.sqrt().tolist(), strict=True))
+        self.block_norms = dict(zip(self._names, total.sqrt().tolist(), strict=True))
         self.last_look = self._number
 
 

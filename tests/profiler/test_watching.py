@@ -61,7 +61,8 @@ def test_a_digest_sees_every_change(dtype, shape):
         for what, changed in changes(tensor, generator):
             assert torch.equal(changed, tensor.flatten()) or digest(changed.view(shape)) != value, what
     assert digest(torch.zeros(3, 0)) == digest(torch.zeros(0)) and digest(torch.tensor(True)) >= 0
-    assert digest(tensor.t() if tensor.dim() == 2 else tensor) >= 0
+    turned = tensor.transpose(0, -1)
+    assert digest(turned) == digest(turned.contiguous())
 
 
 # ---- between ranks
@@ -84,7 +85,7 @@ def local(tensor):
 def watched_steps(plan, wrong=None, rank=None, at=None, every=2, num_steps=5):
     """Losses of steps under a watch; in step `at`, `rank` is made wrong. With the error, where there was one."""
     case, model, wrapped, optimizer = build(plan)
-    losses = []
+    losses, hooks = [], (len(model._forward_pre_hooks), len(model._forward_hooks))
     with watch(model, plan, every=every) as run:
         try:
             for number in range(1, num_steps + 1):
@@ -104,7 +105,7 @@ def watched_steps(plan, wrong=None, rank=None, at=None, every=2, num_steps=5):
                 run.step(loss=loss)
         except ValueError as error:
             return losses, str(error)
-    assert not model._forward_pre_hooks.get(-1)
+    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
     return losses, run.block_norms
 
 
@@ -302,7 +303,7 @@ def nan_told(plan, where):
             state = torch.get_rng_state()
             run.check(files=[f"clip_{dist.get_rank()}.mp4"])
             kept = all(
-                torch.equal(before[name], local(p.grad)) or before[name].isnan().any()
+                torch.equal(before[name].view(torch.int32), local(p.grad).view(torch.int32))
                 for name, p in model.named_parameters()
             )
             assert kept and torch.equal(state, torch.get_rng_state())
