@@ -237,7 +237,7 @@ def draw_scaling(result: dict[str, Any], path: Path) -> None:
     with drawing(path, "How a training step scales over ranks", below, 11, 1.3 + 3.7 * len(modes)) as figure:
         top = 1 - 1.15 / (1.3 + 3.7 * len(modes))
         edges = {"left": 0.075, "right": 0.98, "top": top, "bottom": 0.16 / len(modes)}
-        grid = figure.add_gridspec(len(modes), 2, hspace=0.42, wspace=0.25, **edges)
+        grid = figure.add_gridspec(len(modes), 2, hspace=0.42, wspace=0.42, **edges)
         for line, mode in enumerate(modes):
             _draw_efficiency(figure.add_subplot(grid[line, 0]), mode, result[mode], result["workers"])
             _draw_waits(figure.add_subplot(grid[line, 1]), mode, result[mode]["rows"])
@@ -279,9 +279,11 @@ def _draw_efficiency(axes: Any, mode: str, found: Mapping[str, Any], workers: in
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, sizes)
-    axes.set(xlabel="ranks", ylabel="efficiency", ylim=(0, None), xlim=(0.9, most * 1.1))
+    # Room for the legend above the lines.
+    axes.set(xlabel="ranks", ylabel="efficiency", ylim=(0, 1.4), xlim=(0.9, most * 1.1))
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_title(f"{mode} scaling", loc="left")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
 
 
 def _draw_waits(axes: Any, mode: str, rows: Sequence[Row]) -> None:
