@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,8 @@ _STYLE: Any = {
     "hatch.linewidth": 0.7,
 }
 GIB = 1 << 30
+# More than these are drawn in stretches, and a table has a choice of them.
+MAX_STEPS = 400
 
 
 class Chart:
@@ -234,11 +237,22 @@ def offload_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
 
 
 def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefix: str) -> str:
-    """One number over the steps; the warm-up is a hollow point."""
+    """One number over the steps; the warm-up is a hollow point.
+
+    Of more than `MAX_STEPS` steps each stretch is its median, in a band from its lowest to its highest.
+    """
     chart = Chart(height=2.4)
     known = [(step["step"], step[field], step["warm_up"]) for step in steps if step[field] is not None]
     counted = [(number, value) for number, value, warm_up in known if not warm_up]
-    if counted:
+    if len(steps) > MAX_STEPS:
+        length = -(-len(steps) // MAX_STEPS)
+        stretches = [counted[i : i + length] for i in range(0, len(counted), length)]
+        middle = [stretch[len(stretch) // 2][0] for stretch in stretches]
+        values = [[value for _number, value in stretch] for stretch in stretches]
+        low, high = [min(each) for each in values], [max(each) for each in values]
+        chart.axes.fill_between(middle, low, high, color=_COLOURS["attention"], alpha=0.35, linewidth=0)
+        chart.axes.plot(middle, [statistics.median(each) for each in values], color=_COLOURS["attention"])
+    elif counted:
         chart.axes.plot(*zip(*counted, strict=True), "o-", color=_COLOURS["attention"], markersize=4)
     for number, value, warm_up in known:
         if warm_up:

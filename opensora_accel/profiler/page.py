@@ -21,6 +21,7 @@ from opensora_accel.profiler import charts
 MAX_RANKS, MAX_PAIRS = 64, 256
 # Rows of the memory table: one of every so many samples of the picture.
 MEMORY_ROWS = 40
+_IN_STRETCHES = " The line is the median of each stretch of steps, the band its lowest and highest."
 
 
 class Value:
@@ -249,8 +250,14 @@ def _steps(run: Value, prefix: str) -> str:
             for rank in ranks
         ],
     )
+    slowest = list(run["steps"])
+    which, more = "Every step", ""
+    if len(slowest) > charts.MAX_STEPS:
+        which, more = f"The {charts.MAX_STEPS} slowest of {len(slowest)} steps", _IN_STRETCHES
+        slowest = sorted(slowest, key=lambda step: -step["seconds"].data)[: charts.MAX_STEPS]
+        slowest.sort(key=lambda step: step["step"].data)
     steps = table(
-        "Every step",
+        which,
         ["step", "time", "furthest behind", "by", "because of"],
         [
             [
@@ -260,14 +267,14 @@ def _steps(run: Value, prefix: str) -> str:
                 step["behind_s"].show(seconds) if not step["warm_up"] else "–",
                 step["cause"].text() or "not late",
             ]
-            for step in run["steps"]
+            for step in slowest
         ],
     )
     timing = figure(
         charts.over_steps(run["steps"].data, "seconds", "seconds", f"{prefix}-over"),
         "Time of every step, from the first rank's start to the last one's end. Single high points are "
         "stragglers or saves; "
-        "the table names the rank and why.",
+        f"the table names the rank and why.{more}",
         steps,
     )
     whose = f"<details><summary>Whose time it was, and who was late</summary>{late}</details>"
@@ -472,25 +479,31 @@ def _offload(run: Value, prefix: str) -> str:
 
 
 def _training(run: Value, prefix: str) -> str:
-    rows = [
-        [
-            step["step"].show(integer) + (" <small>warm-up</small>" if step["warm_up"] else ""),
-            step["loss"].show(number),
-            step["tokens_per_s"].show(number),
-        ]
-        for step in run["steps"]
-    ]
-    numbers = table("Loss and throughput of every step", ["step", "loss", "tokens per second"], rows)
+    shown, which, more = list(run["steps"]), "of every step", ""
+    if len(shown) > charts.MAX_STEPS:
+        every = -(-len(shown) // charts.MAX_STEPS)
+        shown, which, more = shown[::every], f"of one step in {every}", _IN_STRETCHES
     parts = []
-    if any(step["loss"].data is not None for step in run["steps"]):
-        text = "The mean of the ranks' losses. A profile is short: it shows that the run was sane."
-        parts.append(
-            figure(charts.over_steps(run["steps"].data, "loss", "loss", f"{prefix}-loss"), text, numbers)
-        )
-    if any(step["tokens_per_s"].data is not None for step in run["steps"]):
-        text = "Tokens of all ranks over the time of the step."
-        picture = charts.over_steps(run["steps"].data, "tokens_per_s", "tokens/s", f"{prefix}-tokens")
-        parts.append(figure(picture, text, numbers))
+    for field, label, text in (
+        (
+            "loss",
+            "Loss",
+            "The mean of the ranks' losses. A profile is short: it shows that the run was sane.",
+        ),
+        ("tokens_per_s", "Tokens per second", "Tokens of all ranks over the time of the step."),
+    ):
+        if all(step[field] is None for step in run["steps"].data):
+            continue
+        rows = [
+            [
+                step["step"].show(integer) + (" <small>warm-up</small>" if step["warm_up"] else ""),
+                step[field].show(number),
+            ]
+            for step in shown
+        ]
+        numbers = table(f"{label} {which}", ["step", label.lower()], rows)
+        picture = charts.over_steps(run["steps"].data, field, label.lower(), f"{prefix}-{field}")
+        parts.append(figure(picture, f"{text}{more}", numbers))
     used = run["utilization"]
     mfu, hfu = used["mfu"].show(percent), used["hfu"].show(percent)
     why = f"<p>Not known: {used['why_not'].text()}.</p>" if used["why_not"] else ""

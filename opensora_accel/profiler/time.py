@@ -27,10 +27,11 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from posixpath import commonpath
 from typing import Any
 
 import torch
@@ -43,7 +44,13 @@ from torch.optim.optimizer import (
 )
 
 from opensora_accel import regions
-from opensora_accel.parallel_states import get_mesh, get_parallel_group, has_mesh, has_parallel_group
+from opensora_accel.parallel_states import (
+    get_mesh,
+    get_nodes,
+    get_parallel_group,
+    has_mesh,
+    has_parallel_group,
+)
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
@@ -76,6 +83,9 @@ _STEPS_BEFORE_WARNING = 10
 _COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
 # Groups by which a call is named, the narrowest first; where two have the same ranks the first name counts.
 _GROUPS = ("ulysses", "ring", "tp", "dp_shard", "dp_replicate", "sequence", "tensor", "data", "mixed")
+
+# Told the values that go into a region, or come out of it.
+_Tell = Callable[[list[Any]], None]
 
 
 @dataclass(eq=False)
@@ -234,10 +244,8 @@ class profile:
     def _begin_looking(self) -> None:
         """Begins what is asked for in the step that begins alone."""
         if self._number in self._memory_steps:
-            blocks = [
-                module for region, _name, module in _modules(self._model, self._policy) if region == "block"
-            ]
-            self._memory = MemoryTimeline(self._model, self._optimizer, blocks=blocks)
+            blocks = _blocks(self._model, self._policy)
+            self._memory = MemoryTimeline(self._model, self._optimizer, blocks=list(blocks.values()))
             self._memory.__enter__()
         if self._number in self._trace_steps:
             self._trace = torch.profiler.profile(record_shapes=False)
@@ -276,30 +284,34 @@ class profile:
     # ---- spans of modules
 
     def _hook_modules(self, undo: ExitStack) -> None:
-        for region, name, module in _modules(self._model, self._policy):
-            before, after = self._hooks(region, name)
-            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(after).remove)
+        for region, name, begins_at, ends_at in _regions(self._model, self._policy):
+            begins, ends = self._hooks(region, name)
+            if begins_at is ends_at:
+                undo.callback(begins_at.register_forward_pre_hook(_inputs(begins), with_kwargs=True).remove)
+                undo.callback(ends_at.register_forward_hook(_outputs(ends)).remove)
+            else:
+                undo.callback(begins_at.register_forward_hook(_outputs(begins)).remove)
+                undo.callback(ends_at.register_forward_pre_hook(_inputs(ends), with_kwargs=True).remove)
 
-    def _hooks(self, region: str, name: str) -> tuple[Any, Any]:
-        @torch.compiler.disable(reason="a profiler looks at the time")
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _hooks(self, region: str, name: str) -> tuple[_Tell, _Tell]:
+        """What is to be told with the values that go into a region, and with those that come out."""
+
+        def begins(values: list[Any]) -> None:
             phase = _phase()
-            # The gradient of what goes in is the last that a module's backward computes.
-            tensor = _first_with_gradient([*args, *kwargs.values()])
+            # The gradient of what goes in is the last that a region's backward computes.
+            tensor = _first_with_gradient(values)
             if tensor is not None:
                 tensor.register_hook(lambda _gradient: self._end(region, name, BACKWARD))
             self._begin(region, name, phase)
 
-        @torch.compiler.disable(reason="a profiler looks at the time")
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def ends(values: list[Any]) -> None:
             phase = _phase()
             self._end(region, name, phase)
-            tensor = _first_with_gradient([output])
+            tensor = _first_with_gradient(values)
             if tensor is not None:
                 tensor.register_hook(lambda _gradient: self._begin(region, name, BACKWARD))
 
-        return before, after
+        return begins, ends
 
     def _begin(self, region: str, name: str, phase: str) -> None:
         with self._lock:
@@ -399,7 +411,6 @@ class profile:
         if has_mesh():
             mesh = get_mesh()
             coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
-        blocks = sum(region == "block" for region, _name, _module in _modules(self._model, self._policy))
         is_cuda = self._device.type == "cuda"
         return RunRecord(
             rank=dist.get_rank() if started else 0,
@@ -410,7 +421,7 @@ class profile:
             model={
                 "class": type(self._model).__name__,
                 "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
-                "num_blocks": blocks,
+                "num_blocks": len(_blocks(self._model, self._policy)),
             },
             environment={
                 "host": platform.node(),
@@ -450,25 +461,59 @@ def _first_with_gradient(values: list[Any]) -> Tensor | None:
     return None
 
 
-def _modules(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str, nn.Module]]:
-    """Region, path and module of each block, attention and MLP; a module that is two of them is the first."""
-    blocks = find_blocks(model, None if policy is None else blocks_of(model, policy))
-    seen = set()
-    found = [("block", *each) for each in blocks.items()]
+def _inputs(tell: _Tell) -> Callable[..., None]:
+    """A hook that tells what goes into a module."""
+
+    @torch.compiler.disable(reason="a profiler looks at the time")
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tell([*args, *kwargs.values()])
+
+    return hook
+
+
+def _outputs(tell: _Tell) -> Callable[..., None]:
+    """A hook that tells what comes out of a module."""
+
+    @torch.compiler.disable(reason="a profiler looks at the time")
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        tell([output])
+
+    return hook
+
+
+def _blocks(model: nn.Module, policy: Policy | None) -> dict[str, nn.Module]:
+    return find_blocks(model, None if policy is None else blocks_of(model, policy))
+
+
+def _regions(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str, nn.Module, nn.Module]]:
+    """Region and path of each block, attention and MLP, and its module twice; one that is two of them is the first.
+
+    Where a block calls the attention kernel itself, the path is the block's, and the modules are the one that runs
+    just before the kernel and the one that runs just after.
+    """
+    found = [("block", name, module, module) for name, module in _blocks(model, policy).items()]
     if policy is not None:
         attentions = [*policy.self_attention, *policy.whole_queries, *policy.linear_attention]
         attentions += [entry.module for entry in policy.joint_attention]
-        found += [("attention", *each) for path in attentions for each in find(model, path)]
-        found += [("mlp", *each) for path in policy.mlps for each in find(model, path)]
-    for region, name, module in found:
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield region, name, module
+        for region, paths in (("attention", [*attentions, *policy.attention_regions]), ("mlp", policy.mlps)):
+            for path in paths:
+                first, last = (path, path) if isinstance(path, str) else path
+                pairs = zip(find(model, first), find(model, last), strict=True)
+                for (name, begins_at), (other_name, ends_at) in pairs:
+                    # Names of modules are no paths of files, but share their parents as those do.
+                    shared = commonpath([name.replace(".", "/"), other_name.replace(".", "/")])
+                    found.append((region, shared.replace("/", "."), begins_at, ends_at))
+    seen = set()
+    for region, name, begins_at, ends_at in found:
+        if (begins_at, ends_at) not in seen:
+            seen.add((begins_at, ends_at))
+            yield region, name, begins_at, ends_at
 
 
 def _groups() -> dict[str, list[int]]:
-    """Global ranks of this rank's groups: of the mesh's axes, and those that are registered by other names."""
+    """Global ranks of this rank's groups: of the mesh's axes, those of other names, and their levels by node."""
     found: dict[str, list[int]] = {}
+    by_node: dict[str, list[int]] = {}
     if not dist.is_initialized():
         return found
     for name in _GROUPS:
@@ -476,5 +521,10 @@ def _groups() -> dict[str, list[int]]:
             group = get_parallel_group(name)
             if group is not None and group.size() > 1:
                 found[name] = dist.get_process_group_ranks(group)
+                nodes = get_nodes(group)
+                if nodes is not None:
+                    by_node[f"{name} within a node"] = dist.get_process_group_ranks(nodes.within)
+                    by_node[f"{name} between nodes"] = dist.get_process_group_ranks(nodes.between)
+    found |= by_node
     found["world"] = list(range(dist.get_world_size()))
     return found

@@ -241,6 +241,9 @@ class Policy:
     # Where layers are cut for tensor parallelism.
     tensors: tuple[TensorRegion, ...] = ()
     blocks: tuple[Blocks, ...] = ()
+    # For a profiler, attention whose module no entry above names: its module; or, where a block calls the kernel
+    # itself, the module that runs just before it and the one that runs just after, with their block's path in front.
+    attention_regions: tuple[str | tuple[str, str], ...] = ()
     # Modules that treat every token alone: [B, S, C] → [B, S, C], or without the batch.
     mlps: tuple[str, ...] = ()
     # Below these modules `shard(…, norms=…)` may swap norms for kernels that compute the same, found by probing.

@@ -33,4 +33,5 @@ LATTE = Policy(
     ),
     gather_grids=(GatherGrid("proj_out", "(B F) N O"),),
     blocks=(Blocks("transformer_blocks", alternating=("temporal_transformer_blocks",)),),
+    attention_regions=("transformer_blocks.*.attn1", "temporal_transformer_blocks.*.attn1"),
 )

@@ -40,6 +40,12 @@ STDIT3 = Policy(
     ),
     gather_grids=(GatherGrid("temporal_blocks.-1", "B (T S) C"),),
     blocks=(Blocks("spatial_blocks", ("x",), alternating=("temporal_blocks",)),),
+    attention_regions=(
+        "spatial_blocks.*.attn",
+        "spatial_blocks.*.cross_attn",
+        "temporal_blocks.*.attn",
+        "temporal_blocks.*.cross_attn",
+    ),
     mlps=("spatial_blocks.*.mlp", "temporal_blocks.*.mlp"),
 )  # fmt: skip
 
@@ -49,6 +55,7 @@ STDIT3_SPATIAL = replace(
     grids=tuple(grid for grid in STDIT3.grids if grid.module.startswith("spatial_blocks")),
     gather_grids=(GatherGrid("spatial_blocks.-1", "B (T S) C"),),
     blocks=(Blocks("spatial_blocks", ("x",)),),
+    attention_regions=("spatial_blocks.*.attn", "spatial_blocks.*.cross_attn"),
     mlps=("spatial_blocks.*.mlp",),
 )
 
@@ -107,4 +114,8 @@ MMDIT = Policy(
     kernel_functions=("flash_attn_func",),
     tensors=MMDIT_TENSORS,
     blocks=(Blocks("double_blocks", ("img", "txt")), Blocks("single_blocks", ("x",))),
+    attention_regions=(
+        ("double_blocks.*.txt_attn.norm", "double_blocks.*.img_attn.proj"),
+        ("single_blocks.*.norm", "single_blocks.*.linear2"),
+    ),
 )

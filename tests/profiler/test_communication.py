@@ -65,6 +65,15 @@ def test_calls_and_bytes_are_those_of_the_verifiers_recorder(ranks, tmp_path, pl
         assert axes & {"ulysses", "ring", "dp_shard", "sequence", "mixed"}
 
 
+@PROVE
+def test_the_levels_of_a_group_have_its_name(ranks, tmp_path):
+    plan = Plan(ulysses=4, two_level="on", ranks_per_node=2)
+    for expected, found, axes in ranks(4, sent, plan, tmp_path):
+        assert found == expected
+        assert axes >= {"ulysses within a node", "ulysses between nodes"}
+        assert not [axis for axis in axes if axis.startswith("ranks ")]
+
+
 def compiled(plan, folder):
     init_parallel(plan)
     case = CASES["Wan"]

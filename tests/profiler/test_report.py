@@ -188,6 +188,23 @@ def test_sixty_four_ranks_fit_in_five_megabytes(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 5e6
 
 
+def test_a_page_of_thousands_of_steps_stays_small(tmp_path):
+    run = write_run(tmp_path / "run", "slow data", num_ranks=2, num_steps=3)
+    write_report([run], tmp_path / "report.html")
+    document = json.loads((tmp_path / "report.json").read_text())
+    first, *others = document["runs"][0]["steps"]
+    number_of_steps, slowest = 4000, 3210
+    steps = [first] + [others[i % len(others)] | {"step": i} for i in range(2, number_of_steps + 1)]
+    steps[slowest - 1] |= {"seconds": 9.0}
+    document["runs"][0] |= {"steps": steps, "num_steps": number_of_steps}
+    text = page.page(document)
+    assert len(text) < 1e6
+    numbers = Numbers(text).numbers
+    check_numbers(numbers, document)
+    shown = {int(float(value)) for path, value, _text in numbers if re.search(r"steps/\d+/step$", path)}
+    assert slowest in shown and len(shown) < 1000
+
+
 def browse(*options):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

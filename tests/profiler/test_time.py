@@ -70,7 +70,10 @@ def nested_or_apart(spans):
     )
 
 
-@pytest.mark.parametrize("name", some(["Wan", "HunyuanVideo", "LTX-Video", "CogVideoX"]))
+@pytest.mark.parametrize(
+    "name",
+    some(["Wan", "HunyuanVideo", "LTX-Video", "CogVideoX", "Latte", "MMDiT", "STDiT3"], "Wan", "MMDiT"),
+)
 @pytest.mark.parametrize("checkpoint", some(["full", "none", "selective"], "full", "none"))
 def test_spans_of_a_step(ranks, tmp_path, name, checkpoint):
     plan = Plan(ulysses=2, checkpoint=checkpoint, offload=0.0 if checkpoint == "none" else 1.0)
