@@ -1,6 +1,7 @@
 """torch.compile on a sharded model's blocks: as many graphs as on one device, with attention inside of them."""
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from shardformer.modeling.attention import RedirectTraced, redirect_attention
 from tests.opensora_models.mmdit import flash_attention
 from tests.shardformer import test_positions
 from tests.shardformer.conformance import compare, step
-from tests.tiers import PROVE, each_once
+from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE
 from tests.video_models import CASES
 
@@ -65,8 +66,11 @@ def graphs(name, plan, backend=BACKEND):
     return alone, found, errors
 
 
-@pytest.mark.parametrize(("name", "plan"), each_once(NAMES, PLANS), ids=str)
-def test_a_sharded_block_is_one_graph_as_on_one_device(ranks, name, plan):
+@pytest.mark.parametrize(
+    "case", some(product(NAMES, PLANS), ("Wan", PLANS[0]), ("MMDiT, flash-attn", PLANS[2])), ids=str
+)
+def test_a_sharded_block_is_one_graph_as_on_one_device(ranks, case):
+    name, plan = case
     for alone, (first, second, third), errors in ranks(plan.world_size, graphs, name, plan):
         assert first == (0, {})  # it is checked
         assert second == third == alone and alone[1] == {}
