@@ -32,7 +32,7 @@ from opensora_accel.profiler.analysis import (
     Timeline,
     Utilization,
 )
-from opensora_accel.profiler.intervals import exposed_seconds, length, union
+from opensora_accel.profiler.intervals import exposed_seconds, length, length_of_columns, union
 from opensora_accel.profiler.match_calls import (
     MatchedCalls,
     axes_of,
@@ -180,13 +180,13 @@ class _Shares:
 
 def _shares(step: StepSummary, matched: MatchedCalls) -> _Shares:
     exposed, data = step.seconds_of("exposed"), step.seconds_of("data")
-    network = min(length(matched.exposed_transfers()), exposed)
+    network = min(matched.exposed_transfer_s(), exposed)
     return _Shares(
         data=data,
         work=sum(step.parts_ns.values()) / 1e9 - exposed - data,
         network=network,
         waited=exposed - network,
-        communication=length(zip(matched.ready, matched.ends, strict=True)),
+        communication=length_of_columns(matched.ready, matched.ends),
     )
 
 
@@ -314,9 +314,9 @@ def _peak(record: StepRecord | None) -> MemoryPeak | None:
     sample = peak_sample(record.memory) if record else None
     if record is None or sample is None:
         return None
-    span = innermost(record.spans, sample.time_s)
+    spans = innermost(record.spans, (each.time_s for each in record.memory))
+    span = spans[record.memory.index(sample)]
     region = span.region if span else "other"
-    where = [(each, innermost(record.spans, each.time_s)) for each in record.memory]
     return MemoryPeak(
         step=record.step,
         time_s=sample.time_s - record.start_s,
@@ -327,7 +327,12 @@ def _peak(record: StepRecord | None) -> MemoryPeak | None:
         name=span.name if span else "",
         phase=span.phase if span else "",
         elsewhere_bytes=max(
-            (each.device_bytes for each, at in where if (at.region if at else "other") != region), default=0
+            (
+                each.device_bytes
+                for each, at in zip(record.memory, spans, strict=True)
+                if (at.region if at else "other") != region
+            ),
+            default=0,
         ),
     )
 

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from numpy import float64
+    from numpy.typing import NDArray
 
 Interval = tuple[float, float]
 
@@ -37,6 +42,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 def length(intervals: Iterable[Interval]) -> float:
     """Seconds that at least one of the intervals covers."""
     return sum(end - start for start, end in union(intervals))
+
+
+def length_of_columns(starts: NDArray[float64], ends: NDArray[float64]) -> float:
+    """`length`, of millions of intervals: each adds what lies behind the end of all that began before it."""
+    import numpy  # reports have it; a profiled run need not
+
+    order = numpy.argsort(starts, kind="stable")
+    starts, ends = starts[order], ends[order]
+    covered_until = numpy.concatenate(([-inf], numpy.maximum.accumulate(ends)[:-1]))[: len(starts)]
+    return float(numpy.maximum(ends - numpy.maximum(starts, covered_until), 0.0).sum())
 
 
 def exposed_seconds(compute: Iterable[Interval], communication: Iterable[Interval]) -> float:

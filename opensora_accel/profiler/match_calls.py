@@ -10,12 +10,13 @@ With P2P, where ranks exchange in a ring, the same holds for the n-th exchange.
 
 from __future__ import annotations
 
-import statistics
-from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from opensora_accel.profiler.analysis import (
     AxisAnalysis,
@@ -23,7 +24,7 @@ from opensora_accel.profiler.analysis import (
     CongestedLink,
     KindAnalysis,
 )
-from opensora_accel.profiler.intervals import Interval, length
+from opensora_accel.profiler.intervals import length_of_columns
 from opensora_accel.profiler.rank_summary import (
     MESSAGES,
     CallKind,
@@ -35,39 +36,62 @@ from opensora_accel.profiler.rank_summary import (
 # A call is congested if its bandwidth is under this share of the median of its kind.
 CONGESTED_SHARE = 0.5
 
+# Seconds of many calls.
+Column = NDArray[np.float64]
+
 
 @dataclass
 class MatchedCalls:
     """The calls of one rank in one step, each with the time at which the last rank of its group had come."""
 
     rank: int
-    kinds: list[CallKind] = field(default_factory=list)
-    starts: array[float] = field(default_factory=lambda: array("d"))
-    ready: array[float] = field(default_factory=lambda: array("d"))
-    ends: array[float] = field(default_factory=lambda: array("d"))
-    exposed: array[float] = field(default_factory=lambda: array("d"))
+    kinds: list[CallKind]
+    # Of each call its place in `kinds`, and its times.
+    which: NDArray[np.intp]
+    starts: Column
+    ready: Column
+    ends: Column
+    exposed: Column
 
-    def transfers(self) -> Iterable[float]:
-        """Seconds of each call after everybody had come."""
-        return (max(end - ready, 0.0) for ready, end in zip(self.ready, self.ends, strict=True))
+    @staticmethod
+    def of(rank: int, groups: Sequence[tuple[Calls, Column]]) -> MatchedCalls:
+        """Calls by group, each with the times at which everybody had come."""
+        kinds: list[CallKind] = []
+        which = [np.zeros(0, np.intp)]
+        for calls, _ready in groups:
+            which.append(np.asarray(calls.which).astype(np.intp) + len(kinds))
+            kinds += calls.kinds
+        none = np.zeros(0)
+        return MatchedCalls(
+            rank,
+            kinds,
+            np.concatenate(which),
+            np.concatenate([none, *(calls.starts for calls, _ready in groups)]),
+            np.concatenate([none, *(ready for _calls, ready in groups)]),
+            np.concatenate([none, *(calls.ends for calls, _ready in groups)]),
+            np.concatenate([none, *(calls.exposed for calls, _ready in groups)]),
+        )
 
-    def exposed_transfers(self) -> Iterable[Interval]:
-        """When compute waited for the network itself.
+    def transfer_s(self) -> Column:
+        """Of each call the seconds after everybody had come."""
+        return np.maximum(self.ends - self.ready, 0.0)
+
+    def exposed_transfer_s(self, chosen: NDArray[np.bool_] | None = None) -> float:
+        """Seconds in which compute waited for the network itself, in all calls or the chosen ones.
 
         Without late ranks a call would have begun to transfer at once, and as much of it would have been hidden.
         """
-        columns = (self.starts, self.ready, self.ends, self.exposed)
-        return (
-            (end - max(0.0, exposed - (ready - start)), end)
-            for start, ready, end, exposed in zip(*columns, strict=True)
-        )
+        begin = self.ends - np.maximum(0.0, self.exposed - (self.ready - self.starts))
+        if chosen is None:
+            return length_of_columns(begin, self.ends)
+        return length_of_columns(begin[chosen], self.ends[chosen])
 
 
 def match_calls(
     ranks: Sequence[RankSummary], summaries: Sequence[Mapping[int, StepSummary]], counted: Sequence[int]
 ) -> dict[tuple[int, int], MatchedCalls]:
     """By place in `ranks` and step."""
-    matched = {(i, number): MatchedCalls(rank.run.rank) for i, rank in enumerate(ranks) for number in counted}
+    found: dict[tuple[int, int], list[tuple[Calls, Column]]] = defaultdict(list)
     place = {rank.run.rank: i for i, rank in enumerate(ranks)}
     groups = {
         (group, tuple(rank.run.groups.get(group, (rank.run.rank,))))
@@ -78,35 +102,30 @@ def match_calls(
     for group, members in sorted(groups):
         there = [place[member] for member in members if member in place]
         for number in counted:
-            columns = [summaries[i][number].calls.get(group) or Calls() for i in there]
-            together = len(there) == len(members) and _same_calls(columns)
-            arrivals = (
-                array("d", map(max, *[column.starts for column in columns]))
-                if together and len(columns) > 1
-                else None
-            )
-            for i, column in zip(there, columns, strict=True):
-                into = matched[i, number]
-                into.kinds.extend(column.kinds[which] for which in column.which)
-                into.starts.extend(column.starts)
-                into.ready.extend(arrivals if arrivals is not None else column.starts)
-                into.ends.extend(column.ends)
-                into.exposed.extend(column.exposed)
-    return matched
+            calls = [summaries[i][number].calls.get(group) or Calls() for i in there]
+            together = len(there) == len(members) and _same_calls(calls)
+            arrivals = np.max([each.starts for each in calls], axis=0) if together else None
+            for i, each in zip(there, calls, strict=True):
+                ready = np.asarray(each.starts) if arrivals is None else arrivals
+                found[i, number].append((each, ready))
+    return {
+        (i, number): MatchedCalls.of(rank.run.rank, found[i, number])
+        for i, rank in enumerate(ranks)
+        for number in counted
+    }
 
 
 def _same_calls(columns: Sequence[Calls]) -> bool:
     """Whether the n-th call is the same one on all ranks."""
     if len({len(column.which) for column in columns}) > 1:
         return False
-    kinds = [
-        [
-            "message" if column.kinds[which].kind in MESSAGES else column.kinds[which].kind
-            for which in column.which
-        ]
-        for column in columns
-    ]
-    return all(kind == kinds[0] for kind in kinds)
+    numbers: dict[str, int] = {}
+    kinds = []
+    for column in columns:
+        names = ["message" if kind.kind in MESSAGES else kind.kind for kind in column.kinds]
+        table = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.intp)
+        kinds.append(table[np.asarray(column.which)])
+    return all(np.array_equal(kind, kinds[0]) for kind in kinds)
 
 
 def axes_of(
@@ -115,20 +134,20 @@ def axes_of(
     """The axes by the bytes that they sent. Calls that run at the same time take that time once."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
     for calls in matched.values():
-        intervals: dict[str, list[list[Interval]]] = defaultdict(lambda: [[], [], [], []])
-        columns = (calls.kinds, calls.starts, calls.ready, calls.ends, calls.exposed)
-        for kind, start, ready, end, exposed in zip(*columns, strict=True):
-            of_axis, into = sums[kind.axis], intervals[kind.axis]
-            of_axis[0] += 1
-            of_axis[1] += kind.sent_bytes
-            into[0].append((start, end))
-            into[1].append((ready, end))
-            if exposed > 0:
-                into[2].append((end - exposed, end))
-                into[3].append((end - max(0.0, exposed - (ready - start)), end))
-        for axis, columns_of_axis in intervals.items():
-            for i, column in enumerate(columns_of_axis, start=2):
-                sums[axis][i] += length(column)
+        num_calls_of = np.bincount(calls.which, minlength=len(calls.kinds)).tolist()
+        axes = [kind.axis for kind in calls.kinds]
+        for axis in dict.fromkeys(axes):
+            of_axis = sums[axis]
+            chosen = np.array([name == axis for name in axes])[calls.which]
+            for kind, times in zip(calls.kinds, num_calls_of, strict=True):
+                if kind.axis == axis:
+                    of_axis[0] += times
+                    of_axis[1] += times * kind.sent_bytes
+            ends = calls.ends[chosen]
+            of_axis[2] += length_of_columns(calls.starts[chosen], ends)
+            of_axis[3] += length_of_columns(calls.ready[chosen], ends)
+            of_axis[4] += length_of_columns(ends - calls.exposed[chosen], ends)
+            of_axis[5] += calls.exposed_transfer_s(chosen)
     links = {axis: speed for rank in ranks for axis, speed in rank.run.link_bytes_per_s.items()}
     rows = []
     for axis in sorted(sums, key=lambda axis: -sums[axis][1]):
@@ -162,7 +181,8 @@ def kinds_of(
     sent: Counter[tuple[str, str]] = Counter()
     steps: dict[tuple[str, str], set[int]] = defaultdict(set)
     for (_, number), of_rank in matched.items():
-        for each, times in Counter(of_rank.kinds).items():
+        num_calls_of = np.bincount(of_rank.which, minlength=len(of_rank.kinds)).tolist()
+        for each, times in zip(of_rank.kinds, num_calls_of, strict=True):
             calls[each.axis, each.kind] += times
             sent[each.axis, each.kind] += times * each.sent_bytes
             steps[each.axis, each.kind].add(number)
@@ -178,23 +198,34 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
 
     A sender is done when its message lies in the host's buffers, however slow the link is.
     """
-    times: dict[tuple[str, str, int, int], array[float]] = defaultdict(lambda: array("d"))
+    # Numbers for kinds of calls, whoever sends them to whom.
+    numbers: dict[tuple[Any, ...], int] = {}
     for calls in matched.values():
-        for kind, transfer in zip(calls.kinds, calls.transfers(), strict=True):
-            times[kind[:4]].append(transfer)
-    tells_senders = any(received for _, _, _, received in times)
-    medians = {kind: statistics.median(values) for kind, values in times.items()}
+        for kind in calls.kinds:
+            numbers.setdefault(kind[:4], len(numbers))
+    if not numbers:
+        return []
+    which = {
+        key: np.array([numbers[kind[:4]] for kind in calls.kinds], np.intp)[calls.which]
+        for key, calls in matched.items()
+    }
+    transfers = {key: calls.transfer_s() for key, calls in matched.items()}
+    medians = _medians(np.concatenate([*which.values()]), np.concatenate([*transfers.values()]), len(numbers))
+    tells_senders = any(received for _, _, _, received in numbers)
     worst: dict[Any, CongestedCall] = {}
-    for (_, number), calls in matched.items():
-        for kind, ready, seconds in zip(calls.kinds, calls.ready, calls.transfers(), strict=True):
-            median_s = medians[kind[:4]]
+    for place_and_step, calls in matched.items():
+        median_of, seconds_of = medians[which[place_and_step]], transfers[place_and_step]
+        is_slow = (median_of > 0) & (seconds_of * CONGESTED_SHARE > median_of)
+        for at in np.flatnonzero(is_slow).tolist():
+            kind, ready = calls.kinds[calls.which[at]], float(calls.ready[at])
+            seconds, median_s = float(seconds_of[at]), float(median_of[at])
             is_received = kind.kind in MESSAGES and tells_senders
             num_bytes = kind.received_bytes if is_received else kind.sent_bytes
             sender, receiver = (kind.peer, calls.rank) if is_received else (calls.rank, kind.peer)
-            if sender is None or not num_bytes or median_s <= 0 or seconds * CONGESTED_SHARE <= median_s:
+            if sender is None or not num_bytes:
                 continue
             call = CongestedCall(
-                step=number,
+                step=place_and_step[1],
                 rank=sender,
                 axis=kind.axis,
                 kind=kind.kind,
@@ -206,10 +237,23 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
                 median_bytes_per_s=num_bytes / median_s,
             )
             # The ranks of a collective agree on when the last one came, to the last bit.
-            name = (number, kind.axis, kind.kind, ready, calls.rank if kind.kind in MESSAGES else None)
+            name = (
+                place_and_step[1],
+                kind.axis,
+                kind.kind,
+                ready,
+                calls.rank if kind.kind in MESSAGES else None,
+            )
             if name not in worst or worst[name].seconds < seconds:
                 worst[name] = call
     return sorted(worst.values(), key=lambda call: (call.median_s - call.seconds, call.step, call.rank))
+
+
+def _medians(kinds: NDArray[np.intp], seconds: Column, num_kinds: int) -> Column:
+    """The median of each kind's calls; every kind has one."""
+    order = np.argsort(kinds, kind="stable")
+    ends = np.cumsum(np.bincount(kinds, minlength=num_kinds))
+    return np.array([np.median(of_kind) for of_kind in np.split(seconds[order], ends[:-1])])
 
 
 def congested_links(congested: Sequence[CongestedCall], num_steps: int) -> list[CongestedLink]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opensora_accel.profiler.records import MemorySample, RunRecord, Span, StepRecord, read_rank
 
@@ -136,25 +136,26 @@ def without_collection() -> Iterator[None]:
 def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> StepSummary:
     """One step's parts, calls by group, and bytes by receiver."""
     groups: dict[str, Calls] = defaultdict(Calls)
-    index: dict[tuple[str, CallKind], int] = {}
+    index: dict[tuple[Any, ...], int] = {}
     sent_to: dict[int, int] = defaultdict(int)
     waits = []
-    for call in record.calls:
-        others = call.sent_to or call.received_from
+    # Millions of calls come this way, which are taken apart at once.
+    for kind, axis, group, start_s, end_s, exposed_s, num_bytes, receivers, senders in record.calls:
+        others = receivers or senders
         peer = next(iter(others)) if len(others) == 1 else None
-        kind = CallKind(call.axis, call.kind, call.sent_bytes, sum(call.received_from.values()), peer)
-        calls = groups[call.group]
-        if (call.group, kind) not in index:
-            index[call.group, kind] = len(calls.kinds)
-            calls.kinds.append(kind)
-        calls.which.append(index[call.group, kind])
-        calls.starts.append(call.start_s)
-        calls.ends.append(call.end_s)
-        calls.exposed.append(call.exposed_s)
-        for rank, size in call.sent_to.items():
+        calls, name = groups[group], (group, axis, kind, num_bytes, sum(senders.values()), peer)
+        which = index.get(name)
+        if which is None:
+            which = index[name] = len(calls.kinds)
+            calls.kinds.append(CallKind(*name[1:]))
+        calls.which.append(which)
+        calls.starts.append(start_s)
+        calls.ends.append(end_s)
+        calls.exposed.append(exposed_s)
+        for rank, size in receivers.items():
             sent_to[rank] += size
-        if call.exposed_s > 0:
-            waits.append((_ns(call.end_s - call.exposed_s), _ns(call.end_s), Part("exposed", call.axis, "")))
+        if exposed_s > 0:
+            waits.append((_ns(end_s - exposed_s), _ns(end_s), Part("exposed", axis, "")))
     spans = [
         (_ns(span.start_s), _ns(span.end_s), Part(span.region, "", span.phase))
         for span in record.spans
@@ -243,10 +244,19 @@ def _disjoint(
             start = last
 
 
-def innermost(spans: Iterable[Span], time_s: float) -> Span | None:
-    """The span that began last among those that hold this time, or end at it."""
-    holding = [span for span in spans if span.start_s <= time_s <= span.end_s]
-    return max(holding, key=lambda span: (span.start_s, -span.end_s), default=None)
+def innermost(spans: Iterable[Span], times_s: Iterable[float]) -> list[Span | None]:
+    """Of each time the span that began last among those that hold it, or end at it."""
+    found: dict[float, Span | None] = {}
+    pending = sorted(spans, key=lambda span: (span.start_s, -span.end_s))[::-1]
+    around: list[Span] = []
+    times_s = list(times_s)
+    for time_s in sorted(times_s):
+        while pending and pending[-1].start_s <= time_s:
+            around.append(pending.pop())
+        while around and around[-1].end_s < time_s:
+            around.pop()
+        found[time_s] = around[-1] if around else None
+    return [found[time_s] for time_s in times_s]
 
 
 def peak_sample(samples: Iterable[MemorySample]) -> MemorySample | None:

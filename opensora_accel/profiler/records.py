@@ -25,8 +25,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 # Regions of a step, in the order in which they are shown.
 REGIONS = (
@@ -57,8 +56,10 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Span:
+_NOBODY: Mapping[int, int] = {}
+
+
+class Span(NamedTuple):
     """Work of one region: [start_s, end_s)."""
 
     region: str
@@ -69,8 +70,7 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True)
-class CommunicationCall:
+class CommunicationCall(NamedTuple):
     """A collective, or one end of a message, on one rank."""
 
     # As in `opensora_accel.verify.communication.operators.Call`: "all-reduce", "send", ...
@@ -85,13 +85,12 @@ class CommunicationCall:
     exposed_s: float
     # What other ranks get from this one, and how much of it each (by global rank).
     sent_bytes: int
-    sent_to: Mapping[int, int] = field(default_factory=dict)
+    sent_to: Mapping[int, int] = _NOBODY
     # Of a "recv": whose message it is, and its bytes.
-    received_from: Mapping[int, int] = field(default_factory=dict)
+    received_from: Mapping[int, int] = _NOBODY
 
 
-@dataclass(frozen=True)
-class MemorySample:
+class MemorySample(NamedTuple):
     """Live bytes by kind (`KINDS`) at one time. Those on the host are not part of the device's."""
 
     time_s: float
@@ -172,9 +171,7 @@ class RecordWriter:
     def step(self, step: StepRecord) -> None:
         self._begin()
         row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-        # Rows without names, because there are hundreds of them a step. (`dataclasses.astuple` copies deeply.)
-        for name in ("spans", "calls", "memory"):
-            row[name] = [list(vars(each).values()) for each in row[name]]
+        # Spans, calls and samples are rows without names, because there are hundreds of them a step.
         self._write({"type": "step", **row})
 
     def close(self) -> None:
@@ -254,8 +251,9 @@ def _call_of(
     exposed_s: float,
     sent_bytes: int,
     sent_to: Mapping[str, int],
-    received_from: Mapping[str, int] = MappingProxyType({}),
+    received_from: Mapping[str, int] | None = None,
 ) -> CommunicationCall:
     # JSON's names are strings.
-    to, source = ({int(rank): size for rank, size in each.items()} for each in (sent_to, received_from))
+    to = {int(rank): size for rank, size in sent_to.items()}
+    source = {int(rank): size for rank, size in received_from.items()} if received_from else _NOBODY
     return CommunicationCall(kind, axis, group, start_s, end_s, exposed_s, sent_bytes, to, source)

@@ -378,7 +378,7 @@ class profile:
                 metrics,
                 spans,
                 calls,
-                [dataclasses.replace(each, time_s=within(each.time_s)) for each in step.memory],
+                [each._replace(time_s=within(each.time_s)) for each in step.memory],
             )
         )
 

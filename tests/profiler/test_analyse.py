@@ -1,9 +1,10 @@
 """What records mean: every instant has one part, each made fault is named, and a healthy run has none."""
 
 import dataclasses
+import json
 import random
 import re
-import time
+import resource
 
 import pytest
 
@@ -174,9 +175,18 @@ def test_ranks_that_stopped_or_are_missing_are_told(tmp_path):
         analyse(tmp_path)
 
 
+def processor_s():
+    """Of this process, and of those that it waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return [usage.ru_utime + usage.ru_stime for usage in usages]
+
+
 @pytest.mark.prove
 def test_large_files_are_read_in_time_and_by_several_processes(tmp_path):
-    """A gigabyte in a minute on two cores; here 200 MB in as much less."""
+    """By two processes, in less than four times what one takes to parse the JSON: a gigabyte in under a minute.
+
+    Processor time, beside that of the same machine at the same time: other work on it slows both.
+    """
     write_run(tmp_path, num_ranks=8, num_steps=4, num_blocks=8)
     size = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl"))
     whole_steps = -(-(200 << 20) // size) * 4
@@ -186,8 +196,17 @@ def test_large_files_are_read_in_time_and_by_several_processes(tmp_path):
         path.write_text("\n".join([run, *rows, ""]))
     size = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl"))
     assert size > 190 << 20
-    start = time.perf_counter()
-    run = analyse(tmp_path)
-    seconds = time.perf_counter() - start
+    before = processor_s()
+    run = analyse(tmp_path, max_processes=2)
+    own_s, readers_s = (after - begin for begin, after in zip(before, processor_s(), strict=True))
     assert run.num_steps == whole_steps - 1
-    assert seconds < 60 * size / (1 << 30), f"{size / 2**20:.0f} MB took {seconds:.1f} s"
+    before = processor_s()
+    for path in tmp_path.glob("*.jsonl"):
+        for line in path.open():
+            json.loads(line)
+    json_s = processor_s()[0] - before[0]
+    print(
+        f"{size / 2**20:.0f} MB: {readers_s:.1f} s in two readers, {own_s:.1f} s after; JSON {json_s:.1f} s"
+    )
+    assert readers_s / 2 + own_s < 4 * json_s
+    assert readers_s > own_s

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -160,6 +161,15 @@ def test_the_command(tmp_path, capsys):
     ):
         assert main(["report", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_it_is_made_without_torch(tmp_path):
+    """Each of the processes that read records would take seconds to import it."""
+    run = write_run(tmp_path / "profile", num_ranks=2, num_steps=3)
+    code = "import sys; from opensora_accel.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, "report", run], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (run / "report.html").exists()
 
 
 @pytest.mark.parametrize(
