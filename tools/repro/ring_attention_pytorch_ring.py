@@ -2,7 +2,7 @@
 
 In `RingFlashAttentionFunction.backward` (ring_flash_attention.py), `ring_pass` returns what was received and what was
 sent, each of them dK and dV stacked; `dk, dv = dkv` takes that pair apart, not the stack. Autograd sums the dimension
-too many away, so that this rank's dK + dV comes back as dK, and the next rank's as dV. `dkv, _ = ring_pass(…)` is right.
+too many away: this rank's dK + dV comes back as dK, the next rank's as dV. `dkv, _ = ring_pass(…)` is right.
 
 Run: python ring_attention_pytorch_ring.py [RANKS]. Exit status: 0 the fault shows, 1 it does not, 2 not installed.
 """
