@@ -18,30 +18,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_reduce
 
-FILE, WIDTHS = "opensora/models/mmdit/distributed.py", {"txt_in": 16, "img_in": 16, "qkv": 48, "proj": 16}
+FILE, WIDTHS = "opensora/models/mmdit/distributed.py", (16, 16, 48, 16)
 
 
 def peer(rank, ranks, port, gradient):
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
-    # gloo's own takes equal sizes only.
-    dist.all_gather = lambda xs, x, group: [
-        dist.broadcast(y.copy_(x) if i == rank else y, i) for i, y in enumerate(xs)
-    ]
-    tree, theirs = (
-        ast.parse(Path(sys.argv[1], FILE).read_text()),
-        {"torch": torch, "dist": dist, "List": list},
-    )
+    send = lambda x, out, src: dist.broadcast(out.copy_(x) if src == rank else out, src)  # noqa: E731
+    dist.all_gather = lambda outs, x, group: [
+        send(x, out, i) for i, out in enumerate(outs)
+    ]  # gloo's: even only
+    tree = ast.parse(Path(sys.argv[1], FILE).read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", "").endswith("BackwardVarLen")]
-    exec(compile(tree, FILE, "exec"), theirs)
+    exec(compile(tree, FILE, "exec"), theirs := {"torch": torch, "dist": dist, "List": list})
     split, gather = (theirs[name].apply for name in theirs if name.endswith("VarLen"))
-    texts = [
-        int((tokens < 8).sum()) for tokens in torch.arange(144).chunk(ranks)
-    ]  # as `mmdit_model_forward` splits
+    texts = [int((x < 8).sum()) for x in torch.arange(144).chunk(ranks)]  # as `mmdit_model_forward` splits
     images = [144 // ranks - text for text in texts]
 
     torch.manual_seed(0)
-    weights = torch.randn(16, sum(WIDTHS.values()), requires_grad=True)
-    txt_in, img_in, qkv, proj = (weights / 4).split(list(WIDTHS.values()), 1)
+    weights = torch.randn(16, sum(WIDTHS), requires_grad=True)
+    txt_in, img_in, qkv, proj = (weights / 4).split(WIDTHS, 1)
     txt, img = torch.randn(1, 8, 16) @ txt_in, torch.randn(1, 136, 16) @ img_in
     x = torch.cat([split(txt, 1, None, texts), split(img, 1, None, images)], 1)
     q, *kv = (x @ qkv).chunk(3, -1)
@@ -54,20 +49,15 @@ def peer(rank, ranks, port, gradient):
 
 if __name__ == "__main__":
     if not Path(*sys.argv[1:2], FILE).exists():
-        sys.exit(
-            print(f"{FILE} is not there: git clone https://github.com/hpcaitech/Open-Sora, and give its path")
-            or 2
-        )
+        sys.exit(print(f"{FILE} is not there: clone github.com/hpcaitech/Open-Sora, give its path") or 2)
     ranks = int(sys.argv[2]) if sys.argv[2:] else 2
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     print(__doc__.partition("Run:")[0] + f"Open-Sora in {sys.argv[1]} on {ranks} ranks, fp32:")
-    both = torch.zeros(2, 16, sum(WIDTHS.values())).share_memory_()
+    both = torch.zeros(2, 16, sum(WIDTHS)).share_memory_()
     for gradient, n in zip(both, (1, ranks), strict=True):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
         torch.multiprocessing.spawn(peer, (n, store.port, gradient), n)
-    for name, (one, many) in zip(WIDTHS, both.split(list(WIDTHS.values()), 2), strict=True):
-        error = (many - one).norm() / one.norm()
-        print(
-            f"gradient of {name}: expected norm {one.norm():.4f}, found {many.norm():.4f}, error {error:.1e}"
-        )
-    sys.exit(0 if error > 1e-3 else 1)
+    for name, weights in zip(("txt_in", "img_in", "qkv", "proj"), both.split(WIDTHS, 2), strict=True):
+        one, many, error = (x.norm() for x in (*weights, weights[1] - weights[0]))
+        print(f"gradient of {name}: expected norm {one:.4f}, found {many:.4f}, error {error / one:.1e}")
+    sys.exit(0 if error / one > 1e-3 else 1)
