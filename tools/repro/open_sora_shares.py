@@ -2,11 +2,12 @@
 
 `_GatherForwardSplitBackwardVarLen` (models/mmdit/distributed.py) multiplies by sum(splits) / splits[rank] in backward,
 `_SplitForwardGatherBackwardVarLen` by the inverse. The shares of text and image differ, and attention mixes both: text
-that lies on one rank alone gets a gradient sp times too large, the trunk's are off by some percent, and the loss is
-right. With sp and 1 / sp as factors, all would be right where gradients are averaged.
+on one rank alone gets a gradient sp times too large, the trunk is off by some percent, and the loss is right. With sp
+and 1 / sp as factors, all would be right where gradients are averaged.
 
 Run: git clone https://github.com/hpcaitech/Open-Sora; python open_sora_shares.py Open-Sora [RANKS]. Exit status: 0 the
-fault shows, 1 it does not, 2 there is no source. Their split and gather run here, around a model of four weights.
+fault shows, 1 it does not, 2 there is no source. Their split and gather run around a model of four weights; broadcasts
+stand in for gloo's all_gather, which takes even sizes only.
 """
 
 import ast
@@ -24,16 +25,13 @@ FILE, WIDTHS = "opensora/models/mmdit/distributed.py", (16, 16, 48, 16)
 def peer(rank, ranks, port, gradient):
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     send = lambda x, out, src: dist.broadcast(out.copy_(x) if src == rank else out, src)  # noqa: E731
-    dist.all_gather = lambda outs, x, group: [
-        send(x, out, i) for i, out in enumerate(outs)
-    ]  # gloo's: even only
+    dist.all_gather = lambda outs, x, group: [send(x, out, src) for src, out in enumerate(outs)]
     tree = ast.parse(Path(sys.argv[1], FILE).read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", "").endswith("BackwardVarLen")]
     exec(compile(tree, FILE, "exec"), theirs := {"torch": torch, "dist": dist, "List": list})
     split, gather = (theirs[name].apply for name in theirs if name.endswith("VarLen"))
     texts = [int((x < 8).sum()) for x in torch.arange(144).chunk(ranks)]  # as `mmdit_model_forward` splits
     images = [144 // ranks - text for text in texts]
-
     torch.manual_seed(0)
     weights = torch.randn(16, sum(WIDTHS), requires_grad=True)
     txt_in, img_in, qkv, proj = (weights / 4).split(WIDTHS, 1)
@@ -49,7 +47,9 @@ def peer(rank, ranks, port, gradient):
 
 if __name__ == "__main__":
     if not Path(*sys.argv[1:2], FILE).exists():
-        sys.exit(print(f"{FILE} is not there: clone github.com/hpcaitech/Open-Sora, give its path") or 2)
+        sys.exit(
+            print("Open-Sora is not there: clone github.com/hpcaitech/Open-Sora, and give its path") or 2
+        )
     ranks = int(sys.argv[2]) if sys.argv[2:] else 2
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     print(__doc__.partition("Run:")[0] + f"Open-Sora in {sys.argv[1]} on {ranks} ranks, fp32:")

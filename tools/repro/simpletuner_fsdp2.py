@@ -1,16 +1,15 @@
 """SimpleTuner: under FSDP2, context_parallel_size splits no sequence. Every rank computes all tokens of one batch.
 
 `apply_standalone_context_parallel` (helpers/training/context_parallel.py) returns where `dp_shard_size` is not 1, as it
-is under FSDP2, and nothing else splits: `Accelerator.maybe_context_parallel`, which would, is called nowhere. Parameters
-are sharded. Ranks of one model replica are given the same batch, so that gradients are right and the ranks' work is lost.
+is under FSDP2, and nothing else splits: accelerate's `maybe_context_parallel`, which would, is called nowhere.
 
-Run: python simpletuner_fsdp2.py [PATH OF ITS SOURCE]. Exit status: 0 the fault shows, 1 it does not, 2 it or diffusers is
-missing. Its topology is asked for 4 ranks with FSDP2 and for 2 without; counted is what a block of a Wan is given.
+Run: python simpletuner_fsdp2.py [SOURCE]. Exit status: 0 the fault shows, 1 it does not, 2 it or diffusers is missing.
+Its topology is asked for 2 ranks without FSDP2 and for 4 with it; counted are the tokens that a block of a Wan is given.
 """
 
-import importlib.util
 import os
 import sys
+from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,28 +17,24 @@ import torch
 import torch.distributed as dist
 
 
-def tokens_of_a_block(its, fsdp, world_size):
+def tokens_of_a_block(its, fsdp, ranks):
     from diffusers import WanTransformer3DModel
 
-    seen = []
-    model = WanTransformer3DModel(
-        num_layers=1, num_attention_heads=4, attention_head_dim=12, text_dim=16, ffn_dim=32
-    )
+    small = dict(num_attention_heads=4, attention_head_dim=12, text_dim=16, ffn_dim=32)
+    model, seen = WanTransformer3DModel(num_layers=1, **small), []
     config = SimpleNamespace(fsdp_enable=fsdp, fsdp_version=2)
-    topology = its.build_context_parallel_topology(config, world_size, cp_size=2, strategy="alltoall")
+    topology = its.build_context_parallel_topology(config, ranks, cp_size=2, strategy="alltoall")
     accelerator = SimpleNamespace(device=torch.device("cpu"))
-    its.configure_cp_only_accelerator(accelerator, topology)
-    its.apply_standalone_context_parallel(
-        accelerator, model, topology
-    )  # as `Trainer.init_prepare_models` does
+    its.configure_cp_only_accelerator(accelerator, topology)  # as its Trainer calls them
+    its.apply_standalone_context_parallel(accelerator, model, topology)
     model.blocks[0].attn1.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     model(torch.randn(1, 16, 3, 8, 16), torch.tensor([500]), torch.randn(1, 6, 16), return_dict=False)
     return seen[0]
 
 
 def peer(rank, port, file, found):
-    spec = importlib.util.spec_from_file_location("context_parallel", file)
-    its = sys.modules["context_parallel"] = importlib.util.module_from_spec(spec)
+    spec = util.spec_from_file_location("context_parallel", file)
+    its = sys.modules["context_parallel"] = util.module_from_spec(spec)
     spec.loader.exec_module(its)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=2)
     torch.accelerator.device_count = lambda: 1  # diffusers asks for an accelerator
@@ -47,27 +42,18 @@ def peer(rank, port, file, found):
 
 
 if __name__ == "__main__":
-    installed = importlib.util.find_spec("simpletuner")
-    folder = (
-        Path(sys.argv[1], "simpletuner")
-        if sys.argv[1:]
-        else Path(installed.origin).parent
-        if installed
-        else Path()
-    )
-    file = folder / "helpers/training/context_parallel.py"
-    if not file.exists() or not importlib.util.find_spec("diffusers"):
-        sys.exit(
-            print("no SimpleTuner with context_parallel.py, or no diffusers: give the path of its source")
-            or 2
-        )
+    folders = [Path(path, "simpletuner") for path in (*sys.argv[1:2], *sys.path)]
+    files = [x / "helpers/training/context_parallel.py" for x in folders]
+    file = next((file for file in files if file.exists()), None)
+    if not file or not util.find_spec("diffusers"):
+        sys.exit(print("SimpleTuner or diffusers is not installed: give the path of its source") or 2)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    print(__doc__.partition("Run:")[0] + f"SimpleTuner in {folder}, 96 tokens, context_parallel_size 2:")
+    print(__doc__.partition("Run:")[0] + f"{file}, 96 tokens, context_parallel_size 2:")
     found, store = torch.zeros(2, 2, dtype=int).share_memory_(), dist.TCPStore("127.0.0.1", 0, is_master=True)
     torch.multiprocessing.spawn(peer, (store.port, file, found), 2)
-    splits = any("maybe_context_parallel(" in path.read_text() for path in folder.rglob("*.py"))
+    splits = any("maybe_context_parallel(" in path.read_text() for path in file.parents[2].rglob("*.py"))
+    alone, fsdp2 = found[0].tolist()
     print(
-        f"without FSDP2: expected 48 tokens a rank, found {found[0, 0]}; with it: expected 48, found {found[0, 1]}"
+        f"tokens a rank: expected 48, found {alone} without FSDP2, {fsdp2} with it, error {fsdp2 / 48 - 1:.1e}"
     )
-    print(f"largest error {found[0, 1] / 48 - 1:.1e}; maybe_context_parallel is called: {splits}")
-    sys.exit(0 if found[0, 1] != 48 and not splits else 1)
+    sys.exit(0 if fsdp2 != 48 and not splits else 1)

@@ -13,24 +13,21 @@ from importlib import metadata, util
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import scaled_dot_product_attention
 
-torch.manual_seed(0)
-INPUTS = [
-    torch.randn(1, 24, 2, 8, requires_grad=True) for _ in range(4)
-]  # q, k, v, gradient of the output: [B, S, H, D]
+# q, k, v and the gradient of the output: [batch, tokens, heads, channels].
+INPUTS = torch.randn(4, 1, 24, 2, 8, generator=torch.manual_seed(0)).requires_grad_()
 
 
 def forward(q, k, v, **_):
-    scores = torch.einsum("bqhd, bkhd -> bhqk", q, k) / 8**0.5
-    return torch.einsum("bhqk, bkhd -> bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+    s = torch.einsum("bqhd, bkhd -> bhqk", q, k) / 8**0.5
+    return torch.einsum("bhqk, bkhd -> bqhd", s.softmax(-1), v), s.logsumexp(-1)
 
 
 def backward(grad, q, k, v, out, softmax_lse, **_):
     p = (torch.einsum("bqhd, bkhd -> bqhk", q, k) / 8**0.5 - softmax_lse[..., None]).exp()
     ds = p * (torch.einsum("bqhd, bkhd -> bqhk", grad, v) - (grad * out).sum(-1, keepdim=True)) / 8**0.5
-    equations = ("bqhk, bkhd -> bqhd", ds, k), ("bqhk, bqhd -> bkhd", ds, q), ("bqhk, bqhd -> bkhd", p, grad)
-    return [torch.einsum(*equation).contiguous() for equation in equations]
+    terms = ("bqhk, bkhd -> bqhd", ds, k), ("bqhk, bqhd -> bkhd", ds, q), ("bqhk, bqhd -> bkhd", p, grad)
+    return [torch.einsum(*term).contiguous() for term in terms]
 
 
 def peer(rank, ranks, port, found):
@@ -50,9 +47,8 @@ if __name__ == "__main__":
     ranks = int(sys.argv[1]) if sys.argv[1:] else 2
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     print(__doc__.partition("Run:")[0] + f"yunchang {metadata.version('yunchang')} on {ranks} ranks, fp32:")
-    q, k, v, grad = INPUTS
-    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-    expected = torch.stack([out, *torch.autograd.grad(out, (q, k, v), grad)]).detach()
+    out = torch.nn.functional.scaled_dot_product_attention(*INPUTS.transpose(2, 3)[:3]).transpose(1, 2)
+    expected = torch.cat([out[None], torch.autograd.grad(out, INPUTS, INPUTS[3])[0][:3]]).detach()
     found, store = torch.full_like(expected, torch.nan), dist.TCPStore("127.0.0.1", 0, is_master=True)
     try:
         torch.multiprocessing.spawn(peer, (ranks, store.port, found.share_memory_()), ranks)
