@@ -6,8 +6,8 @@ on one rank alone gets a gradient sp times too large, the trunk is off by some p
 and 1 / sp as factors, all would be right where gradients are averaged.
 
 Run: git clone https://github.com/hpcaitech/Open-Sora; python open_sora_shares.py Open-Sora [RANKS]. Exit status: 0 the
-fault shows, 1 it does not, 2 there is no source. Their split and gather run around a model of four weights; broadcasts
-stand in for gloo's all_gather, which takes even sizes only.
+fault shows, 1 it does not, 2 there is no source. Around its split and gather is a model of four weights, beneath them
+are broadcasts: gloo's all_gather takes even sizes only.
 """
 
 import ast
@@ -24,8 +24,8 @@ FILE, WIDTHS = "opensora/models/mmdit/distributed.py", (16, 16, 48, 16)
 
 def peer(rank, ranks, port, gradient):
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
-    send = lambda x, out, src: dist.broadcast(out.copy_(x) if src == rank else out, src)  # noqa: E731
-    dist.all_gather = lambda outs, x, group: [send(x, out, src) for src, out in enumerate(outs)]
+    send = lambda x, src, out: dist.broadcast(out.copy_(x) if src == rank else out, src)  # noqa: E731
+    dist.all_gather = lambda outs, x, group: [send(x, *pair) for pair in enumerate(outs)]
     tree = ast.parse(Path(sys.argv[1], FILE).read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", "").endswith("BackwardVarLen")]
     exec(compile(tree, FILE, "exec"), theirs := {"torch": torch, "dist": dist, "List": list})

@@ -4,7 +4,7 @@
 is under FSDP2, and nothing else splits: accelerate's `maybe_context_parallel`, which would, is called nowhere.
 
 Run: python simpletuner_fsdp2.py [SOURCE]. Exit status: 0 the fault shows, 1 it does not, 2 it or diffusers is missing.
-Its topology is asked for 2 ranks without FSDP2 and for 4 with it; counted are the tokens that a block of a Wan is given.
+It is asked for 2 ranks without FSDP2 and for 4 with it; the tokens that a block of a small Wan is given are counted.
 """
 
 import os
