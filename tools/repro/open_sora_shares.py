@@ -6,8 +6,7 @@ on one rank alone gets a gradient sp times too large, the trunk is off by some p
 and 1 / sp as factors, all would be right where gradients are averaged.
 
 Run: git clone https://github.com/hpcaitech/Open-Sora; python open_sora_shares.py Open-Sora [RANKS]. Exit status: 0 the
-fault shows, 1 it does not, 2 there is no source. Around its split and gather is a model of four weights, beneath them
-are broadcasts: gloo's all_gather takes even sizes only.
+fault shows, 1 it does not, 2 there is no source. Broadcasts stand in for all_gather, whose sizes gloo wants to be even.
 """
 
 import ast
@@ -47,9 +46,7 @@ def peer(rank, ranks, port, gradient):
 
 if __name__ == "__main__":
     if not Path(*sys.argv[1:2], FILE).exists():
-        sys.exit(
-            print("Open-Sora is not there: clone github.com/hpcaitech/Open-Sora, and give its path") or 2
-        )
+        sys.exit(print("Open-Sora is not there: clone github.com/hpcaitech/Open-Sora, give its path") or 2)
     ranks = int(sys.argv[2]) if sys.argv[2:] else 2
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     print(__doc__.partition("Run:")[0] + f"Open-Sora in {sys.argv[1]} on {ranks} ranks, fp32:")
