@@ -1,0 +1,60 @@
+"""The scripts that reproduce faults of other libraries show them, as docs/peers.md says.
+
+Where one of these fails, the library may have been mended: then docs/peers.md wants a new line.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import PROVE
+
+FOLDER = Path(__file__).resolve().parents[2] / "tools/repro"
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
+SHOWS, MENDED, NOT_INSTALLED = 0, 1, 2
+
+
+def run(name: str, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of a script that finds nothing of this repository."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(FOLDER / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode in (SHOWS, MENDED, NOT_INSTALLED), done.stderr
+    assert "Error" not in done.stderr, done.stderr  # a status of 1 is also that of a traceback
+    return done.returncode, done.stdout
+
+
+def largest_error(output: str) -> float:
+    return max(float(error) for error in re.findall(r"error ([0-9.e+-]+|inf)", output))
+
+
+@PROVE
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_fault_shows(name):
+    status, output = run(name)
+    if status == NOT_INSTALLED:
+        pytest.skip(output.strip())
+    assert status == SHOWS, output
+    assert largest_error(output) > 0.1, output
+    assert "expected" in output and "found" in output
+
+
+@PROVE
+def test_ring_of_two_ranks_counts_as_right():
+    """diffusers' ring is right there: the script says so by its status."""
+    pytest.importorskip("diffusers")
+    status, output = run("diffusers_ring.py", "2")
+    assert status == MENDED, output
+    assert largest_error(output) < 1e-9, output
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_stands_alone(name):
+    """It is short, and needs nothing of this repository."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    assert not re.search(r"^\s*(from|import) (opensora_accel|shardformer|tests|tools)\b", text, re.MULTILINE)
