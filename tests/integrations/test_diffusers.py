@@ -8,8 +8,6 @@ from diffusers.models._modeling_parallel import TensorParallelConfig
 from diffusers.models.modeling_utils import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import shardformer
-from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.integrations import diffusers as parallel
 from opensora_accel.verify.on_cpu import LiftOperations, accelerator_stand_ins
 from shardformer.tensor_parallel import full_tensor
@@ -239,7 +237,6 @@ def method_comes_and_goes():
         expected = model(**inputs).sample
         model.enable_parallelism(config=config)
     assert ModelMixin.enable_parallelism is not original
-    assert shardformer.norms_of and not torch.equal(expected, torch.zeros_like(expected))
     assert torch.allclose(model(**inputs).sample, expected, atol=1e-6)
     with pytest.raises(RuntimeError, match="already applied"):
         model.enable_parallelism(config=config)
