@@ -8,6 +8,7 @@ from diffusers.models._modeling_parallel import TensorParallelConfig
 from diffusers.models.modeling_utils import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.integrations import diffusers as parallel
 from opensora_accel.verify.on_cpu import LiftOperations, accelerator_stand_ins
 from shardformer.tensor_parallel import full_tensor
