@@ -19,7 +19,8 @@ something else is an error. docs/integrations/diffusers.md has the list. diffuse
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,12 +32,14 @@ import shardformer
 from opensora_accel.communications.checks import gather_objects
 from opensora_accel.parallel_states import (
     get_mesh,
+    get_parallel_group,
     get_sequence_parallel_group,
     get_tensor_parallel_group,
     has_mesh,
     init_parallel,
 )
 from opensora_accel.plan import Plan
+from shardformer.engine.hooks import uncompiled
 from shardformer.policy import find_policy, has_policy
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ __all__ = ["disable_parallelism", "enable_parallelism", "install", "uninstall"]
 
 # Where diffusers notes on a model what it was made parallel with: its own method then refuses the model.
 _NOTE = "_parallel_config"
+# What `disable_parallelism` undoes.
+_UNDO = "_opensora_accel_undo"
 # Where `install` keeps diffusers' own method, beside the one that takes its place.
 _METHOD, _ORIGINAL = "enable_parallelism", "_enable_parallelism_of_diffusers"
 
@@ -117,8 +122,13 @@ def enable_parallelism(
     else:
         raise ValueError("this ParallelConfig names no parallelism; give it a context_parallel_config")
     _register(asked)
-    shardformer.shard(model, asked.plan)
-    setattr(model, _NOTE, config)
+    with _without_cache(model), ExitStack() as undo:
+        undo.callback(shardformer.unshard, shardformer.shard(model, asked.plan))
+        if asked.plan.sequence > 1:
+            _decide_together(model, get_parallel_group("sequence"), undo)
+        setattr(model, _NOTE, config)
+        undo.callback(delattr, model, _NOTE)
+        setattr(model, _UNDO, undo.pop_all())
 
 
 def disable_parallelism(model: nn.Module) -> None:
@@ -127,13 +137,15 @@ def disable_parallelism(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not parallel, or was made so by diffusers' own method, which cannot be undone.
     """
-    if getattr(model, _NOTE, None) is None:
+    undo: ExitStack | None = vars(model).get(_UNDO)
+    if undo is None:
         raise ValueError(
             f"enable_parallelism was not called with this {type(model).__name__}; what shardformer.shard did, "
             "shardformer.unshard(model) takes back"
         )
-    shardformer.unshard(model)
-    delattr(model, _NOTE)
+    with _without_cache(model):
+        undo.close()
+    delattr(model, _UNDO)
 
 
 def install() -> ExitStack:
@@ -302,3 +314,54 @@ def _register(asked: _Asked) -> None:
             + f" over {had.flatten().tolist()}, and all parallel models share them; use the same degrees and mesh, or "
             "call opensora_accel.parallel_states.reset() when no model uses these"
         )
+
+
+@contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    """Takes a cache of diffusers (`enable_cache`) off, and puts it on again around what has become of the model.
+
+    A cache that skips a whole attention module has to be outside of the attention that is put into the module.
+    """
+    config = model._cache_config if getattr(model, "is_cache_enabled", False) else None
+    if config is not None:
+        model.disable_cache()
+    try:
+        yield
+    finally:
+        if config is not None:
+            model.enable_cache(config)
+
+
+def _decide_together(model: nn.Module, group: dist.ProcessGroup, undo: ExitStack) -> None:
+    """Lets the ranks that share a sample skip the same blocks under a first-block cache: those that one device skips.
+
+    Each would ask by how much its own tokens have changed; where one then skips blocks in which another attends, that
+    one waits without end. Caches are also enabled later, so every forward looks for one.
+    """
+    from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+
+    @uncompiled
+    def look(_model: nn.Module, _args: Any) -> None:
+        for module in model.modules():
+            registry = vars(module).get("_diffusers_hook")
+            hook = None if registry is None else registry.get_hook(_FBC_LEADER_BLOCK_HOOK)
+            if hook is not None:
+                hook._should_compute_remaining_blocks = functools.partial(_has_changed, hook, group)
+
+    undo.callback(model.register_forward_pre_hook(look).remove)
+
+
+def _has_changed(hook: Any, group: dist.ProcessGroup, residual: Tensor) -> bool:
+    """Whether what the first block adds to the tokens, [B, S/P, C], has changed by more than the cache's threshold.
+
+    Communication: one all-reduce of two numbers.
+    """
+    before = hook.state_manager.get_state().head_block_residual
+    if before is None:
+        return True
+    # Of all tokens, as on one device: a ratio of sums is that of means.
+    sums = [each.abs().sum(dtype=torch.float32) for each in (residual - before, before)]
+    both = torch.stack(sums)
+    dist.all_reduce(both, group=group)
+    change, size = both.tolist()
+    return bool(change > hook.threshold * size)
