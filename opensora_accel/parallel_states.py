@@ -92,7 +92,14 @@ _links: tuple[Link, Link] | None = None
 _group_timeout: datetime.timedelta | None = None
 
 
-def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float | None = None) -> DeviceMesh:
+def init_parallel(
+    plan: Plan,
+    device_type: str | None = None,
+    timeout_s: float | None = None,
+    *,
+    ranks: Tensor | None = None,
+    groups: Iterable[dist.ProcessGroup] = (),
+) -> DeviceMesh:
     """The job's DeviceMesh, with every named group registered.
 
     Starts torch.distributed when nobody has: from the launcher's environment (torchrun, accelerate,
@@ -104,10 +111,13 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
             the process group, where one exists, can use it).
         timeout_s: how long a collective may wait, in every group of the job; by default
             OPENSORA_ACCEL_TIMEOUT, or else that of the process group (torch's own is 30 minutes for gloo, 10 for NCCL).
+        ranks: who stands where on the mesh, in the plan's shape, where another library has decided that; by default
+            ranks are counted along the innermost axis first.
+        groups: of that library. They are used where an axis has just their ranks, instead of new ones.
 
     Raises:
-        ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), or the
-            timeout is no positive number.
+        ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), the
+            timeout is no positive number, or `ranks` do not rise along the axes.
     """
     global _group_timeout, _ranks_per_node
     timeout = _timeout(timeout_s)
@@ -122,12 +132,17 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         # Known before any rank waits for another, so that all of them fail at once.
         plan.check_world_size(int(os.environ["WORLD_SIZE"]) if _launched() else 1)
         _start_distributed(device_type, timeout)
-    ranks = torch.arange(dist.get_world_size()).view(plan.degrees)
+    if ranks is None:
+        ranks = torch.arange(dist.get_world_size()).view(plan.degrees)
+    else:
+        _check_places(ranks, plan)
     if plan.two_level != "off":
         _ranks_per_node = plan.ranks_per_node or _local_world_size()
         _check_two_levels(ranks, plan)
     # Axes that span the same ranks share one group: a communicator more would cost memory of every GPU, and sockets.
     _made[tuple(ranks.flatten().tolist())] = dist.distributed_c10d._get_default_group()
+    for group in groups:
+        _made.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     for axis in MESH_AXES:
         _groups[axis] = _group_along(ranks, (axis,), MESH_AXES, _made)
     # One group for several axes, because a collective takes one group.
@@ -154,6 +169,21 @@ def init_parallel(plan: Plan, device_type: str | None = None, timeout_s: float |
         dist.all_reduce(torch.zeros(1, device=device_type), group=_groups["ring"])
     start_watch()
     return mesh
+
+
+def _check_places(ranks: Tensor, plan: Plan) -> None:
+    """Checks a layout of somebody else's: torch sorts the ranks of a group, so a group's order is that of its axis."""
+    if ranks.shape != plan.degrees or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"the plan wants each of {dist.get_world_size()} ranks once in {plan.degrees}; got {ranks.tolist()}"
+        )
+    for axes in [(axis,) for axis in MESH_AXES] + [DATA_AXES, SEQUENCE_AXES]:
+        for line in _lines_along(ranks, axes, MESH_AXES):
+            if line != sorted(line):
+                raise ValueError(
+                    f"ranks have to rise along {' × '.join(axes)}, because a process group has them in that order; "
+                    f"got {line}"
+                )
 
 
 def make_mesh(num_outer: int, num_inner: int) -> DeviceMesh:
@@ -305,11 +335,31 @@ def _own_group(
         # Communicators that exist from the start are split from the job's, by all ranks together.
         if dist.distributed_c10d._get_default_group().bound_device_id is not None:
             group = dist.split_group(split_ranks=lines, group_desc=description)
-        else:
+        elif _can_name_alone():
             group = dist.new_group(own, use_local_synchronization=True, group_desc=description)
+        else:
+            by_line = {tuple(line): dist.new_group(line, group_desc=description) for line in lines}
+            group = by_line[own]
         assert group is not None
         made[own] = group
     return made[own]
+
+
+def _can_name_alone() -> bool:
+    """Whether ranks that make a group without the others would give it one name.
+
+    torch names such a group by how many groups a rank is in; a group of the first node's ranks, say, makes that differ,
+    and they would wait for each other without end.
+
+    Communication: one all-reduce of two numbers over the job.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    own = len(dist.distributed_c10d._world.pg_names)
+    device = torch.device("cpu") if torch.device("cpu") in world._device_types else world._device_types[0]
+    # The largest, and the smallest with its sign turned.
+    most_fewest = torch.tensor([own, -own], device=device)
+    dist.all_reduce(most_fewest, dist.ReduceOp.MAX)
+    return not most_fewest.sum().item()
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -12,7 +12,12 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     {"opensora_accel.cli"},
-    {"opensora_accel.training", "opensora_accel.planner", "opensora_accel.doctor"},
+    {
+        "opensora_accel.training",
+        "opensora_accel.planner",
+        "opensora_accel.integrations",
+        "opensora_accel.doctor",
+    },
     {"opensora_accel.profiler"},
     {"shardformer.policy.t5_encoder"},
     {"shardformer.colossalai"},
@@ -48,7 +53,12 @@ LAYERS = [
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front."""
 
 FRONTS = [{"shardformer", "shardformer.engine"}, {"opensora_accel", "opensora_accel.parallel_states"}]
-MAY_IMPORT_SHARDFORMER = {"opensora_accel.cli", "opensora_accel.training", "opensora_accel.profiler"}
+MAY_IMPORT_SHARDFORMER = {
+    "opensora_accel.cli",
+    "opensora_accel.training",
+    "opensora_accel.integrations",
+    "opensora_accel.profiler",
+}
 
 
 def room(module: str) -> str:
@@ -96,7 +106,7 @@ def violations(module: str, source: str) -> list[str]:
             mine.startswith("shardformer") or mine in MAY_IMPORT_SHARDFORMER
         ):
             found.append(
-                f"{module} imports {imported}: only cli, training and profiler may import shardformer"
+                f"{module} imports {imported}: only cli, training, integrations and profiler may import shardformer"
             )
     return found
 
@@ -127,6 +137,7 @@ def test_imports_run_downward(module, path):
         ("opensora_accel.verify.fit", "import shardformer"),
         ("opensora_accel.verify.report", "from shardformer import shard"),
         ("opensora_accel.training.loop", "from opensora_accel.cli import main"),
+        ("opensora_accel.integrations.diffusers", "from opensora_accel.training.loop import Trainer"),
         ("shardformer.policy.wan", "from shardformer.engine import shard"),
         ("shardformer.engine.apply", "from shardformer.colossalai import colossalai_policy"),
         ("shardformer.modeling.t5", "from shardformer.policy import find_policy"),
@@ -162,6 +173,7 @@ import torch.distributed as dist
 before, forward = dict(os.environ), torch.nn.Module.__call__
 import opensora_accel, shardformer
 import opensora_accel.attention, opensora_accel.communications, opensora_accel.verify, opensora_accel.cli
+import opensora_accel.integrations, opensora_accel.integrations.diffusers
 import shardformer.modeling.kernels
 assert dict(os.environ) == before, "the environment was written to"
 assert torch.nn.Module.__call__ is forward and not dist.is_initialized()

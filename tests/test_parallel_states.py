@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from opensora_accel import Plan, init_parallel, parallel_states
@@ -39,6 +40,43 @@ def test_groups_follow_the_mesh_outermost_first(ranks):
     found = ranks(4, groups_of, Plan(dp_shard=2, tp=2, sharding="zero3"))
     assert [f["tensor"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [f["mixed"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def groups_beside_one_of_some_ranks():
+    dist.new_group([0, 1])
+    return groups_of(Plan(dp_replicate=2, ulysses=2))
+
+
+def test_groups_are_made_where_some_ranks_are_in_more_groups_than_others(ranks):
+    found = ranks(4, groups_beside_one_of_some_ranks)
+    assert [f["sequence"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def groups_in_an_order_of_ones_own():
+    mesh = init_parallel(
+        Plan(dp_replicate=2, ulysses=2), ranks=torch.tensor([[0, 2], [1, 3]]).view(2, 1, 1, 2, 1)
+    )
+    with pytest.raises(ValueError, match="already called"):
+        init_parallel(Plan(ulysses=4))
+    names = ("data", "sequence", "mixed")
+    assert mesh["ulysses"].mesh.tolist() == members(mesh.get_group("ulysses"))
+    return [members(parallel_states.get_parallel_group(name)) for name in names]
+
+
+def test_somebody_elses_layout_of_the_ranks_is_taken(ranks):
+    found = ranks(4, groups_in_an_order_of_ones_own)
+    assert found[0] == [[0, 1], [0, 2], [0, 1, 2, 3]] and found[3] == [[2, 3], [1, 3], [0, 1, 2, 3]]
+
+
+def layouts_that_cannot_be():
+    with pytest.raises(ValueError, match=r"wants each of 2 ranks once in \(1, 1, 1, 2, 1\); got \[0, 0\]"):
+        init_parallel(Plan(ulysses=2), ranks=torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match=r"ranks have to rise along ulysses.*got \[1, 0\]"):
+        init_parallel(Plan(ulysses=2), ranks=torch.tensor([1, 0]).view(1, 1, 1, 2, 1))
+
+
+def test_a_layout_that_groups_cannot_have_is_refused(ranks):
+    ranks(2, layouts_that_cannot_be)
 
 
 def misfit():

@@ -9,13 +9,13 @@ from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn
 
 
-def cogvideox(patch_size_t: int | None = None) -> nn.Module:
+def cogvideox(patch_size_t: int | None = None, head_dim: int = 8) -> nn.Module:
     from diffusers import CogVideoXTransformer3DModel
 
     return randomize(
         CogVideoXTransformer3DModel(
             num_attention_heads=3,
-            attention_head_dim=8,
+            attention_head_dim=head_dim,
             in_channels=4,
             out_channels=4,
             time_embed_dim=12,

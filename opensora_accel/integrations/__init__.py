@@ -1,0 +1,1 @@
+"""What other libraries call, with this toolkit behind it. Each library is imported on use only."""
