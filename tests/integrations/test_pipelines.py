@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
-from diffusers.hooks.hooks import StateManager
+from diffusers.hooks.hooks import CacheContext, StateManager
 
 from opensora_accel.communications.checks import gather_objects
 from opensora_accel.integrations import diffusers as parallel
@@ -121,7 +121,7 @@ def decisions(size, changes):
     """A first-block cache's hook, whose tokens change by another amount on each rank."""
     mine = torch.ones(2, size[dist.get_rank()], 3)
     hook = FBCHeadBlockHook(StateManager(FBCSharedBlockState), threshold=0.5)
-    hook.state_manager.set_context("cond")
+    hook.state_manager.set_context(CacheContext("cond"))
     assert parallel._has_changed(hook, dist.group.WORLD, mine)
     hook.state_manager.get_state().head_block_residual = mine
     return parallel._has_changed(hook, dist.group.WORLD, mine + changes[dist.get_rank()])
