@@ -346,18 +346,19 @@ def test_what_a_profiler_costs(tmp_path):
         return time.process_time() - begin
 
     step()
-    ratios = []
+    turns = []
     for turn in range(15):
         with profile(model, folder=tmp_path / str(turn), count_flops=False) as run:
             begin = time.process_time()
             step()
             run.step(loss=1.0)
-            profiled_s = time.process_time() - begin
-        ratios.append(profiled_s / step())
-    ratios.sort()
-    median, spread = ratios[len(ratios) // 2], f"{ratios[3]:.4f} to {ratios[-4]:.4f}"
-    print(f"a profiled step takes {median:.4f} [{spread}] of one that is not, {step():.2f} s")
-    assert median < 1.02  # on a machine with other work; see what is printed
+            turns.append((time.process_time() - begin, step()))
+    ratios = sorted(with_it / without for with_it, without in turns)
+    least = min(with_it for with_it, _ in turns) / min(without for _, without in turns)
+    print(f"a profiled step takes {ratios[7]:.4f} [{ratios[3]:.4f} to {ratios[-4]:.4f}] of one that is not,")
+    print(f"the least that it took {least:.4f} of the least without, {turns[0][1]:.2f} s")
+    # Other work on the machine lengthens most turns, on either side, and the shortest ones least.
+    assert least < 1.01
 
 
 def flops(plan, folder):

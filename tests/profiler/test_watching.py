@@ -420,5 +420,7 @@ def test_what_a_watch_costs(ranks):
     watched = sorted(step / alone for _, step, alone in turns)
     for what, found in (("a step that is watched", watched), ("one that looks over the ranks", looks)):
         print(f"{what} takes {found[7]:.4f} [{found[3]:.4f} to {found[-4]:.4f}] of one that is not")
-    # Of a hundred steps one looks; on a machine with other work, see what is printed.
-    assert watched[7] < 1.02 and (looks[7] - 1) / 100 < 0.01
+    look, step, alone = (min(times) for times in zip(*turns, strict=True))
+    print(f"of the least times, {step / alone:.4f} and {look / alone:.4f}")
+    # Of a hundred steps one looks. Other work on the machine lengthens the shortest turns least.
+    assert step / alone < 1.01 and (look / alone - 1) / 100 < 0.01
