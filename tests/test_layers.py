@@ -32,7 +32,6 @@ LAYERS = [
         "opensora_accel.fsdp",
         "opensora_accel.verify",
         "opensora_accel.sharding",
-        "opensora_accel.with_accelerate",
     },
     {"opensora_accel.offload", "opensora_accel.fsdp_collectives"},
     {"opensora_accel.communications"},

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardformer
 from opensora_accel import Plan, init_parallel, regions
+from opensora_accel.integrations.accelerate import profile_tracker
 from opensora_accel.profiler import profile, region
 from opensora_accel.profiler.clock import HostClock, agree
 from opensora_accel.profiler.flops import peak_of
 from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
-from opensora_accel.with_accelerate import profile_tracker
 from tests.profiler.timelines import one_second_step
 from tests.tiers import some
 from tests.video_models import CASES

@@ -1,4 +1,4 @@
-"""The example of docs/accelerate.md, as it stands there, against the same steps in one process."""
+"""The example of docs/integrations/accelerate.md, as it stands there, against the same steps in one process."""
 
 import contextlib
 import os
@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opensora_accel import Plan, init_parallel
+from opensora_accel.integrations.accelerate import data_parallel_dataloader
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.on_cpu import launcher_environment
-from opensora_accel.with_accelerate import data_parallel_dataloader
 from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE, relative_errors
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, FSDP = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs/accelerate.md").read_text(encoding="utf-8"), re.S
+    r"```python\n(.*?)```", (ROOT / "docs/integrations/accelerate.md").read_text(encoding="utf-8"), re.S
 )
 
 (ACCELERATOR,) = re.findall(r"accelerator = .*\n", EXAMPLE)
@@ -34,7 +34,7 @@ EXAMPLE, FSDP = re.findall(
 
 def replaced(text, *pairs):
     for old, new in pairs:
-        assert text.count(old) == 1, f"docs/accelerate.md has no {old!r}"
+        assert text.count(old) == 1, f"docs/integrations/accelerate.md has no {old!r}"
         text = text.replace(old, new)
     return text
 
@@ -108,7 +108,7 @@ def updates(plan, source):
     scope = {"PLAN": plan, "CLIP": CLIP, "lift": lift_casts, "copies": copies, "seen": seen, "norms": norms}
     run = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
     with launcher_environment(run), contextlib.redirect_stdout(None):
-        exec(compile(source, "docs/accelerate.md", "exec"), scope)
+        exec(compile(source, "docs/integrations/accelerate.md", "exec"), scope)
         after = dict(scope["accelerator"].unwrap_model(scope["model"]).named_parameters())
         kinds = {type(parameter) for parameter in after.values()}
     assert min(norms) > CLIP, "gradients are clipped"
@@ -304,5 +304,5 @@ def test_what_would_go_wrong_silently_is_refused(ranks, plan, kind, message):
 
 
 def test_accelerate_is_imported_on_use_only():
-    code = "import sys, opensora_accel.with_accelerate; assert 'accelerate' not in sys.modules"
+    code = "import sys, opensora_accel.integrations.accelerate; assert 'accelerate' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -3,7 +3,8 @@
 Example for P = 3 ranks that share each sample (ulysses=3): `accelerator.prepare` deals batches 0, 1 and 2 to ranks 0, 1
 and 2, which then hold parts of three samples. Here the three ranks are one data rank, and all of them get batch 0.
 
-accelerate is imported on use only. Everything else of it works on a sharded model as it is: docs/accelerate.md.
+accelerate is imported on use only. Everything else of it works on a sharded model as it is:
+docs/integrations/accelerate.md.
 """
 
 from __future__ import annotations
