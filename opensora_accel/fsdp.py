@@ -109,7 +109,9 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         for group in groups:
             if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
-        use_collectives(unit, plan, fp32)
+        # Other plans leave what FSDP2 keeps to itself alone.
+        if (plan.reduce_dtype, plan.gather_dtype, plan.two_level) != ("same", "same", "off"):
+            use_collectives(unit, plan, fp32)
     _prefetch(model, blocks, plan.prefetch)
     return model
 
