@@ -335,31 +335,11 @@ def _own_group(
         # Communicators that exist from the start are split from the job's, by all ranks together.
         if dist.distributed_c10d._get_default_group().bound_device_id is not None:
             group = dist.split_group(split_ranks=lines, group_desc=description)
-        elif _can_name_alone():
-            group = dist.new_group(own, use_local_synchronization=True, group_desc=description)
         else:
-            by_line = {tuple(line): dist.new_group(line, group_desc=description) for line in lines}
-            group = by_line[own]
+            group = dist.new_group(own, use_local_synchronization=True, group_desc=description)
         assert group is not None
         made[own] = group
     return made[own]
-
-
-def _can_name_alone() -> bool:
-    """Whether ranks that make a group without the others would give it one name.
-
-    torch names such a group by how many groups a rank is in; a group of the first node's ranks, say, makes that differ,
-    and they would wait for each other without end.
-
-    Communication: one all-reduce of two numbers over the job.
-    """
-    world = dist.distributed_c10d._get_default_group()
-    own = len(dist.distributed_c10d._world.pg_names)
-    device = torch.device("cpu") if torch.device("cpu") in world._device_types else world._device_types[0]
-    # The largest, and the smallest with its sign turned.
-    most_fewest = torch.tensor([own, -own], device=device)
-    dist.all_reduce(most_fewest, dist.ReduceOp.MAX)
-    return not most_fewest.sum().item()
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -42,16 +42,6 @@ def test_groups_follow_the_mesh_outermost_first(ranks):
     assert [f["mixed"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-def groups_beside_one_of_some_ranks():
-    dist.new_group([0, 1])
-    return groups_of(Plan(dp_replicate=2, ulysses=2))
-
-
-def test_groups_are_made_where_some_ranks_are_in_more_groups_than_others(ranks):
-    found = ranks(4, groups_beside_one_of_some_ranks)
-    assert [f["sequence"] for f in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
 def groups_in_an_order_of_ones_own():
     mesh = init_parallel(
         Plan(dp_replicate=2, ulysses=2), ranks=torch.tensor([[0, 2], [1, 3]]).view(2, 1, 1, 2, 1)
