@@ -90,6 +90,8 @@ _ranks_per_node: int | None = None
 _links: tuple[Link, Link] | None = None
 # What `init_parallel` was told; groups that are made later get it too.
 _group_timeout: datetime.timedelta | None = None
+# Whether another library has decided who stands where, and made groups of its own.
+_is_layout_given = False
 
 
 def init_parallel(
@@ -119,7 +121,7 @@ def init_parallel(
         ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), the
             timeout is no positive number, or `ranks` do not rise along the axes.
     """
-    global _group_timeout, _ranks_per_node
+    global _group_timeout, _ranks_per_node, _is_layout_given
     timeout = _timeout(timeout_s)
     if _meshes:
         raise ValueError(
@@ -132,6 +134,7 @@ def init_parallel(
         # Known before any rank waits for another, so that all of them fail at once.
         plan.check_world_size(int(os.environ["WORLD_SIZE"]) if _launched() else 1)
         _start_distributed(device_type, timeout)
+    _is_layout_given = ranks is not None
     if ranks is None:
         ranks = torch.arange(dist.get_world_size()).view(plan.degrees)
     else:
@@ -335,6 +338,11 @@ def _own_group(
         # Communicators that exist from the start are split from the job's, by all ranks together.
         if dist.distributed_c10d._get_default_group().bound_device_id is not None:
             group = dist.split_group(split_ranks=lines, group_desc=description)
+        elif _is_layout_given:
+            # Beside groups of another library: torch names one that its ranks make alone by how many groups they are
+            # in, which may differ, and they would wait for each other without end. So all ranks make all of them.
+            by_line = {tuple(line): dist.new_group(line, group_desc=description) for line in lines}
+            group = by_line[own]
         else:
             group = dist.new_group(own, use_local_synchronization=True, group_desc=description)
         assert group is not None
