@@ -584,7 +584,7 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
 
 def reset(destroy_process_group: bool = False) -> None:
     """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
-    global _group_timeout, _ranks_per_node, _links
+    global _group_timeout, _ranks_per_node, _links, _is_layout_given
     stop_watch()
     _groups.clear()
     _meshes.clear()
@@ -592,6 +592,7 @@ def reset(destroy_process_group: bool = False) -> None:
     _made.clear()
     _nodes.clear()
     _ranks_per_node = _links = None
+    _is_layout_given = False
     _group_timeout = None
     _forget_meshes()
     if destroy_process_group and dist.is_initialized():

@@ -213,8 +213,8 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
     medians = _medians(np.concatenate([*which.values()]), np.concatenate([*transfers.values()]), len(numbers))
     tells_senders = any(received for _, _, _, received in numbers)
     worst: dict[Any, CongestedCall] = {}
-    for place_and_step, calls in matched.items():
-        median_of, seconds_of = medians[which[place_and_step]], transfers[place_and_step]
+    for (place, step), calls in matched.items():
+        median_of, seconds_of = medians[which[place, step]], transfers[place, step]
         is_slow = (median_of > 0) & (seconds_of * CONGESTED_SHARE > median_of)
         for at in np.flatnonzero(is_slow).tolist():
             kind, ready = calls.kinds[calls.which[at]], float(calls.ready[at])
@@ -225,7 +225,7 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
             if sender is None or not num_bytes:
                 continue
             call = CongestedCall(
-                step=place_and_step[1],
+                step=step,
                 rank=sender,
                 axis=kind.axis,
                 kind=kind.kind,
@@ -237,13 +237,7 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
                 median_bytes_per_s=num_bytes / median_s,
             )
             # The ranks of a collective agree on when the last one came, to the last bit.
-            name = (
-                place_and_step[1],
-                kind.axis,
-                kind.kind,
-                ready,
-                calls.rank if kind.kind in MESSAGES else None,
-            )
+            name = (step, kind.axis, kind.kind, ready, calls.rank if kind.kind in MESSAGES else None)
             if name not in worst or worst[name].seconds < seconds:
                 worst[name] = call
     return sorted(worst.values(), key=lambda call: (call.median_s - call.seconds, call.step, call.rank))
