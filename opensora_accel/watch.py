@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,16 +159,17 @@ def _whereabouts() -> str:
         name, description = entry["process_group"]
         if description != BACKGROUND and name in ranks_of:
             return f"waits in {_operation(entry)} over the {named(ranks_of[name])}"
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back  # where the program called torch
-    if frame is None:
-        return "is at its end"
-    file = frame.f_code.co_filename
-    if entered and file.startswith(_COMMUNICATIONS):
+    inner = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [frame for frame, _ in traceback.walk_stack(inner)] if inner is not None else []
+    # Also where the operation has just failed here as well, and this rank is about to ask in its turn.
+    if entered and any(frame.f_code.co_filename.startswith(_COMMUNICATIONS) for frame in frames):
         operation, group = entered[-1]
         return f"waits in {operation} over the {named(dist.get_process_group_ranks(group))}"
-    return f"is at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
+    for frame in frames:
+        code = frame.f_code
+        if not code.co_filename.startswith(_TORCH):  # where the program called torch
+            return f"is at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    return "is at its end"
 
 
 def _trace(only_active: bool) -> dict[str, Any]:

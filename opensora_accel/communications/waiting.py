@@ -45,17 +45,20 @@ class waiting:
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        watch.entered.pop()
-        # What was explained further in stays as it is.
-        if not isinstance(error, RuntimeError) or isinstance(error, MissingRankError):
-            return
-        # gloo raises plain RuntimeErrors, which name the line of its source.
-        if isinstance(error, dist.DistError) or "gloo/" in str(error):
-            backend = str(error).splitlines()[0]
-            raise MissingRankError(
-                f"{watch.explanation(self.operation, self.group)}. Every rank of a group must call a sharded model, in "
-                f"validation and sampling too. Backend: {backend}"
-            ) from error
+        try:
+            # What was explained further in stays as it is.
+            if not isinstance(error, RuntimeError) or isinstance(error, MissingRankError):
+                return
+            # gloo raises plain RuntimeErrors, which name the line of its source.
+            if isinstance(error, dist.DistError) or "gloo/" in str(error):
+                backend = str(error).splitlines()[0]
+                raise MissingRankError(
+                    f"{watch.explanation(self.operation, self.group)}. Every rank of a group must call a sharded "
+                    f"model, in validation and sampling too. Backend: {backend}"
+                ) from error
+        finally:
+            # Not before: a rank that asks meanwhile is to hear of this operation.
+            watch.entered.pop()
 
 
 def report_failure(message: str) -> None:

@@ -9,6 +9,7 @@ docs/integrations/accelerate.md.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from opensora_accel.parallel_states import get_data_parallel_group
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["data_parallel_dataloader", "profile_tracker"]
+__all__ = ["data_parallel_dataloader", "end_steps_at_log"]
 
 
 def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -> DataLoader:
@@ -87,35 +88,27 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
     return accelerator.prepare_data_loader(prepared)
 
 
-def profile_tracker(run: Any) -> Any:
-    """A tracker for `Accelerator(log_with=…)`: each `accelerator.log` ends a step of `run` (`profiler.profile`).
+def end_steps_at_log(accelerator: Accelerator, run: Any) -> None:
+    """From here on each `accelerator.log` ends a step of `run` (`profiler.profile`), with the numbers logged.
 
-    On every rank, as each has a record of its own.
+    On every rank, as each has a record of its own. That is why this is no tracker of `log_with`: accelerate calls
+    those on the main process alone.
 
     with profile(model, plan, "profile") as run:
-        accelerator = Accelerator(log_with=[profile_tracker(run)])
-        accelerator.init_trackers("training")
+        end_steps_at_log(accelerator, run)
         ...
         accelerator.log({"loss": loss}, step=step)
     """
-    from accelerate.tracking import GeneralTracker
+    log = accelerator.log
 
-    class ProfileTracker(GeneralTracker):
-        name = "opensora-accel"
-        requires_logging_directory = False
-        main_process_only = False
+    @functools.wraps(log)
+    def log_and_end_step(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        run.step(
+            **{name: value for name, value in values.items() if isinstance(value, (int, float, torch.Tensor))}
+        )
+        log(values, *args, **kwargs)
 
-        @property
-        def tracker(self) -> Any:
-            return run
-
-        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-            numbers = {
-                name: value for name, value in values.items() if isinstance(value, (int, float, torch.Tensor))
-            }
-            run.step(**numbers)
-
-    return ProfileTracker()
+    accelerator.log = log_and_end_step
 
 
 def _agree_on_seeds(dataloader: DataLoader, data_rank: int) -> int:

@@ -212,10 +212,15 @@ def launcher_environment(run: Run) -> Iterator[None]:
     place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(run.rank))
     place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
     rest = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    _forget_accelerate()  # what was found by whoever had this process before
     with mock.patch.dict(os.environ, place | rest):
         try:
             yield
         finally:
-            state = sys.modules.get("accelerate.state")
-            if state is not None:
-                state.AcceleratorState._reset_state(reset_partial_state=True)
+            _forget_accelerate()
+
+
+def _forget_accelerate() -> None:
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +78,29 @@ def test_a_rank_that_does_not_come_is_named(impatient, operation, name, fault):
         assert " in alone. Every rank" in told, "rank 1 is the only one that goes another way"
         assert "Every rank of a group must call a sharded model, in validation and sampling too" in told
     fault(f"a rank that does not come to {name}")
+
+
+def meanwhile():
+    """What this rank answers while its own operation has failed and it asks the others: it may be asked itself."""
+    init_parallel(Plan(ring=1))
+    answers = []
+
+    def explanation(*_):
+        answers.append(watch._whereabouts())
+        return "failed"
+
+    with (
+        mock.patch.object(watch, "explanation", explanation),
+        pytest.raises(MissingRankError),
+        waiting.waiting("ring_exchange", dist.group.WORLD),
+    ):
+        raise RuntimeError("gloo/transport: timed out")
+    assert not watch.entered
+    return answers
+
+
+def test_a_rank_that_has_just_failed_waits_in_what_failed(impatient):
+    assert impatient(1, meanwhile) == [["waits in ring_exchange over the ranks 0"]]
 
 
 def uneven():

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardformer
 from opensora_accel import Plan, init_parallel, regions
-from opensora_accel.integrations.accelerate import profile_tracker
+from opensora_accel.integrations.accelerate import end_steps_at_log
 from opensora_accel.profiler import profile, region
 from opensora_accel.profiler.clock import HostClock, agree
 from opensora_accel.profiler.flops import peak_of
 from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
+from opensora_accel.verify.on_cpu import launcher_environment
 from tests.profiler.timelines import one_second_step
 from tests.tiers import some
 from tests.video_models import CASES
@@ -218,22 +220,36 @@ def test_memory_and_operations_of_the_same_step_and_an_earlier_record(tmp_path):
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def tracked(folder):
+def logged(folder):
+    """Two steps of a loop that logs with accelerate; what its own tracker saw on this rank."""
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+    seen = []
+
+    class Tracker(GeneralTracker):
+        name, requires_logging_directory, tracker = "own", False, None
+
+        def log(self, values, step=None, **_):
+            seen.append((values, step))
 
     init_parallel(Plan(dp_replicate=2))
     model = nn.Linear(2, 2)
-    with profile(model, folder=folder) as run:
-        accelerator = Accelerator(cpu=True, log_with=[profile_tracker(run)])
-        accelerator.init_trackers("training", config={"lr": 1e-3})
+    place = SimpleNamespace(rank=dist.get_rank(), world_size=2)
+    with launcher_environment(place), profile(model, folder=folder) as run:
+        accelerator = Accelerator(cpu=True, log_with=[Tracker()])
+        accelerator.init_trackers("training")
+        end_steps_at_log(accelerator, run)
         for number in range(2):
             accelerator.backward(model(torch.randn(1, 2)).sum())
             accelerator.log({"loss": float(number), "note": "text"}, step=number)
         accelerator.end_training()
+    return seen
 
 
-def test_a_tracker_of_accelerate_ends_steps_on_every_rank(ranks, tmp_path):
-    ranks(2, tracked, tmp_path)
+def test_logging_with_accelerate_ends_steps_on_every_rank(ranks, tmp_path):
+    seen = ranks(2, logged, tmp_path)
+    assert seen == [[({"loss": number, "note": "text"}, number) for number in range(2)], []]
     for path in rank_files(tmp_path):
         assert [step.metrics for step in read_rank(path)[1]] == [{"loss": 0}, {"loss": 1}]
 
