@@ -226,8 +226,7 @@ def _end_with_parent() -> None:
 
 def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
     environment = dict(os.environ)
-    # What is there before the job, as all modules are, need not be searched for garbage after it.
-    gc.freeze()
+    _set_modules_aside()
     try:
         job, num_ranks, timeout_s, env, function, args = pickle.loads(message)
         os.environ.update(env)
@@ -247,6 +246,22 @@ def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
         _forget_process_groups()
 
 
+_num_frozen_modules = 0
+
+
+def _set_modules_aside() -> None:
+    """What was imported need not be searched for garbage after every job.
+
+    Not before each job: what the last one has left is garbage as soon as a cache lets go of it, and what is frozen by
+    then is never freed.
+    """
+    global _num_frozen_modules
+    if len(sys.modules) > _num_frozen_modules + 50:
+        gc.collect()
+        gc.freeze()
+        _num_frozen_modules = len(sys.modules)
+
+
 # The process groups of the last job, which are freed at the end of the next one.
 _last_groups: list[Any] = []
 
@@ -262,6 +277,9 @@ def _forget_process_groups() -> None:
     from opensora_accel import parallel_states
 
     groups = list(dist.distributed_c10d._world.pg_map)
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset()  # what was compiled is kept with its models
     parallel_states.reset(destroy_process_group=True)
     gc.collect()
     _last_groups[:] = groups
