@@ -610,3 +610,7 @@ def _forget_meshes() -> None:
         clear()
     if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
         torch._C._clear_DTensor_sharding_propagator_cache()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribute is not None and hasattr(redistribute, "clear_redistribute_planner_cache"):
+        redistribute.clear_redistribute_planner_cache()
+        redistribute._gen_transform_infos.cache_clear()
