@@ -120,7 +120,7 @@ def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> str | 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     device = next(iter(tensors.values())).device
-    digests = {key: digest(_local(tensor)).to(device) for key, tensor in tensors.items()}
+    digests = {key: digest(local_part(tensor)).to(device) for key, tensor in tensors.items()}
     # A gradient that one rank alone lacks has to differ, and not to hang.
     keys = [f"{kind} {name}" for kind in ("weight", "gradient") for name, _ in model.named_parameters()]
     nothing = torch.full((), -1, dtype=torch.int64, device=device)
@@ -146,7 +146,7 @@ def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> str | 
     seen = {
         key: (
             int(digests[key]) if key in digests else None,
-            float(torch.linalg.vector_norm(_local(tensors[key]).float())) if key in digests else 0.0,
+            float(torch.linalg.vector_norm(local_part(tensors[key]).float())) if key in digests else 0.0,
             {axis: dist.get_process_group_ranks(group) for axis, group in holders[_name(key)].same.items()},
         )
         for names, differs in compared
@@ -183,7 +183,8 @@ def _told(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> str:
     # What most ranks hold is taken to be right; where none has a majority all are listed.
     most = max(Counter({value: len(ranks) for value, ranks in by_value.items()}).values())
     shown = [
-        f"{named(ranks, 'rank')} {'has none' if value is None else f'has the norm {values[ranks[0]][1]:.9g}'}"
+        f"{named(ranks, 'rank')} {'has' if len(ranks) == 1 else 'have'} "
+        f"{'none' if value is None else f'the norm {values[ranks[0]][1]:.9g}'}"
         for value, ranks in sorted(by_value.items(), key=lambda item: (len(item[1]) == most, item[1]))
     ]
     along = "over all ranks" if axis == "world" else f"along {axis}"
@@ -201,6 +202,6 @@ def _name(key: str) -> str:
     return key.partition(" ")[2]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part [...] of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -30,7 +30,7 @@ from opensora_accel.watch import named
 
 
 @dataclass
-class _Call:
+class Call:
     """One forward of the model: what it was called with, and the gradients of what it returned."""
 
     args: tuple[Any, ...]
@@ -47,14 +47,14 @@ class StepInputs:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> StepInputs:
         @torch.compiler.disable(reason="keeps the inputs of a step")
         def before(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
-                self.calls.append(_Call(args, kwargs, _random_state(self._model), {}))
+                self.calls.append(Call(args, kwargs, _random_state(self._model), {}))
 
         @torch.compiler.disable(reason="keeps the gradients of a step's outputs")
         def after(_model: nn.Module, _args: Any, output: Any) -> None:
@@ -62,7 +62,7 @@ class StepInputs:
                 return
             # By a weak reference: an output's hook must not keep the call, which keeps the inputs of an earlier step.
             call = weakref.ref(self.calls[-1])
-            for index, tensor in enumerate(_tensors(output)):
+            for index, tensor in enumerate(tensors_in(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(_keeper(call, index))
 
@@ -79,7 +79,7 @@ class StepInputs:
         self.calls.clear()
 
 
-def _keeper(call: weakref.ref[_Call], index: int) -> Any:
+def _keeper(call: weakref.ref[Call], index: int) -> Any:
     def keep(gradient: Tensor) -> None:
         known = call()
         if known is not None:
@@ -88,7 +88,7 @@ def _keeper(call: weakref.ref[_Call], index: int) -> Any:
     return keep
 
 
-def trace_nonfinite(model: nn.Module, calls: list[_Call]) -> str:
+def trace_nonfinite(model: nn.Module, calls: list[Call]) -> str:
     """Runs a step's forwards and backwards again, and names the first module and rank that is not finite.
 
     Gradients, buffers' random state and the model's hooks are left as they were. All ranks call it together.
@@ -107,12 +107,12 @@ def trace_nonfinite(model: nn.Module, calls: list[_Call]) -> str:
             parameter.grad = None
         for call in watched:
             # Inside of a compiled block no hook is called.
-            with _as_then(model, call), _looking(model, look), torch.compiler.set_stance("force_eager"):
-                for index, tensor in enumerate(_tensors((call.args, call.kwargs))):
+            with as_then(model, call), _looking(model, look), torch.compiler.set_stance("force_eager"):
+                for index, tensor in enumerate(tensors_in((call.args, call.kwargs))):
                     if tensor.is_floating_point():
                         look(f"tensor {index} that the model was called with", tensor)
                 with torch.enable_grad():
-                    outputs = _tensors(model(*call.args, **call.kwargs))
+                    outputs = tensors_in(model(*call.args, **call.kwargs))
                 chosen = {index: outputs[index] for index in call.gradients}
                 for index, gradient in call.gradients.items():
                     look(f"the loss: the gradient of the model's output {index}", gradient)
@@ -151,7 +151,7 @@ def _random_state(model: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 @contextmanager
-def _as_then(model: nn.Module, call: _Call) -> Iterator[None]:
+def as_then(model: nn.Module, call: Call) -> Iterator[None]:
     """Within it, random numbers are those of the call."""
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -168,13 +168,13 @@ def _looking(model: nn.Module, look: Any) -> Iterator[None]:
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if not tensor.is_floating_point():
                     continue
                 look(f"{name}, forward", tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: look(f"what follows {name}, backward", gradient))
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 if tensor.requires_grad and tensor.is_floating_point():
                     tensor.register_hook(lambda gradient: look(f"{name}, backward", gradient))
 
@@ -188,7 +188,7 @@ def _looking(model: nn.Module, look: Any) -> Iterator[None]:
         yield
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     """Tensors [...] in nested lists, tuples, dicts, and outputs of models that are dataclasses."""
     leaves = tree_leaves(values if not hasattr(values, "to_tuple") else values.to_tuple())
     return [value for value in leaves if isinstance(value, Tensor)]

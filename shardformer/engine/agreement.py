@@ -74,15 +74,15 @@ class Agreement:
         if number >= NUM_COMPARED_FORWARDS and not every_forward_is_compared():
             return
         # By parameter name: what one rank passes by position, another may pass by keyword.
-        values = dict(_values("", inspect.signature(model.forward).bind(*args, **kwargs).arguments))
-        if not all(_is_real(value) for value in values.values() if isinstance(value, Tensor)):
+        values = dict(named_values("", inspect.signature(model.forward).bind(*args, **kwargs).arguments))
+        if not all(is_real(value) for value in values.values() if isinstance(value, Tensor)):
             return
         # Not part of what the step computes: who records its operations or communication should not meet this.
         with _disable_current_modes(), torch.no_grad():
-            mine = {f"input {name}": _summary(value) for name, value in values.items()}
+            mine = {f"input {name}": summarise(value) for name, value in values.items()}
             if number == 0:
                 for name, weight in model.named_parameters():
-                    if _is_real(weight):
+                    if is_real(weight):
                         flat = (torch.view_as_real(weight) if weight.is_complex() else weight).flatten()
                         # Two sums are enough, because weights are equal to the last bit, or they are others.
                         sums = [flat.sum(dtype=torch.float64), flat.abs().sum(dtype=torch.float64)]
@@ -116,24 +116,24 @@ class Agreement:
             )
 
 
-def _values(name: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:
+def named_values(name: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:
     """Tensors and numbers among the arguments, by a name that says where they are."""
     if isinstance(value, (Tensor, int, float)):
         yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _values(f"{name}.{key}" if name else str(key), item)
+            yield from named_values(f"{name}.{key}" if name else str(key), item)
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from _values(f"{name}[{index}]", item)
+            yield from named_values(f"{name}[{index}]", item)
 
 
-def _is_real(tensor: Tensor) -> bool:
+def is_real(tensor: Tensor) -> bool:
     """Whether a tensor [...] has values: no fake one, no share of one, none that a compiler traces."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
-def _summary(value: Tensor | float) -> Summary:
+def summarise(value: Tensor | float) -> Summary:
     """What is compared of a tensor [...] or of a number."""
     if not isinstance(value, Tensor):
         return Summary((float(value),), _TOLERANCE_OF_FEW)

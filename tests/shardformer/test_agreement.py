@@ -10,7 +10,7 @@ import torch.distributed as dist
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.verify.communication import Recorder
-from shardformer.engine.agreement import NUM_COMPARED_FORWARDS, _summary
+from shardformer.engine.agreement import NUM_COMPARED_FORWARDS, summarise
 from tests.models import wan, wan_inputs
 
 
@@ -104,11 +104,11 @@ def test_rounding_is_no_difference_and_other_noise_is():
     generator = torch.Generator().manual_seed(0)
     for shape in ((65,), (2, 16, 5, 6, 10), (300, 1000)):
         x, other = (torch.randn(shape, generator=generator) for _ in range(2))
-        assert _summary(x).agrees(_summary(x.bfloat16()))
-        assert not _summary(x).agrees(_summary(other))
-        assert not _summary(x).agrees(_summary(x.flip(0)))
-    assert not _summary(torch.tensor([500.0])).agrees(_summary(torch.tensor([501.0])))
-    assert _summary(torch.full((100,), torch.nan)).agrees(_summary(torch.full((100,), torch.nan)))
+        assert summarise(x).agrees(summarise(x.bfloat16()))
+        assert not summarise(x).agrees(summarise(other))
+        assert not summarise(x).agrees(summarise(x.flip(0)))
+    assert not summarise(torch.tensor([500.0])).agrees(summarise(torch.tensor([501.0])))
+    assert summarise(torch.full((100,), torch.nan)).agrees(summarise(torch.full((100,), torch.nan)))
 
 
 def step_without_numpy(plan):

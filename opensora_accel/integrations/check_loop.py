@@ -1,0 +1,545 @@
+"""The mistakes that a training loop makes under sequence parallelism, each named within its first two steps.
+
+    with check_loop(model) as check:                 # the sharded model, before or after DDP; FSDP2 first
+        for batch in loader:
+            loss = loss_of(model, batch)             # the mean over this rank's samples, as ever
+            check.loss(loss, samples=batch["path"])  # where it is, before the backward
+            loss.backward()
+            optimizer.step()                         # a step ends here
+            optimizer.zero_grad()
+
+None of these mistakes stops a run, and most leave the loss as it was. What is looked at, and when:
+
+    at __enter__          the ranks hold the same weights
+    before each forward   who has whose clip, text and timestep (`loop_inputs`); old gradients; train or eval mode
+    at the optimizer      gradients are equal where weights are, those of the loss (`loop_gradients`), clipped alike
+    after two steps       every weight that has a gradient has an optimizer, and the EMA moved on every rank
+
+All ranks raise the same error. After the two steps the hooks are gone, and a step costs what it did.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from opensora_accel.communications.checks import gather_objects, without_comparing_inputs
+from opensora_accel.integrations.loop_gradients import norms_of_gradients, size_of_gradient
+from opensora_accel.integrations.loop_inputs import Draws, look_at_inputs, mistakes_of_inputs
+from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
+from opensora_accel.profiler.equality import digest, first_difference, holders_of, local_part
+from opensora_accel.profiler.live_bytes import LiveBytes
+from opensora_accel.profiler.nonfinite import StepInputs, tensors_in
+from opensora_accel.watch import named
+
+logger = logging.getLogger(__name__)
+
+# What each mistake is called, and what to do about it.
+REMEDIES = {
+    "weights": "load or initialise the same weights on all of them",
+    "bucket": "draw buckets by parallel_states.get_data_parallel_group().rank(), and not by the global rank",
+    "sample": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group(), or "
+    "integrations.accelerate.data_parallel_dataloader",
+    "repeated samples": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group()",
+    "noise": "draw noise per sample, or from a generator that is seeded by the data rank",
+    "repeated noise": "draw noise per sample, or from a generator that is seeded by the data rank",
+    "timestep": "draw timesteps per sample, or from a generator that is seeded by the data rank",
+    "caption dropout": "draw dropped captions per sample, or from a generator that is seeded by the data rank",
+    "eval mode": "call model.train() when sampling or validation is over",
+    "stale gradients": "call optimizer.zero_grad() after each optimizer.step()",
+    "loss": "compute it on the whole output, which each of them has, and reduce it over no ranks before the backward",
+    "loss scale": "backward the mean over this rank's samples, divided by the number of backwards in a step; multiply "
+    "or divide by no number of ranks",
+    "gradients": "average them over all ranks: DDP or FSDP2 without a process group, or with "
+    "parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)",
+    "reduction": "average gradients once over all ranks, as DDP and FSDP2 do; sum over none, divide by nothing more",
+    "clipping": "clip by the norm of all shards: shardformer.tensor_parallel.total_grad_norm, or "
+    "torch.nn.utils.clip_grad_norm_ on DTensors",
+    "optimizer": "make the optimizer after shardformer.shard(model, plan), from model.parameters()",
+    "ema": "update it on every rank that was given one, after the optimizer's step",
+    "sampling": "sample on all ranks under torch.no_grad(), and keep neither outputs nor models on the device",
+    "saved weights": "save full tensors by the names of the model itself: shardformer.tensor_parallel.full_state_dict, "
+    "or shardformer.save_lora for adapters",
+}
+# A norm or a loss that was computed on other ranks may be rounded otherwise; factors of ranks are far from 1.
+_CLOSE, _ROUGH = 1e-3, 0.1
+# Beyond it, a factor of the loss is that of a gradient scaler.
+_SCALER = 8.0
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class LoopMistake(ValueError):
+    """What a loop does wrong; `names` are keys of `REMEDIES`."""
+
+    def __init__(self, found: Sequence[tuple[str, str]], step: int):
+        self.names = tuple(name for name, _ in found)
+        listed = "".join(f"\n  {name}: {what}. To do: {REMEDIES[name]}" for name, what in found)
+        super().__init__(f"in step {step} this loop does not train as one device would:{listed}")
+
+
+class check_loop:
+    """Checks the first steps of a training loop; all ranks enter it together.
+
+    Args:
+        model: as `shardformer.shard` made it, not the wrapper that DDP puts around it.
+        ema: the averaged copy, on the ranks that keep one.
+        num_steps: of the optimizer, that are checked.
+
+    Communication: a gather of a few numbers before each forward; in each step that of two more looks over all weights,
+    and of up to eleven forwards without gradients for each of the step's.
+
+    Raises:
+        LoopMistake: on all ranks, where one of them does what this module's table lists.
+    """
+
+    def __init__(self, model: nn.Module, *, ema: nn.Module | None = None, num_steps: int = 2):
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1 step of the optimizer; got {num_steps}")
+        if hasattr(model, "module") and isinstance(model.module, nn.Module):
+            raise ValueError(
+                f"check_loop takes the model that shardformer.shard returned, not the {type(model).__name__} around "
+                "it; pass model.module"
+            )
+        self._model, self._ema, self._num_steps = model, ema, num_steps
+        self._holders = holders_of(model)
+        data = get_data_parallel_group() if dist.is_initialized() else None
+        self._data_rank = 0 if data is None else data.rank()
+        self._num_steps_done, self._is_finished = 0, False
+        self._was_training: bool | None = None
+        self._has_gradients: set[str] = set()
+        self._has_optimizer: set[int] = set()
+        self._foreign_optimizers: set[str] = set()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._is_first_forward = True
+        self._outputs: list[Tensor] = []
+        # Of each loss of the step: its value, its samples, and the gradients of the outputs that it has.
+        self._losses: list[tuple[float, tuple[Any, ...]]] = []
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        self._norms_after_backward: dict[str, Tensor] = {}
+
+    # ---- what a loop calls
+
+    def __enter__(self) -> check_loop:
+        self._draws, self._inputs = Draws(), StepInputs(self._model)
+        with ExitStack() as undo:
+            # Its own comparison names an argument, and ends the run before anything else can be said.
+            undo.enter_context(without_comparing_inputs())
+            undo.enter_context(self._inputs)
+            for hook in (
+                self._model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+                self._model.register_forward_hook(self._after_forward),
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ):
+                undo.callback(hook.remove)
+            self._draws.__enter__()
+            undo.callback(self._draws.stop)
+            self._undo = undo.pop_all()
+        try:
+            self._tell(self._unequal("weights"))
+        except LoopMistake:
+            self._undo.close()
+            raise
+        self._weights_before = self._digests(self._model)
+        self._ema_before = {} if self._ema is None else self._digests(self._ema)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._undo.close()
+
+    def loss(self, loss: Tensor, samples: Sequence[Any] = ()) -> None:
+        """The loss that is reported, once before each backward: the mean over this rank's samples.
+
+        Args:
+            loss: a scalar that has the model's outputs in its graph; not yet divided for accumulation.
+            samples: what this rank's samples are known by (files, indices): the same on the ranks that share them,
+                others elsewhere.
+        """
+        if self._is_over:
+            return
+        known = self._outputs
+        gradients = (
+            torch.autograd.grad(loss, known, retain_graph=True, allow_unused=True)
+            if loss.requires_grad and known
+            else [None] * len(known)
+        )
+        self._losses.append((loss.item(), tuple(samples)))
+        for output, gradient in zip(known, gradients, strict=True):
+            if gradient is not None:
+                output.register_hook(self._keeper_of_factor(gradient))
+
+    @contextmanager
+    def sampling(self, may_keep_bytes: int = 64 << 20) -> Iterator[None]:
+        """Around validation and sampling in mid-training, which all ranks enter.
+
+        Args:
+            may_keep_bytes: what may be alive afterwards on the device that was not before.
+        """
+        if self._is_over:
+            yield
+            return
+        was_training, random = self._model.training, self._random_states()
+        live = LiveBytes()
+        device = next(self._model.parameters()).device
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self._draws.is_paused = True
+        try:
+            with live:
+                yield
+        finally:
+            self._draws.is_paused = False
+        kept = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else live.now_bytes
+        found = []
+        if kept > may_keep_bytes:
+            found.append(("sampling", f"{kept / 2**20:.1f} MiB are alive that were not before"))
+        if was_training and not self._model.training:
+            found.append(("eval mode", "the model is in eval mode after sampling, and was in train mode"))
+        after = self._random_states()
+        if len(set(random)) == 1 and len(set(after)) > 1:
+            found.append(
+                (
+                    "sampling",
+                    "ranks that share a sample draw other random numbers after it, and drew the same before",
+                )
+            )
+        self._tell(found)
+
+    def saves(self, state: Mapping[str, Any]) -> None:
+        """What the loop is about to write, on the ranks that write: names and shapes have to be the model's own.
+
+        Args:
+            state: by name, tensors [...]; of adapters (LoRA) alone, or of the whole model.
+
+        Raises:
+            LoopMistake: on this rank alone.
+        """
+        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        found = []
+        for name, tensor in state.items():
+            wrapper = next((each for each in _WRAPPERS if f".{each}" in f".{name}"), None)
+            if wrapper is not None:
+                found.append(f"{name} has the name of a wrapper, {wrapper[:-1]}")
+            elif isinstance(tensor, DTensor):
+                found.append(f"{name} is a DTensor, of which this rank has a shard")
+            elif isinstance(tensor, Tensor) and shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+                found.append(f"{name} has the shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+        if found:
+            more = f"; {len(found) - 1} more like it" if len(found) > 1 else ""
+            raise LoopMistake([("saved weights", found[0] + more)], self._step)
+
+    # ---- when it looks
+
+    @property
+    def _step(self) -> int:
+        return min(self._num_steps_done + 1, self._num_steps)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._num_steps_done >= self._num_steps
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        draws, self._draws.seen = self._draws.seen, []
+        self._draws.is_paused = True
+        # Validation draws what it likes.
+        if not torch.is_grad_enabled():
+            return
+        if self._is_over:
+            self._finish()
+            return
+        found: list[tuple[str, str]] = []
+        mine = (
+            look_at_inputs(model, args, kwargs, self._data_rank, draws),
+            self._old_gradient() if self._is_first_forward else [],
+            model.training,
+        )
+        everyone = self._gather(mine)
+        found += mistakes_of_inputs([inputs for inputs, _, _ in everyone])
+        found += next((stale for _, stale, _ in everyone if stale), [])
+        in_eval = [rank for rank, (_, _, training) in enumerate(everyone) if not training]
+        if in_eval and (self._was_training or len(in_eval) < len(everyone)):
+            found.append(("eval mode", f"the model is in eval mode on {named(in_eval, 'rank')}"))
+        self._was_training = model.training
+        self._is_first_forward = False
+        self._tell(found)
+
+    def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        self._draws.is_paused = False
+        known = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if known and not self._is_over:
+            self._outputs = known
+            known[0].register_hook(self._at_backward)
+        elif known:
+            # No hook of a module may be removed while its hooks are called.
+            known[0].register_hook(lambda _gradient: self._undo.close())
+
+    def _at_backward(self, _gradient: Tensor) -> None:
+        # Wrappers reduce gradients in callbacks of their own, at the end of a backward. One that is queued by a
+        # callback comes after all of them.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def note() -> None:
+            self._norms_after_backward = norms_of_gradients(self._model)
+
+        queue(lambda: queue(note))
+
+    def _keeper_of_factor(self, of_loss: Tensor) -> Any:
+        def keep(backwarded: Tensor) -> None:
+            self._factors.append(((backwarded * of_loss).sum(), of_loss.square().sum()))
+
+        return keep
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_over:
+            return
+        own = {id(parameter) for parameter in self._model.parameters()}
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]} & own
+        with_gradient = {name for name, p in self._model.named_parameters() if p.grad is not None}
+        if not held:
+            if with_gradient:
+                self._foreign_optimizers.add(type(optimizer).__name__)
+            return
+        self._has_optimizer |= held
+        self._has_gradients |= with_gradient
+        self._draws.is_paused = True
+        try:
+            # Each of them supposes that there is none of the kind before.
+            self._tell(
+                list(self._mistakes_of_losses())
+                or self._unequal("gradients")
+                or list(self._mistakes_of_size())
+            )
+        finally:
+            self._draws.is_paused = False
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = {id(parameter) for parameter in self._model.parameters()}
+        if not self._is_over and any(
+            id(p) in own for group in optimizer.param_groups for p in group["params"]
+        ):
+            self._num_steps_done += 1
+            self._inputs.calls.clear()
+            self._begin_step()
+            if self._is_over:
+                self._draws.stop()
+
+    def _finish(self) -> None:
+        """What only several steps show. Called once, when the steps are over or the loop is."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        names = {name: id(parameter) for name, parameter in self._model.named_parameters()}
+        left = [
+            name for name in names if name in self._has_gradients and names[name] not in self._has_optimizer
+        ]
+        found = []
+        if left:
+            found.append(
+                ("optimizer", f"{left[0]} has a gradient and no optimizer; {len(left)} weights in all")
+            )
+        elif self._foreign_optimizers and not self._has_optimizer:
+            found.append(
+                (
+                    "optimizer",
+                    f"{', '.join(sorted(self._foreign_optimizers))} holds none of the model's parameters",
+                )
+            )
+        found += self._mistakes_of_ema()
+        self._tell(found)
+        if dist.get_rank() == 0 if dist.is_initialized() else True:
+            logger.info("check_loop: %d steps train as one device would", self._num_steps_done)
+
+    # ---- what it looks at
+
+    def _unequal(self, which: str) -> list[tuple[str, str]]:
+        told = first_difference(self._model, self._holders)
+        if told is None:
+            return []
+        kind = "weights" if told.startswith("the weight") else which
+        return [(kind, told)]
+
+    def _old_gradient(self) -> list[tuple[str, str]]:
+        old = {
+            name: id(parameter)
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None and local_part(parameter.grad).any()
+        }
+        if not old:
+            return []
+        left = [name for name in old if self._has_optimizer and old[name] not in self._has_optimizer]
+        if len(left) == len(old):
+            return [("optimizer", f"{left[0]} has a gradient and no optimizer; {len(left)} weights in all")]
+        return [("stale gradients", f"{next(iter(old))} has a gradient of the step before")]
+
+    def _mistakes_of_losses(self) -> Iterator[tuple[str, str]]:
+        if not self._losses:
+            return
+        everyone = self._gather((self._data_rank, self._losses))
+        firsts: dict[int, int] = {}
+        for rank, (data_rank, losses) in enumerate(everyone):
+            first = firsts.setdefault(data_rank, rank)
+            for (value, samples), (other, others) in zip(everyone[first][1], losses, strict=False):
+                both = f"{named([first, rank])} share a sample, and have"
+                if samples != others:
+                    yield "sample", f"{both} {_shown(samples)} and {_shown(others)}"
+                    return
+                if not math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-12):
+                    yield "loss", f"{both} the losses {value:.6g} and {other:.6g}"
+                    return
+        seen: dict[Any, int] = {}
+        for rank in firsts.values():
+            for sample in {str(each) for _, samples in everyone[rank][1] for each in samples}:
+                if sample in seen:
+                    yield (
+                        "repeated samples",
+                        f"{named([seen[sample], rank])} both have {_shown([sample])} in a step",
+                    )
+                    return
+                seen[sample] = rank
+        if not self._factors:
+            yield (
+                "loss",
+                "what is backwarded does not depend on the model's output by way of the loss that is told",
+            )
+            return
+        along, squared = (
+            torch.stack(column).double().sum().item() for column in zip(*self._factors, strict=True)
+        )
+        factor = along / squared * len(self._losses) if squared else 1.0
+        if factor < _SCALER and abs(factor - 1) > _ROUGH:
+            times = f" in each of {len(self._losses)} backwards" if len(self._losses) > 1 else ""
+            yield (
+                "loss scale",
+                f"{along / squared:.4g} times the loss is backwarded{times}, to be {1 / len(self._losses):.4g}",
+            )
+
+    def _mistakes_of_size(self) -> Iterator[tuple[str, str]]:
+        """Of gradients that are equal on all ranks that hold the same weights."""
+        watched = [call for call in self._inputs.calls if call.gradients]
+        if not watched or not any(p.grad is not None for p in self._model.parameters()):
+            logger.warning(
+                "check_loop: in step %d no gradients are in parameter.grad, and so they are not checked",
+                self._step,
+            )
+            return
+        after = norms_of_gradients(self._model)
+        before = self._norms_after_backward
+        sizes = [
+            (torch.stack(list(each.values())).double().square().sum().sqrt().item() if each else 0.0)
+            for each in (before, after)
+        ]
+        # What was done to this rank's gradients since the backward: clipping, or averaging by hand.
+        mine = sizes[1] / sizes[0] if sizes[0] else None
+        factors = {rank: each for rank, each in enumerate(self._gather(mine)) if each is not None}
+        least, most = min(factors, key=factors.__getitem__), max(factors, key=factors.__getitem__)
+        alike = math.isclose(factors[least], factors[most], rel_tol=_CLOSE)
+        if not alike and any(isinstance(p, DTensor) for p in self._model.parameters()):
+            yield (
+                "clipping",
+                f"between backward and step the gradients of rank {least} were scaled by {factors[least]:.4g}, "
+                f"those of rank {most} by {factors[most]:.4g}: each by the norm of its own shards",
+            )
+            return
+        if alike and self._is_share(factors[least], 1e-4):
+            told = self._told_share(factors[least])
+            yield (
+                "reduction",
+                f"between backward and step the gradients were scaled by {factors[least]:.4g}{told}",
+            )
+            return
+        size = size_of_gradient(self._model, self._holders, watched)
+        if size is None:
+            logger.warning(
+                "check_loop: the loss is too curved to tell the size of its gradient in step %d", self._step
+            )
+            return
+        # Gradients that were averaged by hand after the backward may have been clipped in the same place.
+        size = size / factors[least] if alike else size
+        if abs(size - 1) > _ROUGH and (alike or size > 1 or self._is_share(size, 0.02)):
+            yield "reduction", f"the gradient is {size:.4g} times that of the loss{self._told_share(size)}"
+
+    def _is_share(self, size: float, tolerance: float) -> bool:
+        return any(
+            math.isclose(size, 1 / ranks, rel_tol=tolerance) for ranks in self._counts().values() if ranks > 1
+        )
+
+    def _told_share(self, size: float) -> str:
+        for what, ranks in self._counts().items():
+            if ranks > 1 and math.isclose(size, ranks, rel_tol=_ROUGH):
+                return f": added up over the {ranks} {what}"
+            if ranks > 1 and math.isclose(size, 1 / ranks, rel_tol=_ROUGH):
+                return f": divided once too often by the {ranks} {what}"
+        return ""
+
+    def _counts(self) -> dict[str, int]:
+        if not dist.is_initialized():
+            return {}
+        sequence, data = get_sequence_parallel_group(), get_data_parallel_group()
+        return {
+            "ranks that share a sample": 1 if sequence is None else sequence.size(),
+            "ranks of the job": dist.get_world_size(),
+            "data ranks": 1 if data is None else data.size(),
+        }
+
+    def _mistakes_of_ema(self) -> Iterator[tuple[str, str]]:
+        moved = self._ema is not None and self._digests(self._ema) != self._ema_before
+        everyone = self._gather((self._ema is not None, moved))
+        has_one = [rank for rank, (there, _) in enumerate(everyone) if there]
+        still = [rank for rank, (there, is_moved) in enumerate(everyone) if there and not is_moved]
+        if not has_one or self._digests(self._model) == self._weights_before:
+            return
+        if still:
+            yield "ema", f"the weights moved, and the EMA did not on {named(still, 'rank')}"
+        elif len(has_one) == len(everyone) and self._ema is not None:
+            told = first_difference(self._ema, holders_of(self._ema))
+            if told is not None:
+                yield "ema", told
+
+    # ---- the ranks
+
+    def _digests(self, module: nn.Module) -> list[int]:
+        return torch.stack([digest(local_part(p)) for p in module.parameters()]).tolist()
+
+    def _random_states(self) -> list[int]:
+        """A number of the random state of each rank that shares this one's sample."""
+        states = [torch.get_rng_state()]
+        device = next(self._model.parameters()).device
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        mine = (self._data_rank, tuple(int(digest(state)) for state in states))
+        return [state for data_rank, state in self._gather(mine) if data_rank == self._data_rank]
+
+    @staticmethod
+    def _gather(mine: Any) -> list[Any]:
+        if not dist.is_initialized():
+            return [mine]
+        assert dist.group.WORLD is not None
+        return gather_objects(mine, dist.group.WORLD)
+
+    def _tell(self, mine: Iterable[tuple[str, str]]) -> None:
+        """Raises on all ranks where one has found something, with what the first of them found under each name."""
+        found: dict[str, str] = {}
+        for rank in self._gather(list(mine)):
+            for name, what in rank:
+                found.setdefault(name, what)
+        if found:
+            raise LoopMistake(list(found.items()), self._step)
+
+
+def _shown(samples: Sequence[Any]) -> str:
+    names = [str(sample) for sample in samples]
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}" or "none"

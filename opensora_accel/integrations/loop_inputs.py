@@ -1,0 +1,200 @@
+"""What the ranks of a loop call the model with: who has whose sample, noise and timestep, and which line drew them.
+
+Four ranks, of which 0 and 1 share sample A, and 2 and 3 share sample B:
+
+    rank                      0     1     2     3
+    clip, text, timestep      A     A     B     B       right
+    clip, text                A     B     C     D       "sample": the loader deals to ranks, not to data ranks
+    clip alone                A+ε   A+δ   B+ε   B+δ     "noise": drawn by the rank
+    clip, timestep            A,1   A,2   B,3   B,4     "timestep": a noisy clip follows its timestep
+    text alone                A     ∅     B     B       "caption dropout"
+    noise, as it is drawn     ε     ε     ε     ε       "repeated noise": every rank is seeded alike
+
+So the kind of each input tells the mistake. Draws are seen where the program calls torch for them; those of a loader's
+worker processes are not, and show in the inputs alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opensora_accel.profiler.equality import digest
+from opensora_accel.watch import named
+from shardformer.engine.agreement import Summary, is_real, named_values, summarise
+
+_RANDOM = {
+    *(getattr(torch, name) for name in ("randn", "rand", "randn_like", "rand_like", "normal", "bernoulli")),
+    *(
+        getattr(Tensor, f"{name}_")
+        for name in ("normal", "uniform", "exponential", "log_normal", "bernoulli")
+    ),
+}
+_TORCH = os.path.dirname(torch.__file__)
+# Two ranks may draw the same few numbers by chance, or drop the same captions.
+_FEWEST_NUMBERS = 64
+
+_TIMES = ("time", "sigma")
+_TEXTS = ("encoder", "text", "txt", "context", "prompt", "caption", "pooled", "guidance")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random tensor that the program drew: at which line, how many numbers, and a number of their bits."""
+
+    line: str
+    num_numbers: int
+    digest: int
+
+
+class Draws(TorchFunctionMode):
+    """Within it, notes the random tensors that the program draws outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Draw] = []
+        self.is_paused = self.is_over = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.is_paused and func in _RANDOM and is_real(result) and result.is_floating_point():
+            with _disable_current_modes(), torch.no_grad():
+                self.seen.append(Draw(_line(), result.numel(), int(digest(result))))
+        return result
+
+    def stop(self) -> None:
+        """Leaves, unless another mode was entered within this one and is not left yet; may be called again."""
+        self.is_paused = True
+        if not self.is_over and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self.is_over = True
+
+
+def _line() -> str:
+    """Where the program called torch: "train.py:41"."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one rank calls the model with, in numbers that can be told."""
+
+    data_rank: int
+    # By the name of the argument: "clip", "text" or "timestep", the shape, and the values.
+    kinds: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    values: dict[str, Summary]
+    draws: tuple[Draw, ...]
+
+
+def look_at_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], data_rank: int, draws: Sequence[Draw]
+) -> Inputs:
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    kinds, shapes, values = {}, {}, {}
+    with _disable_current_modes(), torch.no_grad():
+        for name, value in named_values("", bound):
+            if isinstance(value, Tensor) and not is_real(value):
+                continue
+            kinds[name] = _kind(name, value)
+            shapes[name] = tuple(value.shape) if isinstance(value, Tensor) else ()
+            values[name] = summarise(value)
+    return Inputs(data_rank, kinds, shapes, values, tuple(draws))
+
+
+def _kind(name: str, value: Tensor | float) -> str:
+    root = name.partition(".")[0].partition("[")[0]
+    if root == "t" or any(part in root for part in _TIMES):
+        return "timestep"
+    if root == "y" or any(part in root for part in _TEXTS):
+        return "text"
+    return "clip" if isinstance(value, Tensor) and value.is_floating_point() else "other"
+
+
+def mistakes_of_inputs(everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
+    """(Mistake, who and what) for one forward of all ranks; the same on every rank.
+
+    Args:
+        everyone: in order of ranks.
+    """
+    firsts: dict[int, int] = {}  # the first rank that has each data rank's sample
+    for rank, inputs in enumerate(everyone):
+        first = firsts.setdefault(inputs.data_rank, rank)
+        mistake = _difference(everyone[first], inputs)
+        if mistake is not None:
+            name, what = mistake
+            drawn = _other_draw(everyone[first].draws, inputs.draws)
+            yield name, f"{named([first, rank])} share a sample, and have another {what}{drawn}"
+            return
+    for draws in zip(*(everyone[rank].draws for rank in firsts.values()), strict=False):
+        large = [draw for draw in draws if draw.num_numbers >= _FEWEST_NUMBERS]
+        if len(draws) > 1 and len(large) == len(draws) and len({draw.digest for draw in draws}) == 1:
+            ranks = [everyone[rank] for rank in firsts.values()]
+            texts = [
+                {name: each.values[name] for name, kind in each.kinds.items() if kind == "text"}
+                for each in ranks
+            ]
+            # What is drawn by samples is drawn again for the same ones.
+            is_same_sample = bool(texts[0]) and all(text == texts[0] for text in texts)
+            yield (
+                "repeated samples" if is_same_sample else "repeated noise",
+                f"{named([*firsts.values()])} drew the same {draws[0].num_numbers} numbers at {draws[0].line}, for "
+                f"{'the same text' if is_same_sample else 'samples of their own'}",
+            )
+            return
+    whole = [everyone[rank] for rank in firsts.values()]
+    if len(whole) > 1 and all(_difference(whole[0], other) is None for other in whole[1:]):
+        yield "repeated samples", f"{named([*firsts.values()])} called the model with the very same inputs"
+
+
+def _difference(one: Inputs, other: Inputs) -> tuple[str, str] | None:
+    """The mistake by which two ranks that share a sample have other inputs, and which those are."""
+    names = list(dict.fromkeys([*one.values, *other.values]))
+    differing = [
+        name
+        for name in names
+        if name not in one.values
+        or name not in other.values
+        or not one.values[name].agrees(other.values[name])
+    ]
+    if not differing:
+        return None
+    kinds = {(one.kinds | other.kinds)[name] for name in differing}
+    reshaped = [
+        name
+        for name in differing
+        if one.kinds.get(name) == "clip" and one.shapes[name] != other.shapes.get(name)
+    ]
+    if reshaped:
+        name = reshaped[0]
+        return "bucket", f"shape of {name}: {one.shapes[name]} and {other.shapes.get(name)}"
+    if {"clip", "text"} <= kinds:
+        mistake = "sample"
+    elif "timestep" in kinds:
+        mistake = "timestep"
+    elif "text" in kinds:
+        mistake = "caption dropout"
+    elif "clip" in kinds:
+        mistake = "noise"
+    else:
+        mistake = "sample"
+    return mistake, ", ".join(differing)
+
+
+def _other_draw(one: Sequence[Draw], other: Sequence[Draw]) -> str:
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            return f"; the first draw that differs is at {theirs.line}"
+    return ""

@@ -1,0 +1,315 @@
+"""A right loop is let alone, under each wrapper; every mistake in it is named, on all ranks, within two steps."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.integrations import LoopMistake, check_loop
+from opensora_accel.integrations.check_loop import REMEDIES
+from opensora_accel.parallel_states import get_data_parallel_group
+from opensora_accel.profiler.nonfinite import tensors_in
+from opensora_accel.training.flow import generator
+from opensora_accel.training.optim import clip_gradients
+from shardformer.tensor_parallel import full_state_dict, total_grad_norm
+from tests.models import wan
+from tests.tiers import PROVE, some
+from tests.video_models import CASES
+
+ULYSSES = Plan(dp_replicate=2, ulysses=2)
+RING = Plan(ring=3)
+SHARDED = Plan(dp_shard=2, ulysses=2, sharding="zero3")
+
+
+def clips(number, frames=5):
+    draw = generator(0, "clip", number)
+    return torch.randn(16, frames, 6, 10, generator=draw), torch.randn(7, 32, generator=draw)
+
+
+class Loop:
+    """Two steps, each of two backwards of two samples; `wrong` is what it does wrong."""
+
+    def __init__(self, plan, wrong, dtype=torch.float32):
+        self.plan, self.wrong = plan, wrong
+        init_parallel(plan)
+        data = get_data_parallel_group()
+        self.rank, self.data_rank = dist.get_rank(), 0 if data is None else data.rank()
+        model = wan(dtype)
+        others = list(copy.deepcopy(model).parameters()) if wrong == "optimizer of a copy" else None
+        self.ema = copy.deepcopy(model)
+        self.model = shardformer.shard(model, plan)
+        self.wrapped = self.model
+        if plan.sharding != "none":
+            self.ema = shardformer.shard(self.ema, plan)
+        elif wrong == "averaged over data ranks":
+            self.wrapped = DistributedDataParallel(self.model, process_group=data)
+        elif wrong not in ("not averaged", "added up", "averaged by hand"):
+            mixed = get_data_parallel_group(get_mixed_dp_pg=True)
+            self.wrapped = DistributedDataParallel(self.model, process_group=mixed)
+        if wrong == "weights" and self.rank == 1:
+            nn.init.normal_(model.proj_out.weight)  # DDP made them equal
+        for module in self.model.modules():
+            if wrong == "divided by FSDP2" and isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo divides by nothing else
+                module.set_gradient_divide_factor(2 * dist.get_world_size())
+        parameters = others or list(self.model.parameters())
+        parameters = parameters[:-1] if wrong == "a weight left out" else parameters
+        self.optimizer = torch.optim.AdamW(parameters, 1e-3)
+
+    def run(self, num_steps=3, **options):
+        ema = None if self.wrong == "no ema" else self.ema
+        with check_loop(self.model, ema=ema, **options) as check:
+            for step in range(num_steps):
+                for part in range(2):
+                    self.backward(check, step, part)
+                self.update(step)
+                if step == 0:
+                    self.sample(check)
+
+    def backward(self, check, step, part):
+        by = self.rank if self.wrong in ("sample", "sampler by rank") else self.data_rank
+        if self.wrong == "repeated samples":
+            by = 0
+        numbers = [100 * step + 10 * part + 4 * by + i for i in range(2)]
+        is_other = self.rank % 2 == 1
+        latents, texts = zip(
+            *(clips(n, 3 if self.wrong == "bucket" and is_other else 5) for n in numbers), strict=True
+        )
+        latents, texts = torch.stack(latents), torch.stack(texts)
+        if self.wrong == "caption dropout" and is_other:
+            texts[0] = 0
+        rng = {
+            "noise": torch.Generator().manual_seed(self.rank),
+            "repeated noise": torch.Generator().manual_seed(step),
+        }.get(self.wrong, torch.Generator().manual_seed(100 * step + 10 * part + self.data_rank))
+        noise = torch.randn(latents.shape, generator=rng)
+        time = torch.rand(2, generator=torch.Generator().manual_seed(numbers[0]))
+        if self.wrong == "timestep":
+            time = torch.rand(2, generator=torch.Generator().manual_seed(self.rank))
+        noisy = torch.lerp(latents, noise, time[:, None, None, None, None])
+        is_last = part == 1
+        if self.plan.sharding != "none":
+            set_last_microbatch(self.model, is_last)
+        out = self.wrapped(noisy, 1000 * time, texts, return_dict=False)[0]
+        error = out - (noise - latents)
+        if self.wrong == "loss of a part":
+            error = error.chunk(2, dim=2)[self.rank % 2]
+        loss = error.square().mean()
+        if self.wrong == "detached":
+            check.loss(loss.detach(), numbers)
+        else:
+            check.loss(loss, numbers if self.wrong != "sampler by rank" else [self.rank])
+        scale = {"divided by ranks": 2 * 2, "not divided": 1}.get(self.wrong, 2)
+        if self.wrong == "scaler":
+            loss = loss * 4096
+        (loss / scale).backward()
+
+    def update(self, step):
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.wrong in ("added up", "averaged by hand"):
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+        divisor = {"averaged by hand": dist.get_world_size(), "scaler": 4096, "divided twice": 2}
+        for gradient in gradients:
+            gradient /= divisor.get(self.wrong, 1)
+        if self.wrong in ("clipped", "averaged by hand"):
+            clip_gradients(self.model, 1e-3, total_grad_norm(self.model))
+        if self.wrong == "clipped by its shards":
+            local = [gradient.to_local() for gradient in gradients]
+            norm = torch.stack([each.norm() for each in local]).norm()
+            for each in local:
+                each.mul_(1e-3 / norm)
+        self.optimizer.step()
+        if self.wrong != "stale gradients":
+            self.optimizer.zero_grad()
+        for mine, new in zip(self.ema.parameters(), self.model.parameters(), strict=True):
+            if self.wrong != "ema" or self.rank == 0:
+                mine.detach().lerp_(new.detach(), 0.1)
+
+    @torch.no_grad()
+    def sample(self, check):
+        latents, texts = clips(0)
+        kept = []
+        with check.sampling(may_keep_bytes=1 << 20):
+            self.model.eval()
+            noise = torch.randn(1, *latents.shape, generator=torch.Generator().manual_seed(0))
+            if self.wrong == "other random numbers" and self.rank == 0:
+                torch.randn(1)
+            kept.append(self.model(noise, torch.tensor([500.0]), texts[None], return_dict=False)[0])
+            if self.wrong == "sampling keeps":
+                kept.append(torch.zeros(1 << 20))
+            if self.wrong != "eval mode":
+                self.model.train()
+
+
+def checked(plan, wrong, **options):
+    """What is found, by name; empty for a loop that trains as one device would."""
+    loop = Loop(plan, wrong)
+    torch.manual_seed(loop.data_rank)
+    found, text = (), ""
+    try:
+        loop.run(**options)
+    except LoopMistake as mistake:
+        found, text = mistake.names, str(mistake)
+    assert torch.overrides._get_current_function_mode() is None
+    hooks = [*loop.model._forward_pre_hooks.values(), *loop.model._forward_hooks.values()]
+    assert not any("check_loop" in str(hook) for hook in hooks)
+    return found, text
+
+
+MISTAKES = [
+    ("weights", ULYSSES, "weights", "the weight of proj_out.weight differs over all ranks: rank 1 has the norm"),
+    ("sample", ULYSSES, "sample", "ranks 0, 1 share a sample, and have another hidden_states"),
+    ("sampler by rank", ULYSSES, "sample", "ranks 0, 1 share a sample"),
+    ("repeated samples", ULYSSES, "repeated samples", "ranks 0, 2 drew the same 4800 numbers at test_check_loop.py"),
+    ("bucket", ULYSSES, "bucket", "shape of hidden_states: (2, 16, 5, 6, 10) and (2, 16, 3, 6, 10)"),
+    ("noise", ULYSSES, "noise", "hidden_states; the first draw that differs is at test_check_loop.py:"),
+    ("repeated noise", ULYSSES, "repeated noise", "for samples of their own"),
+    ("timestep", ULYSSES, "timestep", "hidden_states, timestep"),
+    ("caption dropout", ULYSSES, "caption dropout", "have another encoder_hidden_states"),
+    ("eval mode", ULYSSES, "eval mode", "in eval mode after sampling"),
+    ("sampling keeps", ULYSSES, "sampling", "MiB are alive that were not before"),
+    ("other random numbers", ULYSSES, "sampling", "draw other random numbers after it"),
+    ("stale gradients", ULYSSES, "stale gradients", "has a gradient of the step before"),
+    ("loss of a part", ULYSSES, "loss", "ranks 0, 1 share a sample, and have the losses"),
+    ("detached", ULYSSES, "loss", "does not depend on the model's output"),
+    ("divided by ranks", ULYSSES, "loss scale", "0.25 times the loss is backwarded in each of 2 backwards, to be 0.5"),
+    ("not divided", ULYSSES, "loss scale", "1 times the loss is backwarded in each of 2 backwards, to be 0.5"),
+    ("not averaged", ULYSSES, "gradients", "differs over all ranks"),
+    ("averaged over data ranks", ULYSSES, "gradients", "differs over all ranks"),
+    ("added up", RING, "reduction", "the gradient is 3 times that of the loss: added up over the 3 ranks that share"),
+    ("divided twice", SHARDED, "reduction", "the gradients were scaled by 0.5: divided once too often by the 2 ranks"),
+    ("divided by FSDP2", SHARDED, "reduction", "the gradient is 0.5 times that of the loss: divided once too often"),
+    ("clipped by its shards", SHARDED, "clipping", "each by the norm of its own shards"),
+    ("a weight left out", ULYSSES, "optimizer", "proj_out.bias has a gradient and no optimizer; 1 weights in all"),
+    ("optimizer of a copy", SHARDED, "optimizer", "AdamW holds none of the model's parameters"),
+    ("ema", ULYSSES, "ema", "the weights moved, and the EMA did not on ranks 1, 2, 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "plan", "name", "text"), MISTAKES, ids=[row[0] for row in MISTAKES])
+def test_each_mistake_is_named_on_all_ranks(ranks, wrong, plan, name, text):
+    found = ranks(plan.world_size, checked, plan, wrong)
+    assert [names for names, _ in found] == [(name,)] * plan.world_size, found[0][1]
+    for _, told in found:
+        assert text in told and f"To do: {REMEDIES[name]}" in told, told
+        assert told.startswith(("in step 1 this loop", "in step 2 this loop"))
+
+
+PLANS = [ULYSSES, RING, SHARDED, Plan(), Plan(dp_replicate=2)]
+
+
+@pytest.mark.parametrize("plan", some(PLANS, ULYSSES, SHARDED), ids=str)
+@pytest.mark.parametrize("right", ["", "clipped", "no ema"])
+def test_a_right_loop_is_let_alone(ranks, plan, right):
+    assert ranks(plan.world_size, checked, plan, right) == [((), "")] * plan.world_size
+
+
+@pytest.mark.parametrize("right", ["averaged by hand", "scaler"])
+def test_loops_that_scale_or_average_by_hand_are_let_alone(ranks, right):
+    assert ranks(4, checked, ULYSSES, right) == [((), "")] * 4
+
+
+def steps_of(name, plan):
+    """Two right steps of any model, and what is found."""
+    init_parallel(plan)
+    case = CASES[name]
+    model = shardformer.shard(case.make(), plan)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(0)
+    mixed = get_data_parallel_group(get_mixed_dp_pg=True)
+    with check_loop(model) as check:
+        for _ in range(3):
+            loss = sum(out.square().mean() for out in tensors_in(model(**case.inputs())))
+            check.loss(loss)
+            loss.backward()
+            for parameter in model.parameters():
+                if parameter.grad is None:  # a rank may have no text tokens
+                    parameter.grad = torch.zeros_like(parameter)
+                if plan.sequence > 1:
+                    dist.all_reduce(parameter.grad, group=mixed)
+                    parameter.grad /= mixed.size()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *(pytest.param(name, Plan(ulysses=2), marks=() if name == "LTX-2" else PROVE) for name in CASES),
+        ("MMDiT", Plan(tp=2)),
+        pytest.param("MMDiT", Plan(ring=2, tp=2), marks=PROVE),
+    ],
+    ids=str,
+)
+def test_a_right_loop_of_any_model_is_let_alone(ranks, name, plan):
+    ranks(plan.world_size, steps_of, name, plan)
+
+
+def saved():
+    """What `saves` says of a whole state dict, and of wrong ones, on two ranks that hold shards."""
+    plan = Plan(dp_shard=2, sharding="zero3")
+    init_parallel(plan)
+    model = shardformer.shard(wan(torch.float32), plan)
+    whole = full_state_dict(model)
+    name = "proj_out.weight"
+    wrong = {
+        "wrapper": {f"module.{key}": value for key, value in whole.items()},
+        "shard": model.state_dict(),
+        "shape": {name: whole[name][:1]},
+    }
+    told = {}
+    with check_loop(model) as check:
+        check.saves(whole)
+        for kind, state in wrong.items():
+            with pytest.raises(LoopMistake) as caught:
+                check.saves(state)
+            assert caught.value.names == ("saved weights",)
+            told[kind] = str(caught.value)
+    return told
+
+
+def test_what_is_saved_has_the_models_names_and_shapes(ranks):
+    for told in ranks(2, saved):
+        assert "module.scale_shift_table has the name of a wrapper, module; " in told["wrapper"], told
+        assert "is a DTensor, of which this rank has a shard" in told["shard"]
+        assert "proj_out.weight has the shape (1, 36), and the model's is (64, 36)" in told["shape"]
+
+
+def test_what_cannot_be_checked_is_refused():
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"at least 1 step of the optimizer; got 0"):
+        check_loop(model, num_steps=0)
+    wrapper = nn.Module()
+    wrapper.module = model
+    with pytest.raises(ValueError, match=r"not the Module around it; pass model.module"):
+        check_loop(wrapper)
+
+
+def test_every_mistake_has_a_case():
+    assert {name for _, _, name, _ in MISTAKES} | {"saved weights"} == set(REMEDIES)
+
+
+def test_the_weights_are_the_same_bits_after_it():
+    """The check takes steps along the gradient and back: training goes on as without it."""
+
+    def trained(is_checked):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        with check_loop(model) if is_checked else contextlib.nullcontext():
+            for _ in range(4):
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(True), trained(False), strict=True))
