@@ -21,7 +21,6 @@ All ranks raise the same error. After the two steps the hooks are gone, and a st
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,9 +32,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from opensora_accel.communications.checks import gather_objects, without_comparing_inputs
-from opensora_accel.integrations.loop_gradients import norms_of_gradients, size_of_gradient
+from opensora_accel.integrations.loop_gradients import (
+    Losses,
+    mistakes_of_gradients,
+    norms_of_gradients,
+    scaled_since,
+)
 from opensora_accel.integrations.loop_inputs import Draws, look_at_inputs, mistakes_of_inputs
-from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
+from opensora_accel.parallel_states import get_data_parallel_group
 from opensora_accel.profiler.equality import digest, first_difference, holders_of, local_part
 from opensora_accel.profiler.live_bytes import LiveBytes
 from opensora_accel.profiler.nonfinite import StepInputs, tensors_in
@@ -70,10 +74,6 @@ REMEDIES = {
     "saved weights": "save full tensors by the names of the model itself: shardformer.tensor_parallel.full_state_dict, "
     "or shardformer.save_lora for adapters",
 }
-# A norm or a loss that was computed on other ranks may be rounded otherwise; factors of ranks are far from 1.
-_CLOSE, _ROUGH = 1e-3, 0.1
-# Beyond it, a factor of the loss is that of a gradient scaler.
-_SCALER = 8.0
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -123,9 +123,7 @@ class check_loop:
     def _begin_step(self) -> None:
         self._is_first_forward = True
         self._outputs: list[Tensor] = []
-        # Of each loss of the step: its value, its samples, and the gradients of the outputs that it has.
-        self._losses: list[tuple[float, tuple[Any, ...]]] = []
-        self._factors: list[tuple[Tensor, Tensor]] = []
+        self._losses = Losses()
         self._norms_after_backward: dict[str, Tensor] = {}
 
     # ---- what a loop calls
@@ -172,16 +170,7 @@ class check_loop:
         """
         if self._is_over:
             return
-        known = self._outputs
-        gradients = (
-            torch.autograd.grad(loss, known, retain_graph=True, allow_unused=True)
-            if loss.requires_grad and known
-            else [None] * len(known)
-        )
-        self._losses.append((loss.item(), tuple(samples)))
-        for output, gradient in zip(known, gradients, strict=True):
-            if gradient is not None:
-                output.register_hook(self._keeper_of_factor(gradient))
+        self._losses.tell(loss, self._outputs, samples)
 
     @contextmanager
     def sampling(self, may_keep_bytes: int = 64 << 20) -> Iterator[None]:
@@ -297,40 +286,45 @@ class check_loop:
 
         queue(lambda: queue(note))
 
-    def _keeper_of_factor(self, of_loss: Tensor) -> Any:
-        def keep(backwarded: Tensor) -> None:
-            self._factors.append(((backwarded * of_loss).sum(), of_loss.square().sum()))
-
-        return keep
+    def _held(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        own = {id(parameter) for parameter in self._model.parameters()}
+        return {id(p) for group in optimizer.param_groups for p in group["params"]} & own
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._is_over:
-            return
-        own = {id(parameter) for parameter in self._model.parameters()}
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]} & own
+        held = self._held(optimizer)
         with_gradient = {name for name, p in self._model.named_parameters() if p.grad is not None}
-        if not held:
-            if with_gradient:
-                self._foreign_optimizers.add(type(optimizer).__name__)
-            return
         self._has_optimizer |= held
+        if with_gradient and not held:
+            self._foreign_optimizers.add(type(optimizer).__name__)
+        # A step may have more than one optimizer; the first one ends it.
+        if not held or self._is_over or self._is_first_forward:
+            return
         self._has_gradients |= with_gradient
         self._draws.is_paused = True
         try:
             # Each of them supposes that there is none of the kind before.
-            self._tell(
-                list(self._mistakes_of_losses())
-                or self._unequal("gradients")
-                or list(self._mistakes_of_size())
-            )
+            self._tell(self._of_losses() or self._unequal("gradients") or self._of_size())
         finally:
             self._draws.is_paused = False
 
+    def _of_losses(self) -> list[tuple[str, str]]:
+        everyone = self._gather((self._data_rank, self._losses.told))
+        return list(self._losses.mistakes(everyone)) if self._losses.told else []
+
+    def _of_size(self) -> list[tuple[str, str]]:
+        """Of gradients that are equal on all ranks that hold the same weights."""
+        watched = [call for call in self._inputs.calls if call.gradients]
+        scaled = self._gather(scaled_since(self._norms_after_backward, norms_of_gradients(self._model)))
+        if not all(self._gather(bool(watched))) or all(each is None for each in scaled):
+            logger.warning(
+                "check_loop: in step %d no gradients are in parameter.grad, and so they are not checked",
+                self._step,
+            )
+            return []
+        return list(mistakes_of_gradients(self._model, self._holders, watched, scaled))
+
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        own = {id(parameter) for parameter in self._model.parameters()}
-        if not self._is_over and any(
-            id(p) in own for group in optimizer.param_groups for p in group["params"]
-        ):
+        if self._held(optimizer) and not self._is_over and not self._is_first_forward:
             self._num_steps_done += 1
             self._inputs.calls.clear()
             self._begin_step()
@@ -385,116 +379,6 @@ class check_loop:
             return [("optimizer", f"{left[0]} has a gradient and no optimizer; {len(left)} weights in all")]
         return [("stale gradients", f"{next(iter(old))} has a gradient of the step before")]
 
-    def _mistakes_of_losses(self) -> Iterator[tuple[str, str]]:
-        if not self._losses:
-            return
-        everyone = self._gather((self._data_rank, self._losses))
-        firsts: dict[int, int] = {}
-        for rank, (data_rank, losses) in enumerate(everyone):
-            first = firsts.setdefault(data_rank, rank)
-            for (value, samples), (other, others) in zip(everyone[first][1], losses, strict=False):
-                both = f"{named([first, rank])} share a sample, and have"
-                if samples != others:
-                    yield "sample", f"{both} {_shown(samples)} and {_shown(others)}"
-                    return
-                if not math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-12):
-                    yield "loss", f"{both} the losses {value:.6g} and {other:.6g}"
-                    return
-        seen: dict[Any, int] = {}
-        for rank in firsts.values():
-            for sample in {str(each) for _, samples in everyone[rank][1] for each in samples}:
-                if sample in seen:
-                    yield (
-                        "repeated samples",
-                        f"{named([seen[sample], rank])} both have {_shown([sample])} in a step",
-                    )
-                    return
-                seen[sample] = rank
-        if not self._factors:
-            yield (
-                "loss",
-                "what is backwarded does not depend on the model's output by way of the loss that is told",
-            )
-            return
-        along, squared = (
-            torch.stack(column).double().sum().item() for column in zip(*self._factors, strict=True)
-        )
-        factor = along / squared * len(self._losses) if squared else 1.0
-        if factor < _SCALER and abs(factor - 1) > _ROUGH:
-            times = f" in each of {len(self._losses)} backwards" if len(self._losses) > 1 else ""
-            yield (
-                "loss scale",
-                f"{along / squared:.4g} times the loss is backwarded{times}, to be {1 / len(self._losses):.4g}",
-            )
-
-    def _mistakes_of_size(self) -> Iterator[tuple[str, str]]:
-        """Of gradients that are equal on all ranks that hold the same weights."""
-        watched = [call for call in self._inputs.calls if call.gradients]
-        if not watched or not any(p.grad is not None for p in self._model.parameters()):
-            logger.warning(
-                "check_loop: in step %d no gradients are in parameter.grad, and so they are not checked",
-                self._step,
-            )
-            return
-        after = norms_of_gradients(self._model)
-        before = self._norms_after_backward
-        sizes = [
-            (torch.stack(list(each.values())).double().square().sum().sqrt().item() if each else 0.0)
-            for each in (before, after)
-        ]
-        # What was done to this rank's gradients since the backward: clipping, or averaging by hand.
-        mine = sizes[1] / sizes[0] if sizes[0] else None
-        factors = {rank: each for rank, each in enumerate(self._gather(mine)) if each is not None}
-        least, most = min(factors, key=factors.__getitem__), max(factors, key=factors.__getitem__)
-        alike = math.isclose(factors[least], factors[most], rel_tol=_CLOSE)
-        if not alike and any(isinstance(p, DTensor) for p in self._model.parameters()):
-            yield (
-                "clipping",
-                f"between backward and step the gradients of rank {least} were scaled by {factors[least]:.4g}, "
-                f"those of rank {most} by {factors[most]:.4g}: each by the norm of its own shards",
-            )
-            return
-        if alike and self._is_share(factors[least], 1e-4):
-            told = self._told_share(factors[least])
-            yield (
-                "reduction",
-                f"between backward and step the gradients were scaled by {factors[least]:.4g}{told}",
-            )
-            return
-        size = size_of_gradient(self._model, self._holders, watched)
-        if size is None:
-            logger.warning(
-                "check_loop: the loss is too curved to tell the size of its gradient in step %d", self._step
-            )
-            return
-        # Gradients that were averaged by hand after the backward may have been clipped in the same place.
-        size = size / factors[least] if alike else size
-        if abs(size - 1) > _ROUGH and (alike or size > 1 or self._is_share(size, 0.02)):
-            yield "reduction", f"the gradient is {size:.4g} times that of the loss{self._told_share(size)}"
-
-    def _is_share(self, size: float, tolerance: float) -> bool:
-        return any(
-            math.isclose(size, 1 / ranks, rel_tol=tolerance) for ranks in self._counts().values() if ranks > 1
-        )
-
-    def _told_share(self, size: float) -> str:
-        for what, ranks in self._counts().items():
-            if ranks > 1 and math.isclose(size, ranks, rel_tol=_ROUGH):
-                return f": added up over the {ranks} {what}"
-            if ranks > 1 and math.isclose(size, 1 / ranks, rel_tol=_ROUGH):
-                return f": divided once too often by the {ranks} {what}"
-        return ""
-
-    def _counts(self) -> dict[str, int]:
-        if not dist.is_initialized():
-            return {}
-        sequence, data = get_sequence_parallel_group(), get_data_parallel_group()
-        return {
-            "ranks that share a sample": 1 if sequence is None else sequence.size(),
-            "ranks of the job": dist.get_world_size(),
-            "data ranks": 1 if data is None else data.size(),
-        }
-
     def _mistakes_of_ema(self) -> Iterator[tuple[str, str]]:
         moved = self._ema is not None and self._digests(self._ema) != self._ema_before
         everyone = self._gather((self._ema is not None, moved))
@@ -538,8 +422,3 @@ class check_loop:
                 found.setdefault(name, what)
         if found:
             raise LoopMistake(list(found.items()), self._step)
-
-
-def _shown(samples: Sequence[Any]) -> str:
-    names = [str(sample) for sample in samples]
-    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}" or "none"

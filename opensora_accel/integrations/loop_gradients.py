@@ -1,4 +1,7 @@
-"""Whether the gradient that an optimizer is about to use is that of the loss, told by what it does to the model.
+"""Whether what is backwarded is the loss that a loop reports, and the gradient its optimizer uses that of the loss.
+
+The first is seen where a backward reaches the model's output: its gradient there is that of the reported loss, divided
+by the number of backwards in a step. The second is told by what the gradient does to the model.
 
 No second backward would tell: the wrapper around the model (DDP, FSDP2) would repeat its mistake. But a small step Δθ
 along a gradient G changes the loss by ⟨G, Δθ⟩, if G is its gradient. What changes is seen in the model's outputs, which
@@ -12,21 +15,104 @@ G = 6: a step of Δθ = 0.1 changes the loss by 0.3 and not by 0.6, and the grad
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
 from opensora_accel.profiler.equality import Holders, local_part
 from opensora_accel.profiler.nonfinite import Call, as_then, tensors_in
+from opensora_accel.watch import named
 
+logger = logging.getLogger(__name__)
+
+# A norm or a loss that was computed on other ranks may be rounded otherwise; factors of ranks are far from 1.
+_CLOSE, _ROUGH = 1e-3, 0.1
+# Beyond it, a factor of the loss is that of a gradient scaler.
+_SCALER = 8.0
 # Steps of so many times the weights' norm. A curved loss wants a short one, weights in bf16 a long one.
 _STEPS = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 # There and back the loss has to change alike, and two steps have to tell the same: else it is curved, or rounded away.
 _TOLERANCE = 0.05
+
+
+class Losses:
+    """The losses that a step reports, and how much of each is backwarded."""
+
+    def __init__(self) -> None:
+        # Of each its value, and the samples that it is of.
+        self.told: list[tuple[float, tuple[Any, ...]]] = []
+        # Of each output of the model ⟨g, ∂loss/∂output⟩ and ⟨∂loss/∂output, ∂loss/∂output⟩, g what is backwarded.
+        self._products: list[tuple[Tensor, Tensor]] = []
+
+    def tell(self, loss: Tensor, outputs: Sequence[Tensor], samples: Sequence[Any]) -> None:
+        """One loss, a scalar, before its backward.
+
+        Args:
+            outputs: of the model [...], that the loss was computed from.
+        """
+        self.told.append((loss.item(), tuple(samples)))
+        if not outputs or not loss.requires_grad:
+            return
+        of_loss = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+        for output, gradient in zip(outputs, of_loss, strict=True):
+            if gradient is not None:
+                output.register_hook(self._note(gradient))
+
+    def _note(self, of_loss: Tensor) -> Any:
+        def note(backwarded: Tensor) -> None:
+            self._products.append(((backwarded * of_loss).sum(), of_loss.square().sum()))
+
+        return note
+
+    def mistakes(self, everyone: Sequence[tuple[int, Any]]) -> Iterator[tuple[str, str]]:
+        """(Mistake, what) by the data rank and the losses of each rank, in order of ranks."""
+        firsts: dict[int, int] = {}  # the first rank that has each data rank's sample
+        for rank, (data_rank, losses) in enumerate(everyone):
+            first = firsts.setdefault(data_rank, rank)
+            for (value, samples), (other, others) in zip(everyone[first][1], losses, strict=False):
+                both = f"{named([first, rank])} share a sample, and have"
+                if samples != others:
+                    yield "sample", f"{both} {_shown(samples)} and {_shown(others)}"
+                    return
+                if not math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-12):
+                    yield "loss", f"{both} the losses {value:.6g} and {other:.6g}"
+                    return
+        holder_of: dict[str, int] = {}
+        for rank in firsts.values():
+            for sample in {str(each) for _, samples in everyone[rank][1] for each in samples}:
+                if sample in holder_of:
+                    yield (
+                        "repeated samples",
+                        f"{named([holder_of[sample], rank])} both have {sample} in a step",
+                    )
+                    return
+                holder_of[sample] = rank
+        if not self._products:
+            yield (
+                "loss",
+                "what is backwarded does not come from the model's output by way of the loss that is told",
+            )
+            return
+        along, squared = (
+            torch.stack(each).double().sum().item() for each in zip(*self._products, strict=True)
+        )
+        scale, num_losses = along / squared if squared else 1 / len(self.told), len(self.told)
+        if scale * num_losses < _SCALER and abs(scale * num_losses - 1) > _ROUGH:
+            times = f" in each of {num_losses} backwards" if num_losses > 1 else ""
+            yield "loss scale", f"{scale:.4g} times the loss is backwarded{times}, to be {1 / num_losses:.4g}"
+
+
+def _shown(samples: Sequence[Any]) -> str:
+    names = [str(sample) for sample in samples]
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}" or "none"
 
 
 def norms_of_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -34,6 +120,72 @@ def norms_of_gradients(model: nn.Module) -> dict[str, Tensor]:
     parts = {name: local_part(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float32) if parts else []
     return dict(zip(parts, norms, strict=True))
+
+
+def scaled_since(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float | None:
+    """What was done to this rank's gradients, by their norms: clipping, or averaging by hand. None: it has none."""
+    sizes = [float(torch.stack(list(each.values())).norm()) if each else 0.0 for each in (before, after)]
+    return sizes[1] / sizes[0] if sizes[0] else None
+
+
+def mistakes_of_gradients(
+    model: nn.Module, holders: Mapping[str, Holders], calls: Sequence[Call], scaled: Sequence[float | None]
+) -> Iterator[tuple[str, str]]:
+    """(Mistake, what), of gradients that are equal on all ranks that hold the same weights.
+
+    Args:
+        scaled: by each rank between backward and step, as `scaled_since` tells; not all None.
+    """
+    factors = {rank: each for rank, each in enumerate(scaled) if each is not None}
+    least, most = min(factors, key=factors.__getitem__), max(factors, key=factors.__getitem__)
+    factor = factors[least]
+    alike = math.isclose(factor, factors[most], rel_tol=_CLOSE)
+    if not alike and any(isinstance(p, DTensor) for p in model.parameters()):
+        yield (
+            "clipping",
+            f"between backward and step the gradients of rank {least} were scaled by {factor:.4g}, "
+            f"those of rank {most} by {factors[most]:.4g}: each by the norm of its own shards",
+        )
+        return
+    counts = _counts_of_ranks()
+    # Clipping scales by some number; by just a share of the ranks only who divides by ranks.
+    if alike and any(math.isclose(factor, 1 / ranks, rel_tol=1e-4) for ranks in counts.values()):
+        what = f"between backward and step the gradients were scaled by {factor:.4g}"
+        yield "reduction", what + _told_count(factor, counts)
+        return
+    size = size_of_gradient(model, holders, calls)
+    if size is None:
+        logger.warning("check_loop: the loss is too curved to tell the size of its gradient")
+        return
+    # Gradients that were averaged by hand after the backward may have been clipped in the same place.
+    size = size / factor if alike else size
+    is_share = any(math.isclose(size, 1 / ranks, rel_tol=0.02) for ranks in counts.values())
+    if abs(size - 1) > _ROUGH and (alike or size > 1 or is_share):
+        yield "reduction", f"the gradient is {size:.4g} times that of the loss{_told_count(size, counts)}"
+
+
+def _counts_of_ranks() -> dict[str, int]:
+    if not dist.is_initialized():
+        return {}
+    groups = {
+        "ranks that share a sample": get_sequence_parallel_group(),
+        "data ranks": get_data_parallel_group(),
+    }
+    counts = {what: group.size() for what, group in groups.items() if group is not None}
+    return {
+        what: ranks
+        for what, ranks in (counts | {"ranks of the job": dist.get_world_size()}).items()
+        if ranks > 1
+    }
+
+
+def _told_count(size: float, counts: Mapping[str, int]) -> str:
+    for what, ranks in counts.items():
+        if math.isclose(size, ranks, rel_tol=_ROUGH):
+            return f": added up over the {ranks} {what}"
+        if math.isclose(size, 1 / ranks, rel_tol=_ROUGH):
+            return f": divided once too often by the {ranks} {what}"
+    return ""
 
 
 @torch.no_grad()
