@@ -20,7 +20,7 @@ from opensora_accel.parallel_states import get_data_parallel_group
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["data_parallel_dataloader", "end_steps_at_log"]
+__all__ = ["data_parallel_dataloader", "end_steps_at_log", "gather_for_metrics"]
 
 
 def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -> DataLoader:
@@ -86,6 +86,34 @@ def data_parallel_dataloader(accelerator: Accelerator, dataloader: DataLoader) -
     prepared._is_accelerate_prepared = True
     # Registers it, as prepare does, for save_state.
     return accelerator.prepare_data_loader(prepared)
+
+
+def gather_for_metrics(accelerator: Accelerator, values: Any) -> Any:
+    """The values of all samples, each once: `accelerator.gather_for_metrics` has every sample once per sequence rank.
+
+    What the last batch of an epoch repeats, so that all data ranks have one, is left out, as there.
+
+    Args:
+        values: tensors [B, ...] of this data rank's samples, also in nested lists, tuples and dicts; B is the same on
+            all ranks.
+
+    Returns:
+        Likewise, tensors [B × data ranks, ...]; fewer rows at the end of a loader of `data_parallel_dataloader`.
+
+    Communication: an all-gather over all ranks.
+    """
+    from accelerate.utils import gather, recursively_apply
+
+    data, num_seen = get_data_parallel_group(), accelerator.num_processes
+    num_sequence_ranks = num_seen // (1 if data is None else data.size())
+    state = accelerator.gradient_state
+    end = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    def once(gathered: torch.Tensor) -> torch.Tensor:
+        # Neighbouring ranks share a sample.
+        return torch.cat(gathered.chunk(num_seen)[::num_sequence_ranks])[:end]
+
+    return recursively_apply(once, gather(values))
 
 
 def end_steps_at_log(accelerator: Accelerator, run: Any) -> None:

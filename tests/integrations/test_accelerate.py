@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opensora_accel import Plan, init_parallel
-from opensora_accel.integrations.accelerate import data_parallel_dataloader
+from opensora_accel.integrations.accelerate import data_parallel_dataloader, gather_for_metrics
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.on_cpu import launcher_environment
 from tests.tiers import PROVE, some
@@ -269,6 +269,28 @@ def synchronised():
 
 def test_accumulation_ends_with_the_loader(ranks):
     assert ranks(2, synchronised) == [[False, True, False, True, True]] * 2
+
+
+def metrics(plan):
+    """Of an epoch of seven samples, which two data ranks cannot share evenly: ours, and accelerate's own."""
+    with accelerator_of(plan) as accelerator:
+        loader = data_parallel_dataloader(
+            accelerator, DataLoader(TensorDataset(torch.arange(7)), batch_size=2)
+        )
+        ours, theirs = [], []
+        for (numbers,) in loader:
+            ours += gather_for_metrics(accelerator, {"number": numbers})["number"].tolist()
+            theirs += accelerator.gather_for_metrics(numbers).tolist()
+        return ours, theirs
+
+
+@pytest.mark.parametrize(
+    "plan", some([Plan(dp_replicate=2, ulysses=2), Plan(ulysses=2), Plan(dp_replicate=2)]), ids=str
+)
+def test_metrics_have_every_sample_once(ranks, plan):
+    for ours, theirs in ranks(plan.world_size, metrics, plan):
+        assert ours == list(range(7))
+        assert (theirs == ours) == (plan.sequence == 1), "the day that this fails, ours may go"
 
 
 def refused(plan, kind):
