@@ -141,8 +141,7 @@ class check_loop:
                 register_optimizer_step_post_hook(self._after_optimizer),
             ):
                 undo.callback(hook.remove)
-            self._draws.__enter__()
-            undo.callback(self._draws.stop)
+            undo.enter_context(self._draws)
             self._undo = undo.pop_all()
         try:
             self._tell(self._unequal("weights"))
@@ -241,6 +240,7 @@ class check_loop:
     def _is_over(self) -> bool:
         return self._num_steps_done >= self._num_steps
 
+    @torch.compiler.disable(reason="compares what the ranks call the model with")
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         draws, self._draws.seen = self._draws.seen, []
         self._draws.is_paused = True
@@ -266,6 +266,7 @@ class check_loop:
         self._is_first_forward = False
         self._tell(found)
 
+    @torch.compiler.disable(reason="keeps the model's outputs for the loss")
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         self._draws.is_paused = False
         known = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -328,8 +329,6 @@ class check_loop:
             self._num_steps_done += 1
             self._inputs.calls.clear()
             self._begin_step()
-            if self._is_over:
-                self._draws.stop()
 
     def _finish(self) -> None:
         """What only several steps show. Called once, when the steps are over or the loop is."""

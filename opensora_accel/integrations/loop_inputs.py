@@ -16,30 +16,29 @@ worker processes are not, and show in the inputs alone.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_accel.profiler.equality import digest
 from opensora_accel.watch import named
 from shardformer.engine.agreement import Summary, is_real, named_values, summarise
 
-_RANDOM = {
-    *(getattr(torch, name) for name in ("randn", "rand", "randn_like", "rand_like", "normal", "bernoulli")),
-    *(
-        getattr(Tensor, f"{name}_")
-        for name in ("normal", "uniform", "exponential", "log_normal", "bernoulli")
-    ),
-}
-_TORCH = os.path.dirname(torch.__file__)
+_RANDOM = (
+    *((torch, name) for name in ("randn", "rand", "randn_like", "rand_like", "normal", "bernoulli")),
+    *((Tensor, name) for name in ("normal_", "uniform_", "exponential_", "log_normal_", "bernoulli_")),
+)
 # Two ranks may draw the same few numbers by chance, or drop the same captions.
 _FEWEST_NUMBERS = 64
 
@@ -56,35 +55,42 @@ class Draw:
     digest: int
 
 
-class Draws(TorchFunctionMode):
-    """Within it, notes the random tensors that the program draws outside of the model."""
+class Draws:
+    """Within it, notes the random tensors that this thread of the program draws, and at which line.
+
+    torch's functions are wrapped, by name. A mode for functions would see them too; but what is compiled within a mode
+    is compiled again without it.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[Draw] = []
-        self.is_paused = self.is_over = False
+        self.is_paused = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.is_paused and func in _RANDOM and is_real(result) and result.is_floating_point():
-            with _disable_current_modes(), torch.no_grad():
-                self.seen.append(Draw(_line(), result.numel(), int(digest(result))))
-        return result
+    def __enter__(self) -> Draws:
+        self._thread = threading.get_ident()
+        with ExitStack() as undo:
+            for owner, name in _RANDOM:
+                undo.enter_context(mock.patch.object(owner, name, self._noted(getattr(owner, name))))
+            self._undo = undo.pop_all()
+        return self
 
-    def stop(self) -> None:
-        """Leaves, unless another mode was entered within this one and is not left yet; may be called again."""
-        self.is_paused = True
-        if not self.is_over and _get_current_function_mode() is self:
-            self.__exit__(None, None, None)
-            self.is_over = True
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
 
+    def _noted(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(draw)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = draw(*args, **kwargs)
+            if torch.compiler.is_compiling() or self.is_paused or threading.get_ident() != self._thread:
+                return result
+            if is_real(result) and result.is_floating_point():
+                caller = sys._getframe(1)
+                line = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+                with _disable_current_modes(), torch.no_grad():
+                    self.seen.append(Draw(line, result.numel(), int(digest(result))))
+            return result
 
-def _line() -> str:
-    """Where the program called torch: "train.py:41"."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return noted
 
 
 @dataclass(frozen=True)
