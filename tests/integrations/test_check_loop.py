@@ -199,8 +199,16 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-# Others of the same names.
-LONG = ("sampler by rank", "not divided", "divided twice", "other random numbers", "averaged over data ranks")
+# Of each name `make test` has one.
+LONG = {
+    "sampler by rank",
+    "not divided",
+    "divided twice",
+    "divided by FSDP2",
+    "other random numbers",
+    "detached",
+}
+LONG |= {"averaged over data ranks", "a weight left out"}
 
 
 @pytest.mark.parametrize(
@@ -219,14 +227,12 @@ PLANS = [ULYSSES, RING, SHARDED, Plan(), Plan(dp_replicate=2)]
 
 
 @pytest.mark.parametrize("plan", some(PLANS, ULYSSES, SHARDED), ids=str)
-@pytest.mark.parametrize("right", ["", "clipped", "no ema"])
+@pytest.mark.parametrize("right", some(["clipped", "", "no ema"]))
 def test_a_right_loop_is_let_alone(ranks, plan, right):
     assert ranks(plan.world_size, checked, plan, right) == [((), "")] * plan.world_size
 
 
-@pytest.mark.parametrize(
-    "right", ["averaged by hand", "scaler", "two optimizers", pytest.param("compiled", marks=PROVE)]
-)
+@pytest.mark.parametrize("right", some(["averaged by hand", "scaler", "two optimizers", "compiled"]))
 def test_loops_that_go_other_ways_are_let_alone(ranks, right):
     assert ranks(4, checked, ULYSSES, right) == [((), "")] * 4
 
