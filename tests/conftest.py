@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
 import json
 import logging
 import os
@@ -17,24 +16,13 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" el
 import pytest
 import torch
 
-from opensora_accel.verify.pool import RankPool
+from opensora_accel.verify.pool import RankPool, set_modules_aside
 
 torch.set_num_threads(1)
 
 
-_num_frozen_modules = 0
-
-
 def pytest_runtest_setup(item):
-    """Many tests collect garbage, and among all that torch and diffusers have made that takes 0.3 s each time.
-
-    What was imported stays until the end; it is set aside whenever more of it has come.
-    """
-    global _num_frozen_modules
-    if len(sys.modules) > _num_frozen_modules + 50:
-        gc.collect()
-        gc.freeze()
-        _num_frozen_modules = len(sys.modules)
+    set_modules_aside()
 
 
 @pytest.fixture(scope="session")

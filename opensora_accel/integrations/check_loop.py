@@ -149,7 +149,7 @@ class check_loop:
             self._undo.close()
             raise
         self._weights_before = self._digests(self._model)
-        self._ema_before = {} if self._ema is None else self._digests(self._ema)
+        self._ema_before = None if self._ema is None else self._digests(self._ema)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -303,8 +303,10 @@ class check_loop:
         self._has_gradients |= with_gradient
         self._draws.is_paused = True
         try:
-            # Each of them supposes that there is none of the kind before.
-            self._tell(self._of_losses() or self._unequal("gradients") or self._of_size())
+            # Each of them supposes that there is none of the kind before, on any rank.
+            self._tell(self._of_losses())
+            self._tell(self._unequal("gradients"))
+            self._tell(self._of_size())
         finally:
             self._draws.is_paused = False
 
@@ -380,10 +382,12 @@ class check_loop:
 
     def _mistakes_of_ema(self) -> Iterator[tuple[str, str]]:
         moved = self._ema is not None and self._digests(self._ema) != self._ema_before
-        everyone = self._gather((self._ema is not None, moved))
-        has_one = [rank for rank, (there, _) in enumerate(everyone) if there]
-        still = [rank for rank, (there, is_moved) in enumerate(everyone) if there and not is_moved]
-        if not has_one or self._digests(self._model) == self._weights_before:
+        everyone = self._gather(
+            (self._ema is not None, moved, self._digests(self._model) != self._weights_before)
+        )
+        has_one = [rank for rank, (there, _, _) in enumerate(everyone) if there]
+        still = [rank for rank, (there, is_moved, _) in enumerate(everyone) if there and not is_moved]
+        if not has_one or not any(has_trained for _, _, has_trained in everyone):
             return
         if still:
             yield "ema", f"the weights moved, and the EMA did not on {named(still, 'rank')}"

@@ -223,9 +223,9 @@ def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Se
                 }
                 moved.append(_over_parts(model, holders, promised))
         there, back = losses[0] - middle, middle - losses[1]
-        size = (
-            (moved[0] - moved[1]) / (there + back) if math.isclose(there, back, rel_tol=_TOLERANCE) else None
-        )
+        # Coarse weights may not move at all.
+        is_straight = there + back != 0 and math.isclose(there, back, rel_tol=_TOLERANCE)
+        size = (moved[0] - moved[1]) / (there + back) if is_straight else None
         if size is not None and last is not None and math.isclose(size, last, rel_tol=_TOLERANCE):
             return size
         last = size
