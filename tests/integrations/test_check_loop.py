@@ -106,7 +106,7 @@ class Loop:
         if self.wrong == "loss of a part":
             error = error.chunk(2, dim=2)[self.rank % 2]
         loss = error.square().mean()
-        if self.wrong == "detached":
+        if self.wrong == "detached" or (self.wrong == "detached on one rank" and self.rank == 1):
             check.loss(loss.detach(), numbers)
         else:
             check.loss(loss, numbers if self.wrong != "sampler by rank" else [self.rank])
@@ -185,6 +185,7 @@ MISTAKES = [
     ("stale gradients", ULYSSES, "stale gradients", "has a gradient of the step before"),
     ("loss of a part", ULYSSES, "loss", "ranks 0, 1 share a sample, and have the losses"),
     ("detached", ULYSSES, "loss", "does not come from the model's output"),
+    ("detached on one rank", ULYSSES, "loss", "does not come from the model's output"),
     ("divided by ranks", ULYSSES, "loss scale", "0.25 times the loss is backwarded in each of 2 backwards, to be 0.5"),
     ("not divided", ULYSSES, "loss scale", "1 times the loss is backwarded in each of 2 backwards, to be 0.5"),
     ("not averaged", ULYSSES, "gradients", "differs over all ranks"),
