@@ -127,20 +127,36 @@ def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens, undo: Exi
 def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: ExitStack) -> None:
     """What a module returns is joined over the ranks."""
 
-    # "up" multiplies the gradient by P: the average over the sequence group divides by it again.
-    def gather(output: Tensor) -> Tensor:
-        """[..., S/P at dim, ...] → [..., S at dim, ...]."""
-        return gather_forward_split_backward(
-            output, tokens.group, entry.dim, "up", splits=tokens.state.splits
-        )
+    def gather(output: Tensor, what: str) -> Tensor:
+        """[..., S/P at dim, ...] → [..., S at dim, ...], with text before or behind it if the entry says so."""
+        splits, text = tokens.state.splits, []
+        if entry.text is not None:
+            tokens.check_known(what)
+            assert splits is not None
+            num_own = splits[tokens.group.rank()]
+            num_text = output.size(entry.dim) - num_own
+            if num_text < 0:
+                raise ValueError(
+                    f"{what} has {output.size(entry.dim)} tokens, fewer than this rank's {num_own}"
+                )
+            sizes = [num_text, num_own] if entry.text == "first" else [num_own, num_text]
+            text = list(output.split(sizes, entry.dim))
+            output = text.pop(1 if entry.text == "first" else 0)
+        # "up" multiplies the gradient by P: the average over the sequence group divides by it again. The text, which is
+        # the same on every rank, has the same gradient on every rank, and that average leaves it as it is.
+        output = gather_forward_split_backward(output, tokens.group, entry.dim, "up", splits=splits)
+        tokens.state.have_ended = entry.ends
+        if not text:
+            return output
+        return torch.cat([*text, output] if entry.text == "first" else [output, *text], entry.dim)
 
     for name, module in find(model, entry.module):
 
         def change(output: Any, what: str = f"{name}'s output") -> Any:
             if entry.index is None:
-                return gather(output)
+                return gather(output, what)
             index = _index(entry.index, output, what)
-            return tuple(gather(item) if i == index else item for i, item in enumerate(output))
+            return tuple(gather(item, what) if i == index else item for i, item in enumerate(output))
 
         change_output(module, change, undo)
 
@@ -181,9 +197,11 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitS
         splits = tokens.state.splits
         if splits is not None:
             own = tokens.own_range(splits)
+            num_own = own.stop - own.start
             # Of the counted tokens, those before this rank's share are others', those behind it too.
             before = sum(splits) - own.stop if entry.last else own.start
-            arguments[entry.argument] = min(max(count - before, 0), own.stop - own.start)
+            own_count = min(max(count - before, 0), num_own)
+            arguments[entry.argument] = count - sum(splits) + num_own if entry.text else own_count
 
     for _name, module in find(model, entry.module):
         signature = inspect.signature(module.forward)

@@ -64,6 +64,8 @@ class State:
     is_first: bool = False
     # Every rank's number of tokens.
     splits: tuple[int, ...] | None = None
+    # Whether the model has whole tensors again, and may split another number of tokens.
+    have_ended: bool = False
     # Shares are multiples of so many tokens: of a frame, for one.
     unit: int = 1
     # Where shares are whole frames, and a frame's size is known from the tokens alone.
@@ -107,7 +109,7 @@ class Tokens:
         state = self.state
         if state.spread is not None:
             shares = {state.sizes[state.spread]: share_sizes(state.sizes[state.spread], self.group.size())}
-        elif state.splits is None:
+        elif state.splits is None or state.have_ended:
             return slice(0, total)
         else:
             # Both a table of tokens and one of frames may be asked about; their lengths tell them apart.
@@ -180,13 +182,13 @@ class Tokens:
         splits = share_sizes(num_shared, self.group.size())
         splits = tuple(size * self.state.unit for size in splits)
         known = self.state.splits
-        if known is not None and known != splits:
+        if known is not None and known != splits and not self.state.have_ended:
             raise ValueError(
                 f"{what} has {total} tokens, but the tokens split before it were {sum(known)}; "
                 "the policy splits tensors of different lengths"
             )
         if self.in_forward:  # not where another checkpoint recomputes a module that splits
-            self.state.splits = splits
+            self.state.splits, self.state.have_ended = splits, False
         return splits
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:

@@ -41,15 +41,16 @@ class Origins:
         name: the module's, for messages.
         counts: how many tokens, and how many frames where shares are of whole frames, this rank has; nothing as soon
             as the model's code asked for its share.
-        arguments: what the module was called with. Those with as many rows as tokens hold the tokens.
+        arguments: what the module was called with. Those with as many rows as tokens hold the tokens, and so does the
+            first, in which text may have joined them.
     """
 
     def __init__(self, name: str, counts: Callable[[], frozenset[int]], arguments: Any):
         self._name, self._counts = name, counts
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for tensor in _tensors(arguments):
+        for index, tensor in enumerate(_tensors(arguments)):
             sizes = frozenset(tensor.shape)
-            self._known[tensor] = _Origin(sizes, bool(sizes & counts()))
+            self._known[tensor] = _Origin(sizes, index == 0 or bool(sizes & counts()))
 
     def note(self, function: Any, inputs: Any, output: Any) -> None:
         """Notes what `function` made of its inputs.

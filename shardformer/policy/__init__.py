@@ -14,21 +14,26 @@ from shardformer.policy.cogvideox import COGVIDEOX
 from shardformer.policy.cosmos import COSMOS
 from shardformer.policy.cosmos3 import COSMOS3
 from shardformer.policy.easyanimate import EASYANIMATE
+from shardformer.policy.flux import FLUX, FLUX2
 from shardformer.policy.helios import HELIOS
-from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO
+from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_AUTHORS
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
 from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6
 from shardformer.policy.latte import LATTE
-from shardformer.policy.ltx import LTX, LTX2
+from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.motif_video import MOTIF_VIDEO
 from shardformer.policy.open_sora import MMDIT, STDIT3, STDIT3_SPATIAL
+from shardformer.policy.open_sora_plan import OPEN_SORA_PLAN
+from shardformer.policy.qwen_image import QWEN_IMAGE
 from shardformer.policy.sana_video import SANA_VIDEO
 from shardformer.policy.skyreels_v2 import SKYREELS_V2
+from shardformer.policy.stable_diffusion3 import SD3, SD35
 from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
 from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_AUTHORS, WAN_VACE
+from shardformer.policy.z_image import Z_IMAGE
 
 __all__ = ["UNSUPPORTED", "Policy", "find_policy", "has_policy", "model_names"]
 
@@ -43,9 +48,11 @@ _POLICIES = (
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO15,
     FRAMEPACK,
+    HUNYUAN_VIDEO_AUTHORS,
     COGVIDEOX,
     LTX,
     LTX2,
+    LTX_AUTHORS,
     MOCHI,
     MOTIF_VIDEO,
     ALLEGRO,
@@ -60,6 +67,13 @@ _POLICIES = (
     STDIT3,
     STDIT3_SPATIAL,
     MMDIT,
+    OPEN_SORA_PLAN,
+    FLUX,
+    FLUX2,
+    QWEN_IMAGE,
+    SD35,
+    SD3,
+    Z_IMAGE,
     T5_ENCODER,
 )
 
@@ -122,9 +136,10 @@ def _policies_of(model: nn.Module) -> list[Policy]:
 def _misfit(model: nn.Module, policy: Policy) -> str | None:
     """Why a model that has the right name does not have the structure that the policy speaks of."""
     for setting, reason in policy.unfit:
-        value = getattr(getattr(model, "config", None), setting, getattr(model, setting, None))
-        # A setting that is off, or that the model does not know, is in nobody's way.
-        if value is not None and value is not False:
+        config = getattr(model, "config", None)
+        value = getattr(config if hasattr(config, setting) else model, setting, None)
+        # A setting that is off, or empty, or that the model does not know, is in nobody's way.
+        if value not in (None, False, (), []):
             return f"its {setting} is {value!r}, and {reason}"
     for path in policy.paths:
         try:

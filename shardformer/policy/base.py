@@ -65,24 +65,31 @@ class SplitOutput:
 
 @dataclass(frozen=True)
 class GatherOutput:
-    """What a module returns, or item `index` of it, is joined over the ranks along `dim`."""
+    """What a module returns, or item `index` of it, is joined over the ranks along `dim`.
+
+    `text` as in `SplitInput`: those tokens are whole on every rank already.
+    """
 
     module: str
     dim: int = 1
     index: int | None = None
+    text: Text | None = None
+    # The model goes on with whole tensors, and what is split behind this module may have another number of tokens.
+    ends: bool = False
 
 
 @dataclass(frozen=True)
 class CountInput:
     """A number of tokens, counted from the first, becomes the number of those that are in this rank's share.
 
-    `last`: counted from the last. Modules whose forward has no such argument are passed over: variants of a model
-    differ in it.
+    `last`: counted from the last. `text`: all tokens of text and video are counted, and text tokens are on every rank.
+    Modules whose forward has no such argument are passed over: variants of a model differ in it.
     """
 
     module: str
     argument: str
     last: bool = False
+    text: bool = False
 
 
 @dataclass(frozen=True)

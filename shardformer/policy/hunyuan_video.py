@@ -52,3 +52,31 @@ FRAMEPACK = replace(
     ),
     gather_outputs=(GatherOutput("single_transformer_blocks.-1", index=0),),  # the past is dropped after it
 )
+
+# HunyuanVideo in its authors' own repository, which calls flash-attn on packed tokens within each block.
+HUNYUAN_VIDEO_AUTHORS = Policy(
+    models=("HYVideoDiffusionTransformer",),
+    arguments="x t text_states text_mask text_states_2 freqs_cos freqs_sin guidance return_dict",
+    split_inputs=(
+        SplitInput("", "freqs_cos", dim=0),
+        SplitInput("", "freqs_sin", dim=0),
+        SplitInput("double_blocks.0", "img"),
+    ),
+    # The kernel's packed output is taken apart into samples of so many tokens.
+    count_inputs=(
+        CountInput("double_blocks.*", "max_seqlen_q", text=True),
+        CountInput("single_blocks.*", "max_seqlen_q", text=True),
+    ),
+    gather_outputs=(GatherOutput("single_blocks.-1", text="last"),),  # the text is cut off behind it
+    joint_attention=(
+        JointAttention("double_blocks.*", text="last"),
+        JointAttention("single_blocks.*", text="last"),
+    ),
+    kernel_functions=("flash_attn_varlen_func",),
+    blocks=(Blocks("double_blocks", ("img", "txt")), Blocks("single_blocks", ("x",))),
+    mlps=("double_blocks.*.img_mlp",),
+    attention_regions=(
+        ("double_blocks.*.txt_attn_k_norm", "double_blocks.*.img_attn_proj"),
+        ("single_blocks.*.k_norm", "single_blocks.*.linear2"),
+    ),
+)

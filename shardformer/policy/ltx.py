@@ -47,3 +47,22 @@ LTX2 = replace(
         ),
     ),
 )
+
+# LTX-Video in its authors' own repository. Its `attention_mask` is left out: the model pads a mask of all tokens to
+# its own number of tokens.
+LTX_AUTHORS = Policy(
+    models=("Transformer3DModel",),
+    arguments=(
+        "hidden_states indices_grid encoder_hidden_states timestep class_labels cross_attention_kwargs "
+        "encoder_attention_mask skip_layer_mask skip_layer_strategy return_dict"
+    ),
+    split_inputs=(
+        SplitInput("patchify_proj", "input"),
+        SplitInput("", "indices_grid", dim=2),
+        SplitInput("", "timestep", ndim=2),  # of every token, or of the clip
+    ),
+    gather_outputs=(GatherOutput("proj_out"),),
+    self_attention=("transformer_blocks.*.attn1",),
+    blocks=(Blocks("transformer_blocks"),),
+    mlps=("transformer_blocks.*.ff",),
+)

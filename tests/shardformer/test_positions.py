@@ -14,11 +14,11 @@ from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
 from shardformer.modeling.masks import Extent, MaskReader
 from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, Positions, SplitInput
 from shardformer.policy.wan import WAN_AUTHORS
+from tests.authors_models.wan import WanModel, wan_model_inputs
 from tests.opensora_models.randomize import randomize
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.tolerances import RELATIVE
 from tests.video_models.case import Case
-from tests.wan_model import WanModel, wan_model_inputs
 
 EXACT = RELATIVE[torch.float64]
 UNTOLD = replace(WAN_AUTHORS, positions=(), kernel_functions=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.video_models.allegro import ALLEGRO
 from tests.video_models.anyflow import ANYFLOW
+from tests.video_models.authors import AUTHORS
 from tests.video_models.case import Case
 from tests.video_models.cogvideox import COGVIDEOX
 from tests.video_models.cosmos import COSMOS
@@ -12,6 +13,7 @@ from tests.video_models.easyanimate import EASYANIMATE
 from tests.video_models.histories import HISTORIES
 from tests.video_models.hunyuan_video import HUNYUAN_VIDEO
 from tests.video_models.hunyuan_video15 import HUNYUAN_VIDEO15
+from tests.video_models.image_models import IMAGE_MODELS
 from tests.video_models.kandinsky import KANDINSKY
 from tests.video_models.latte import LATTE
 from tests.video_models.ltx import LTX
@@ -43,5 +45,7 @@ CASES: dict[str, Case] = {
     **LATTE,
     **SANA_VIDEO,
     **OPEN_SORA,
+    **AUTHORS,
+    **IMAGE_MODELS,
 }
 """By the name that tables and tests show."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.authors_models.wan import WanModel, wan_model_inputs
 from tests.models import wan, wan_inputs
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn, wan_like
-from tests.wan_model import WanModel, wan_model_inputs
 
 
 def vace() -> nn.Module:
