@@ -4,6 +4,7 @@ commands:
   train     train a diffusers video transformer on a folder of clips
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
+  policy    propose how a model of your own is made sequence-parallel, and prove it
   profile   train a few steps, and tell where their time, memory and bytes went
   report    make one page of a profiled run: where time, memory and bytes went, and what to do about it
   doctor    check this machine: torch, GPUs, backends, threads, packages
@@ -70,6 +71,12 @@ def _verify(arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="opensora-accel-") as folder:
         return verify(arguments, proof_of_config, Path(folder))
+
+
+def _policy(arguments: Sequence[str]) -> int:
+    from shardformer.proposal.command import main as policy
+
+    return policy(arguments)
 
 
 def _profile(arguments: Sequence[str]) -> int:
@@ -148,6 +155,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "shard": _shard,
     "verify": _verify,
+    "policy": _policy,
     "profile": _profile,
     "report": _report,
     "doctor": _doctor,

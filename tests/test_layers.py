@@ -20,7 +20,7 @@ LAYERS = [
     },
     {"opensora_accel.profiler"},
     {"shardformer.policy.t5_encoder"},
-    {"shardformer.colossalai"},
+    {"shardformer.colossalai", "shardformer.proposal"},
     {"shardformer", "shardformer.engine"},
     {"shardformer.lora"},
     {"shardformer.tensor_parallel"},

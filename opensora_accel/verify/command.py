@@ -262,7 +262,7 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
     path: Path = options.step
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; --step names a Python file with step and model_fn")
-    module = _load(path)
+    module = load_file(path)
     for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
         if not callable(getattr(module, name, None)):
             raise ValueError(
@@ -296,10 +296,10 @@ class _StepFunction:
     name: str
 
     def __call__(self, *arguments: Any) -> Any:
-        return getattr(_load(self.path), self.name)(*arguments)
+        return getattr(load_file(self.path), self.name)(*arguments)
 
 
-def _load(given: Path) -> ModuleType:
+def load_file(given: Path) -> ModuleType:
     """The file as a module, loaded once in each process; what it imports may lie beside it.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -16,10 +17,18 @@ from torch import nn
 Function = Callable[..., Any]
 
 
+def packages_of(model: nn.Module) -> list[ModuleType]:
+    """The files that define the classes of the model's modules, except torch's, and their siblings in a package."""
+    homes = {type(module).__module__ for module in model.modules()}
+    homes = {home for home in homes if home.split(".")[0] != "torch"}
+    folders = {home.rpartition(".")[0] for home in homes} - {""}
+    # A copy of the table, which another thread may add to meanwhile.
+    imported = list(sys.modules.items())
+    return [file for home, file in imported if home in homes or home.rpartition(".")[0] in folders]
+
+
 def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
     """Replaces the function `name` by `wrap(function)` wherever the model's packages hold it; returns the undo.
-
-    The packages are those that define the classes of the model's modules, except torch.
 
     Args:
         name: of a function ("rope_apply"), of a method ("RoPE3D.forward"), or of a function of any package that the
@@ -29,13 +38,7 @@ def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Fun
         ValueError: there is no such function.
     """
     holder_name, _, attribute = name.rpartition(".")
-    # The files that define the model's classes, and their siblings where they lie in a package.
-    homes = {type(module).__module__ for module in model.modules()}
-    homes = {home for home in homes if home.split(".")[0] != "torch"}
-    folders = {home.rpartition(".")[0] for home in homes} - {""}
-    # A copy of the table, which another thread may add to meanwhile.
-    imported = list(sys.modules.items())
-    package = [file for home, file in imported if home in homes or home.rpartition(".")[0] in folders]
+    package = packages_of(model)
     holders: list[Any]
     if not holder_name:
         holders = package

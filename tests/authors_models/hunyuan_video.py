@@ -1,7 +1,8 @@
 """`HYVideoDiffusionTransformer` as HunyuanVideo's authors build it, at toy widths: flash-attn on packed tokens.
 
 Names, arguments and order of computation are those of Tencent-Hunyuan/HunyuanVideo at fa14b00 (models.py and
-attenion.py in hyvideo/modules), the code is not. Each sample has two segments of keys: its video and visible text, and its padding.
+attenion.py in hyvideo/modules), the code is not. Each sample has two segments of keys: its video and visible text, and
+its padding.
 
 Letters: `B` clips, `L` video and text tokens, `H` heads, `D` head dim, `C` channels.
 """

@@ -348,7 +348,7 @@ def test_peaks_of_known_devices(monkeypatch):
     assert peak_of(torch.device("cpu"), "bf16") == (None, "")
 
 
-@pytest.mark.prove
+@pytest.mark.alone
 def test_what_a_profiler_costs(tmp_path):
     """Processor time of steps with and without one, in turns; a step of 2,400 tokens is a short one."""
     model, inputs = one_second_step()

@@ -413,7 +413,7 @@ def costs():
     return turns
 
 
-@pytest.mark.prove
+@pytest.mark.alone
 def test_what_a_watch_costs(ranks):
     turns = ranks(2, costs)[0]
     looks = sorted(look / alone for look, _, alone in turns)

@@ -29,7 +29,7 @@ def run(name: str, *arguments: str) -> tuple[int, str]:
 
 
 def largest_error(output: str) -> float:
-    return max(float(error) for error in re.findall(r"error ([0-9.e+-]+|inf)", output))
+    return max(float(error) for error in re.findall(r"error ([0-9.e+-]*[0-9]|inf)", output))
 
 
 @PROVE

@@ -183,7 +183,7 @@ def stalls(config, num_rounds):
     return trainer.num_tokens, list(zip(*rounds, strict=True))
 
 
-@pytest.mark.prove
+@pytest.mark.alone
 def test_a_step_hardly_waits_for_a_save(ranks, clips, tmp_path):
     plan = Plan(dp_shard=2, sharding="FULL_SHARD")
     clip = {"data.num_frames": 9, "data.height": 96, "data.width": 160, "data.batch_size": 8}
