@@ -77,10 +77,15 @@ class Origins:
                 made, sizes=sizes, is_of_tokens=self._of(target).is_of_tokens, counts=True
             )
             return
-        for tensor in _tensors(output):
-            is_filled = function in _CONSTANT or function is F.pad
+        outputs = list(_tensors(output))
+        is_filled = function in _CONSTANT or function is F.pad
+        # A view of all elements, in one piece or several, cuts dims that its input has: heads of as many channels as
+        # there are tokens are no positions. A range may be cut to measure.
+        is_whole = len(tensors) == 1 and sum(each.numel() for each in outputs) == tensors[0].numel()
+        for tensor in outputs:
+            accounts = is_filled or (is_whole and not made.counts)
             self._known[tensor] = (
-                replace(made, sizes=made.sizes | frozenset(tensor.shape)) if is_filled else made
+                replace(made, sizes=made.sizes | frozenset(tensor.shape)) if accounts else made
             )
 
     def note_attention(self, out: Tensor) -> None:

@@ -236,8 +236,9 @@ def _recorder(
             out = original(*args, **kwargs)
             within = found.attentions[num_before:]
             is_kernel = isinstance(q, Tensor) and q.dim() in (3, 4) and getattr(out, "shape", None) == q.shape
-            # The outermost function that returns what queries are like is the kernel, if it does not call torch's.
-            if is_kernel and all(call.function is not None for call in within):
+            # The outermost function that returns what queries are like is the kernel, if it does not hand them on to
+            # torch's: one that calls it for each sample does not.
+            if is_kernel and [call.function for call in within] != [None]:
                 del found.attentions[num_before:]
                 queries, keys = q.detach().clone(), k.detach().clone()
                 found.attentions.append(AttentionCall(tuple(running), name, queries, keys, len(found.calls)))
