@@ -113,7 +113,7 @@ def test_a_function_that_the_package_lacks_is_an_error_at_shard(ranks, name):
     for policy in (replace(UNTOLD, kernel_functions=(name,)), replace(UNTOLD, positions=(Positions(name),))):
         for told in ranks(2, refusal, Plan(ulysses=2), policy, "none", "sdpa"):
             assert (
-                f"the policy names the function {name!r}, which the package of WanModel (tests.wan_model) does"
+                f"the policy names the function {name!r}, which the package of WanModel (tests.authors_models.wan) does"
                 in told
             )
 
