@@ -44,6 +44,7 @@ from opensora_accel.profiler.equality import digest, first_difference, holders_o
 from opensora_accel.profiler.live_bytes import LiveBytes
 from opensora_accel.profiler.nonfinite import StepInputs, tensors_in
 from opensora_accel.watch import named
+from shardformer.engine.hooks import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,10 @@ class check_loop:
             undo.enter_context(without_comparing_inputs())
             undo.enter_context(self._inputs)
             for hook in (
-                self._model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-                self._model.register_forward_hook(self._after_forward),
+                self._model.register_forward_pre_hook(
+                    uncompiled(self._before_forward), prepend=True, with_kwargs=True
+                ),
+                self._model.register_forward_hook(uncompiled(self._after_forward)),
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._after_optimizer),
             ):
@@ -240,7 +243,6 @@ class check_loop:
     def _is_over(self) -> bool:
         return self._num_steps_done >= self._num_steps
 
-    @torch.compiler.disable(reason="compares what the ranks call the model with")
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         draws, self._draws.seen = self._draws.seen, []
         self._draws.is_paused = True
@@ -266,7 +268,6 @@ class check_loop:
         self._is_first_forward = False
         self._tell(found)
 
-    @torch.compiler.disable(reason="keeps the model's outputs for the loss")
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         self._draws.is_paused = False
         known = [tensor for tensor in tensors_in(output) if tensor.requires_grad]

@@ -184,7 +184,7 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
 
         def show_progress(what: str, done: int, total: int) -> None:
             filled = 20 * done // max(total, 1)
-            _show(f"[{'█' * filled}{'·' * (20 - filled)}] {what}")
+            show_on_terminal(f"[{'█' * filled}{'·' * (20 - filled)}] {what}")
 
         try:
             report = verify(
@@ -199,7 +199,7 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
                 on_progress=show_progress,
             )
         finally:
-            _show("")  # the line of progress goes, whatever comes next
+            show_on_terminal("")  # the line of progress goes, whatever comes next
         print(report, flush=True)
         _write(options, report)  # whatever becomes of the record
     # The record is of the true mesh, which has its own size; the gradients were proven on small ones.
@@ -223,7 +223,7 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
     return 0 if (report is None or report.ok) and not violations else 1
 
 
-def _show(text: str) -> None:
+def show_on_terminal(text: str) -> None:
     """On one line of a terminal; nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -233,7 +233,7 @@ class Tokens:
             spread = self.state.spread
             out = function(*args, **kwargs)
             # Shares may be found within; what is spread changes there, and counts as it was at the start.
-            found = replace(self.state, spread=spread, sizes=dict(self.state.sizes))
+            found = replace(self.state, spread=spread, sizes=dict(self.state.sizes), have_ended=False)
             return out
 
         return in_this_state

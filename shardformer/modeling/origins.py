@@ -48,7 +48,7 @@ class Origins:
     def __init__(self, name: str, counts: Callable[[], frozenset[int]], arguments: Any):
         self._name, self._counts = name, counts
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for index, tensor in enumerate(_tensors(arguments)):
+        for index, tensor in enumerate(tensors_in(arguments)):
             sizes = frozenset(tensor.shape)
             self._known[tensor] = _Origin(sizes, index == 0 or bool(sizes & counts()))
 
@@ -58,7 +58,7 @@ class Origins:
         Raises:
             ValueError: a tensor that was made to measure meets the tokens here.
         """
-        tensors = list(_tensors(inputs))
+        tensors = list(tensors_in(inputs))
         origins = [self._of(each) for each in tensors]
         if any(origin.is_of_tokens for origin in origins):
             # The function has tokens among its inputs: whatever else goes in must not count from a rank's own first.
@@ -77,7 +77,7 @@ class Origins:
                 made, sizes=sizes, is_of_tokens=self._of(target).is_of_tokens, counts=True
             )
             return
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         is_filled = function in _CONSTANT or function is F.pad
         # A view of all elements, in one piece or several, cuts dims that its input has: heads of as many channels as
         # there are tokens are no positions. A range may be cut to measure.
@@ -125,11 +125,12 @@ class Origins:
         )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in a tensor, tuple, list or dict, however deep."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

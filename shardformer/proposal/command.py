@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.flash_attn import flash_attn_stand_in
-from opensora_accel.verify.command import load_file
+from opensora_accel.verify.command import load_file, show_on_terminal
 from shardformer.policy import find_policy
 from shardformer.proposal.propose import Proposal, propose_policy
 
@@ -72,18 +72,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None and not options.out.resolve().parent.is_dir():
         raise ValueError(f"--out: there is no folder {options.out.resolve().parent}; make it first")
     model_fn, inputs_fn = _named("--model", options.model), _named("--inputs", options.inputs)
-    is_terminal = sys.stderr.isatty()
-
-    def show(text: str) -> None:
-        print(
-            f"\r\033[K{text} …" if is_terminal else f"{text} …",
-            end="" if is_terminal else "\n",
-            file=sys.stderr,
-        )
-
-    proposal = propose_policy(model_fn, inputs_fn, on_progress=show)
-    if is_terminal:
-        print("\r\033[K", end="", file=sys.stderr)
+    try:
+        proposal = propose_policy(model_fn, inputs_fn, on_progress=show_on_terminal)
+    finally:
+        show_on_terminal("")  # the line of progress goes, whatever comes next
     text = _text(proposal)
     print(text)
     if options.out is not None:
@@ -92,8 +84,9 @@ def main(arguments: Sequence[str]) -> int:
         known = find_policy(model_fn())
     except ValueError:
         known = None
-    if known is not None:
-        print(f"\nThis model has a policy already, which shard takes by itself: that of {known.models[0]}.")
+    if known is not None:  # not among what is printed, which is Python
+        told = f"this model has a policy already, which shard takes by itself: that of {known.models[0]}"
+        print(told, file=sys.stderr)
     return 0 if proposal.ok else 1
 
 
@@ -152,7 +145,14 @@ class _Named:
             if not self.place.endswith(".py"):
                 if "" not in sys.path:
                     sys.path.insert(0, "")  # modules of the working folder, as `python -m` finds them
-                return getattr(importlib.import_module(self.place), self.name, None)
+                try:
+                    return getattr(importlib.import_module(self.place), self.name, None)
+                except ModuleNotFoundError as error:
+                    if error.name is None or not f"{self.place}.".startswith(f"{error.name}."):
+                        raise  # what the module needs itself is not installed
+                    raise ValueError(
+                        f"there is no module {self.place}; start this where it can be imported, or name its file"
+                    ) from error
             path = Path(self.place)
             if not path.is_file():
                 raise FileNotFoundError(f"there is no file {path}")

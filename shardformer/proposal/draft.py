@@ -106,7 +106,7 @@ def draft(model: nn.Module, inputs: Mapping[str, Any]) -> Draft:
     lists = _block_lists(model, plain)
     first = lists[0]
     noisy = trace(model, inputs, Noise(first.first(), first.hidden.name))
-    if len(noisy.calls) != len(plain.calls):
+    if len(noisy.calls) != len(plain.calls) or len(noisy.attentions) != len(plain.attentions):
         raise ValueError(
             f"{type(model).__name__} calls other modules when its tokens have other values; it cannot be traced"
         )
@@ -280,7 +280,7 @@ class _Drafter:
         found: list[SplitInput] = []
         started = self.plain.calls.index(first.calls[0])
         in_blocks = {call.path: each for each in self.lists for call in each.calls}
-        seen: set[tuple[str, str, int | None]] = set()
+        seen: set[tuple[str, str]] = set()
         for call, noisy in list(zip(self.plain.calls, noisy_trace.calls, strict=True))[started:]:
             blocks = in_blocks.get(call.path)
             is_of_model = call.within == ("",)
@@ -291,9 +291,9 @@ class _Drafter:
                 continue  # no tokens go in
             for name in dict.fromkeys(leaf.name for leaf in unchanged):
                 path = call.path if blocks is None else f"{blocks.path}.*"
-                if (call is first.calls[0] and name == first.hidden.name) or (path, name, None) in seen:
+                if (call is first.calls[0] and name == first.hidden.name) or (path, name) in seen:
                     continue
-                seen.add((path, name, None))
+                seen.add((path, name))
                 if blocks is not None and name in blocks.flows and len(blocks.calls) > 1:
                     path = call.path  # later blocks get it from this one
                 found += self._splits_of(path, name, [each for each in call.arguments if each.name == name])
@@ -324,7 +324,7 @@ class _Drafter:
             return None
         if not own and not joint:
             return None
-        if _is_mask(tensor):
+        if _is_mask(what, tensor):
             self.unsure.append(
                 f"{what} {tuple(tensor.shape)} looks like a mask of keys and is left whole: attention takes this "
                 "rank's part of it"
@@ -396,6 +396,11 @@ class _Drafter:
                     found.append(GatherOutput(path, dim=dim, index=leaf.index))
                 elif size in self._joint_lengths():
                     found.append(GatherOutput(path, dim=dim, index=leaf.index, text=self.text))
+        if not found:
+            raise ValueError(
+                f"nothing behind {last.path} returns a row for each of the {self.num_tokens} tokens, nor does that "
+                "block: where tokens are whole again is written by hand (docs/policies.md)"
+            )
         return found
 
     # The rest
@@ -433,11 +438,12 @@ def _same(plain: Leaf, noisy: Leaf) -> bool:
     return plain.value.shape == noisy.value.shape and torch.equal(plain.value, noisy.value)
 
 
-def _is_mask(tensor: Tensor) -> bool:
-    """Truth values, or nothing and a large negative number."""
+def _is_mask(what: str, tensor: Tensor) -> bool:
+    """Truth values, or zeros and large negative numbers; zeros alone are a mask if they are called one."""
     if tensor.dtype == torch.bool:
         return True
-    return tensor.is_floating_point() and bool(((tensor == 0) | (tensor < -1e3)).all())
+    hides = tensor < -1e3 if tensor.is_floating_point() else torch.tensor(False)
+    return bool(((tensor == 0) | hides).all()) and ("mask" in what or bool(hides.any()))
 
 
 def _pattern(path: str) -> str:

@@ -16,9 +16,9 @@ from opensora_accel.parallel_states import init_parallel
 from opensora_accel.plan import Plan
 from opensora_accel.verify import RankPool, Report, Run, verify
 from shardformer.engine import shard
+from shardformer.modeling.origins import tensors_in
 from shardformer.policy.base import Policy, Positions
 from shardformer.proposal.draft import Draft, draft
-from shardformer.proposal.trace import tensors_of
 
 # Two ways to attend, one of them on a number of ranks that hardly anything divides by.
 MESHES = (Plan(ulysses=2), Plan(ring=3))
@@ -141,7 +141,7 @@ class _Step:
             init_parallel(run.plan)
             shard(model, run.plan, policy=self.policy)
             wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-        outputs = [each for each in tensors_of(wrapped(**self.inputs_fn())) if each.is_floating_point()]
+        outputs = [each for each in tensors_in(wrapped(**self.inputs_fn())) if each.is_floating_point()]
         loss = torch.stack([output.square().mean() for output in outputs]).sum()
         loss.backward()
         return loss
@@ -199,5 +199,5 @@ def _code(value: Any) -> str:
     if isinstance(value, tuple) and _entries(value):
         return "(\n" + "".join(f"        {_code(each)},\n" for each in value) + "    )"
     if isinstance(value, tuple):
-        return "(" + "".join(f"{_code(each)}, " for each in value).rstrip(" ") + ")"
+        return f"({', '.join(map(_code, value))}{',' if len(value) == 1 else ''})"
     return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardformer.modeling.functions import packages_of, replace_function
+from shardformer.modeling.origins import tensors_in
 
 # Names of the first three parameters of functions that attend, as kernels have them.
 _QUERY_NAMES, _KEY_NAMES = ("q", "query", "query_states"), ("k", "key", "key_states")
@@ -122,7 +123,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], noise: Noise = _NO_NOISE)
         for name in _kernel_names(model):
             undo.callback(replace_function(model, name, _recorder(name, found, running)))
         undo.enter_context(_KernelCalls(found, running))
-        undo.enter_context(_functions_called(model, found, running))
+        undo.enter_context(_FunctionCalls(model, found, running))
         torch.manual_seed(0)
         model(**inputs)
     return found
@@ -177,17 +178,8 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[Leaf]:
     for name, value in values.items():
         items = list(enumerate(value)) if isinstance(value, (tuple, list)) else [(None, value)]
         for index, item in items:
-            for tensor in tensors_of(item):
+            for tensor in tensors_in(item):
                 yield Leaf(name, index, tensor, tensor.detach().clone())
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Those in a tensor, tuple, list or mapping, however deep."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(item)
 
 
 class _KernelCalls(TorchFunctionMode):
@@ -249,7 +241,7 @@ def _recorder(
     return wrap
 
 
-class _functions_called:
+class _FunctionCalls:
     """Notes functions of the model's package that are called inside modules and return a tensor like an argument."""
 
     def __init__(self, model: nn.Module, found: Trace, running: list[str]):

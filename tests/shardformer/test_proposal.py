@@ -170,6 +170,7 @@ def test_the_command_prints_python_that_shards_the_model(tmp_path, monkeypatch, 
         (["--model", "mine.py", "--inputs", "mine.py:video"], "is MODULE:NAME or FILE.py:NAME"),
         (["--model", "mine.py:missing", "--inputs", "mine.py:video"], "has no missing that can be called"),
         (["--model", "gone.py:make_model", "--inputs", "mine.py:video"], "there is no file gone.py"),
+        (["--model", "gone.models:Model", "--inputs", "mine.py:video"], "there is no module gone.models"),
         (
             ["--model", "torch.nn:Linear", "--inputs", "mine.py:video"],
             "Linear needs in_features, out_features",
