@@ -8,10 +8,15 @@ FLUX = Policy(
     models=("FluxTransformer2DModel",),
     arguments=(
         "hidden_states encoder_hidden_states pooled_projections timestep img_ids txt_ids guidance "
-        "joint_attention_kwargs return_dict controlnet_blocks_repeat"
+        "joint_attention_kwargs return_dict controlnet_block_samples controlnet_single_block_samples "
+        "controlnet_blocks_repeat"
     ),
     # The model's input is tokens, and what is split there is never computed whole.
-    split_inputs=(SplitInput("", "hidden_states"),),
+    split_inputs=(
+        SplitInput("", "hidden_states"),
+        SplitInput("", "controlnet_block_samples"),
+        SplitInput("", "controlnet_single_block_samples"),
+    ),
     # Positions of text and image, in this order.
     split_outputs=(SplitOutput("pos_embed", indices=(0, 1), dim=0, text="first"),),
     gather_outputs=(GatherOutput("proj_out"),),
@@ -29,10 +34,16 @@ FLUX = Policy(
 FLUX2 = replace(
     FLUX,
     models=("Flux2Transformer2DModel",),
-    # A cache of the reference image's keys is for sampling, and left out.
     arguments=(
         "hidden_states encoder_hidden_states timestep img_ids txt_ids guidance joint_attention_kwargs "
-        "return_dict num_ref_tokens ref_fixed_timestep"
+        "return_dict kv_cache kv_cache_mode num_ref_tokens ref_fixed_timestep"
+    ),
+    refuses=tuple(
+        (
+            argument,
+            "it keeps keys of a reference image from step to step of sampling; leave it out in training",
+        )
+        for argument in ("kv_cache", "kv_cache_mode")
     ),
     split_inputs=(
         SplitInput("", "hidden_states"),

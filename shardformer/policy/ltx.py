@@ -48,13 +48,18 @@ LTX2 = replace(
     ),
 )
 
-# LTX-Video in its authors' own repository. Its `attention_mask` is left out: the model pads a mask of all tokens to
-# its own number of tokens.
+# LTX-Video in its authors' own repository.
 LTX_AUTHORS = Policy(
     models=("Transformer3DModel",),
     arguments=(
         "hidden_states indices_grid encoder_hidden_states timestep class_labels cross_attention_kwargs "
-        "encoder_attention_mask skip_layer_mask skip_layer_strategy return_dict"
+        "attention_mask encoder_attention_mask skip_layer_mask skip_layer_strategy return_dict"
+    ),
+    refuses=(
+        (
+            "attention_mask",
+            "the model pads a mask of all tokens to its own number of tokens; leave it out in training",
+        ),
     ),
     split_inputs=(
         SplitInput("patchify_proj", "input"),

@@ -7,10 +7,13 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 SD35 = Policy(
     models=("SD3Transformer2DModel",),
     arguments=(
-        "hidden_states encoder_hidden_states pooled_projections timestep joint_attention_kwargs return_dict "
-        "skip_layers"
+        "hidden_states encoder_hidden_states pooled_projections timestep block_controlnet_hidden_states "
+        "joint_attention_kwargs return_dict skip_layers"
     ),
-    split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
+    split_inputs=(
+        SplitInput("transformer_blocks.0", "hidden_states"),
+        SplitInput("", "block_controlnet_hidden_states"),
+    ),
     gather_outputs=(GatherOutput("proj_out"),),
     joint_attention=(JointAttention("transformer_blocks.*.attn", text="last"),),
     # Some blocks attend to the image once more, without the text.

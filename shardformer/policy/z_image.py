@@ -7,7 +7,14 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
 Z_IMAGE = Policy(
     models=("ZImageTransformer2DModel",),
     arguments=(
-        "x t cap_feats return_dict siglip_feats image_noise_mask patch_size f_patch_size joint_attention_kwargs"
+        "x t cap_feats return_dict controlnet_block_samples siglip_feats image_noise_mask patch_size f_patch_size "
+        "joint_attention_kwargs"
+    ),
+    refuses=(
+        (
+            "controlnet_block_samples",
+            "they are of image and text together, and come before it is known how long either is; leave them out",
+        ),
     ),
     split_inputs=(
         SplitInput("noise_refiner.0", "x"),

@@ -207,7 +207,9 @@ def sharded_and_back(name):
 def test_a_block_computes_its_share_and_unshard_gives_the_model_back(ranks, name):
     """Equal gradients alone would be found of ranks that all compute everything."""
     (mine, whole), (others, _) = ranks(2, sharded_and_back, name)
-    if name.startswith("MMDiT"):  # its last blocks hold the text as well, on every rank
+    if name.startswith(
+        ("MMDiT", "HunyuanVideo, its", "FLUX.2")
+    ):  # last blocks hold the text too, on every rank
         assert max(mine, others) < 0.6 * whole
     else:
         assert mine + others == whole and max(mine, others) < 0.75 * whole

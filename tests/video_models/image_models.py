@@ -67,6 +67,14 @@ def flux_inputs() -> Inputs:
     }
 
 
+def controlled(inputs: Inputs, *names: str) -> Inputs:
+    """With what a ControlNet adds to the tokens behind each of two blocks."""
+    size = 2, HEIGHT * WIDTH, 24
+    return inputs | {
+        name: [randn(*size, seed=20 + i), randn(*size, seed=30 + i)] for i, name in enumerate(names)
+    }
+
+
 def flux2_inputs(batched: bool) -> Inputs:
     inputs = flux_inputs() | {"img_ids": grid_ids(4), "txt_ids": torch.arange(TEXT)[:, None].expand(-1, 4)}
     del inputs["pooled_projections"]
@@ -167,11 +175,26 @@ _LISTS = ("x", "cap_feats")
 
 IMAGE_MODELS = {
     "FLUX.1": Case(flux, flux_inputs, _BOTH),
+    "FLUX.1, ControlNet": Case(
+        flux,
+        lambda: controlled(flux_inputs(), "controlnet_block_samples", "controlnet_single_block_samples"),
+        (*_BOTH, "controlnet_single_block_samples"),
+    ),
     "FLUX.2": Case(flux2, lambda: flux2_inputs(batched=False), _BOTH),
     "FLUX.2, ids in a batch": Case(flux2, lambda: flux2_inputs(batched=True), _BOTH),
     "SD 3": Case(stable_diffusion3, stable_diffusion3_inputs, _BOTH),
+    "SD 3, ControlNet": Case(
+        stable_diffusion3,
+        lambda: controlled(stable_diffusion3_inputs(), "block_controlnet_hidden_states"),
+        (*_BOTH, "block_controlnet_hidden_states"),
+    ),
     "SD 3.5": Case(lambda: stable_diffusion3((0, 1)), stable_diffusion3_inputs, _BOTH),
     "Qwen-Image": Case(qwen_image, qwen_image_inputs, _BOTH),
+    "Qwen-Image, ControlNet": Case(
+        qwen_image,
+        lambda: controlled(qwen_image_inputs(), "controlnet_block_samples"),
+        (*_BOTH, "controlnet_block_samples"),
+    ),
     "Qwen-Image-Edit": Case(
         lambda: qwen_image(zero_cond_t=True), lambda: qwen_image_inputs(edited=True), _BOTH
     ),
