@@ -109,7 +109,8 @@ def project_late(module: nn.Module, name: str) -> Callable[[], None]:
             twin = torch.empty(*x.shape[:-1], child.out_features, dtype=dtype, device="meta")
             values = LateTensor.of(twin, x.device, lambda: original(x, *args, **kwargs))
             if mode.origins is not None:
-                mode.origins.note(original, x, values)
+                with torch._C.DisableTorchFunction():  # a note of the values must not be an operation on them
+                    mode.origins.note(original, x, values)
             return values
 
         return forward

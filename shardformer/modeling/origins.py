@@ -11,6 +11,7 @@ counts: `torch.ones(3)` is as right on rank 1 as anywhere, `torch.arange(3) < le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,7 +82,8 @@ class Origins:
         is_filled = function in _CONSTANT or function is F.pad
         # A view of all elements, in one piece or several, cuts dims that its input has: heads of as many channels as
         # there are tokens are no positions. A range may be cut to measure.
-        is_whole = len(tensors) == 1 and sum(each.numel() for each in outputs) == tensors[0].numel()
+        # By their shapes: to ask values that are not projected yet for anything else would project them.
+        is_whole = len(tensors) == 1 and sum(_size(each) for each in outputs) == _size(tensors[0])
         for tensor in outputs:
             accounts = is_filled or (is_whole and not made.counts)
             self._known[tensor] = (
@@ -123,6 +125,10 @@ class Origins:
             "table[shardformer.local_tokens(len(table))], or name the function that makes them in the policy's "
             "`positions` (docs/policies.md)"
         )
+
+
+def _size(tensor: Tensor) -> int:
+    return math.prod(tensor.shape)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -64,7 +64,10 @@ def test_models_get_the_plain_exchange_s_bits(ranks, name, checkpoint):
         assert plain.keys() == overlapped.keys()
         for key, expected in plain.items():
             # Its gate is a fourth product of the same tokens, and comes before the values now when gradients are added.
-            if name == "LTX-2.3" and not key.startswith("output "):
+            is_reordered = name == "LTX-2.3" and not key.startswith("output ")
+            # These work on heads before tokens, or tokens before samples, and so on what comes back as it lies in
+            # memory: their own sums run in another order (3 ranks; on 2 they have the same bits).
+            if is_reordered or name in ("SD 3.5", "Open-Sora-Plan, its authors'"):
                 assert relative_error(overlapped[key], expected) < 1e-14, key
             else:
                 assert torch.equal(overlapped[key], expected), key
