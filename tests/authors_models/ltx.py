@@ -78,7 +78,8 @@ class Transformer3DModel(nn.Module):
 
     def precompute_freqs_cis(self, indices_grid: Tensor) -> Rotary:
         """Places [B, 3, S] → [B, S, C] twice."""
-        angles = indices_grid[..., None] * 0.3 ** torch.arange(DIM // 6)  # [B, 3, S, C / 6]
+        powers = torch.arange(DIM // 6, device=indices_grid.device)
+        angles = indices_grid[..., None] * 0.3**powers  # [B, 3, S, C / 6]
         angles = angles.transpose(1, 2).flatten(2).repeat_interleave(2, dim=-1)
         return angles.cos(), angles.sin()
 

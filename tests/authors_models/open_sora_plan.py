@@ -14,9 +14,9 @@ DIM, HEADS, TEXT = 36, 3, 16
 
 
 class PositionGetter3D:
-    def __call__(self, t: int, h: int, w: int) -> Tensor:
+    def __call__(self, t: int, h: int, w: int, device: torch.device) -> Tensor:
         """[3, S]: the place of every token of a clip."""
-        return torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).T
+        return torch.cartesian_prod(*(torch.arange(size, device=device) for size in (t, h, w))).T
 
 
 class RoPE3D(nn.Module):
@@ -25,7 +25,7 @@ class RoPE3D(nn.Module):
         parts = []
         for part, places in zip(tokens.chunk(3, dim=-1), positions, strict=True):
             half = part.size(-1) // 2
-            angles = places[:, None] * 0.1 ** torch.arange(half)  # [S, D / 6]
+            angles = places[:, None] * 0.1 ** torch.arange(half, device=places.device)  # [S, D / 6]
             cos, sin = (table.repeat(1, 2)[:, None, None].to(part) for table in (angles.cos(), angles.sin()))
             parts.append(part * cos + torch.cat([-part[..., half:], part[..., :half]], -1) * sin)
         return torch.cat(parts, -1)
@@ -51,7 +51,7 @@ class Attention(nn.Module):
             )
         )
         if not self.is_cross_attn:
-            positions = self.position_getter(frame, height, width)
+            positions = self.position_getter(frame, height, width, q.device)
             q, k = self.rope(q, positions), self.rope(k, positions)
         q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))  # [B, H, S, D]
         out = F.scaled_dot_product_attention(
