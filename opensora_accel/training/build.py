@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import psutil
@@ -20,8 +20,10 @@ from opensora_accel.deferred import deferred_init, is_deferred, resume_recording
 from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
+from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
-from opensora_accel.training.encoders import Codec, check_multiple, latent_shape
+from opensora_accel.training.data import Portion
+from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
@@ -48,8 +50,8 @@ def local_device() -> torch.device:
 
 def build_model(
     config: TrainConfig, codec: Codec, text_width: int, dtype: torch.dtype
-) -> tuple[nn.Module, tuple[int, int, int, int]]:
-    """The transformer, which waits for its weights, and the latent shape [C, t, h, w] of a clip.
+) -> tuple[nn.Module, dict[Bucket, LatentShape]]:
+    """The transformer, which waits for its weights, and the latent shape of a clip of each size.
 
     `parallelize` makes them: of sharded parameters each rank its own shards.
 
@@ -77,9 +79,12 @@ def build_model(
                 f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}; "
                 f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
             )
-    shape = check_sizes(config, codec, outline)
-    _check_memory(config, outline, dtype)
-    _try_shapes(outline, shape, config.text.length, text_width, source)
+    shapes = {bucket: check_sizes(bucket, codec, outline) for bucket in config.data.sizes}
+    _check_memory(
+        config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
+    )
+    for shape in shapes.values():
+        _try_shapes(outline, shape, config.text.length, text_width, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -89,11 +94,11 @@ def build_model(
             raise unloadable(cls, "model.path", config.model.path, error) from error
     if config.lora.rank:
         add_adapters(model, config.lora)
-    return model, shape
+    return model, shapes
 
 
 def _try_shapes(
-    outline: nn.Module, shape: tuple[int, int, int, int], text_length: int, text_width: int, source: str
+    outline: nn.Module, shape: LatentShape, text_length: int, text_width: int, source: str
 ) -> None:
     """One pass without memory and without data: what does not fit is found before the weights are made."""
     try:
@@ -153,8 +158,12 @@ def derived_arguments(num_channels: int, text_width: int) -> dict[str, int]:
     return {"in_channels": num_channels, "out_channels": num_channels, "text_dim": text_width}
 
 
-def _check_memory(config: TrainConfig, outline: nn.Module, dtype: torch.dtype) -> None:
+def _check_memory(
+    config: TrainConfig, outline: nn.Module, dtype: torch.dtype, tokens: Mapping[Bucket, int]
+) -> None:
     """Every rank of this machine makes its shards of the model on the host, and decodes its clips there.
+
+    `tokens` are those of a clip of each size.
 
     Communication: an object all-gather each. One verdict, before any rank has taken memory: a rank that refused alone
     would leave the others waiting.
@@ -170,16 +179,19 @@ def _check_memory(config: TrainConfig, outline: nn.Module, dtype: torch.dtype) -
             f"{needed / 2**30:.0f} GiB for the ranks of this machine, where {available / 2**30:.0f} GiB are "
             "free; set model.config.num_layers, num_attention_heads and ffn_dim lower"
         )
-    data = config.data
-    clips = -(-data.batch_size // config.plan.data)
-    # As bytes, and as the numbers that the codec makes of them.
-    needed = (1 + dtype.itemsize) * 3 * data.num_frames * data.height * data.width * clips * num_ranks
-    if any(from_all_ranks(needed > available)):
-        raise ValueError(
-            f"{clips} clips of {data.num_frames} × {data.height} × {data.width} on each rank take "
-            f"{needed / 2**30:.0f} GiB on this machine, where {available / 2**30:.0f} GiB are free; set "
-            "data.batch_size (with optim.accumulation for the same step), num_frames, height or width lower"
+    sizes = config.data.sizes
+    for bucket, batch_size in batch_sizes(tokens, config.data.batch_size, sizes).items():
+        clips = -(-batch_size // config.plan.data)
+        # As bytes, and as the numbers that the codec makes of them.
+        needed = (
+            (1 + dtype.itemsize) * 3 * bucket.num_frames * bucket.height * bucket.width * clips * num_ranks
         )
+        if any(from_all_ranks(needed > available)):
+            raise ValueError(
+                f"{clips} clips of {bucket.num_frames} × {bucket.height} × {bucket.width} on each rank take "
+                f"{needed / 2**30:.0f} GiB on this machine, where {available / 2**30:.0f} GiB are free; set "
+                "data.batch_size (with optim.accumulation for the same step), num_frames, height or width lower"
+            )
 
 
 def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -203,13 +215,13 @@ def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def check_sizes(config: TrainConfig, codec: Codec, model: Any) -> tuple[int, int, int, int]:
-    """The latent shape [C, t, h, w] of a clip.
+def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
+    """The latent shape [C, t, h, w] of a clip of this size.
 
     Raises:
         ValueError: a clip does not fit the codec or the model's patches.
     """
-    shape = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
+    shape = latent_shape(codec, bucket.num_frames, bucket.height, bucket.width)
     if len(model.config.patch_size) != 3:
         raise ValueError(
             f"model.config.patch_size must be three sizes (time, height, width); got {list(model.config.patch_size)}"
@@ -217,13 +229,13 @@ def check_sizes(config: TrainConfig, codec: Codec, model: Any) -> tuple[int, int
     patch_time, patch_height, patch_width = model.config.patch_size
     for name, unit in (("height", patch_height), ("width", patch_width)):
         reason = f"codec ({codec.spatial}) × model patch ({unit})"
-        check_multiple(f"data.{name}", getattr(config.data, name), codec.spatial * unit, reason)
+        check_multiple(f"data.{name}", getattr(bucket, name), codec.spatial * unit, reason)
     if shape[1] % patch_time:
         check_multiple("the number of latent frames", shape[1], patch_time, "the model's patch in time")
     return shape
 
 
-def tokens_per_sample(shape: tuple[int, int, int, int], model: Any) -> int:
+def tokens_per_sample(shape: LatentShape, model: Any) -> int:
     """The number of tokens that the model makes of latents [C, t, h, w] of this shape."""
     patch_time, patch_height, patch_width = model.config.patch_size
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
@@ -253,8 +265,10 @@ def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
 
 
-def describe(config: TrainConfig, model: nn.Module, num_tokens: int, num_videos: int) -> str:
-    """What is about to run, in three lines for a person."""
+def describe(
+    config: TrainConfig, model: nn.Module, tokens: Mapping[Bucket, int], portions: Sequence[Portion]
+) -> str:
+    """What is about to run, for a person: three lines, and one for each bucket."""
     size = sum(parameter.numel() for parameter in model.parameters())
     plan = config.plan
     degrees = ", ".join(
@@ -262,10 +276,19 @@ def describe(config: TrainConfig, model: nn.Module, num_tokens: int, num_videos:
         for field in dataclasses.fields(plan)
         if getattr(plan, field.name) != field.default
     )
-    clip = f"{config.data.num_frames} × {config.data.height} × {config.data.width}"
-    return (
-        f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {dist.get_world_size()} rank(s)\n"
-        f"plan: {degrees or 'one device'}\n"
-        f"data: {num_videos} videos in {config.data.folder}, clips of {clip}, {num_tokens} tokens each, "
-        f"{config.data.batch_size} per step"
-    )
+    lines = [
+        f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {dist.get_world_size()} rank(s)",
+        f"plan: {degrees or 'one device'}",
+    ]
+    clips = [
+        f"{len(portion.videos)} videos in {config.data.folder}, clips of {portion.bucket.num_frames} × "
+        f"{portion.bucket.height} × {portion.bucket.width}, {tokens[portion.bucket]} tokens each, "
+        f"{portion.batch_size} per step"
+        for portion in portions
+    ]
+    if not config.data.buckets:
+        return "\n".join([*lines, f"data: {clips[0]}"])
+    filled = {portion.bucket for portion in portions}
+    empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
+    told = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
+    return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *told])])

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from opensora_accel.plan import Plan
+from opensora_accel.training.buckets import Bucket, parse_buckets
 
 JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -64,15 +65,27 @@ class DataConfig:
     """Height of a clip in pixels; videos are scaled to cover height x width and cropped at the centre."""
     width: Count = 80
     """Width of a clip in pixels."""
+    buckets: tuple[str, ...] = ()
+    """Clips of several sizes instead, each FRAMESxHEIGHTxWIDTH, as 33x480x832; 1 frame is for images."""
     batch_size: Count = 4
-    """Clips per step over all data-parallel ranks together."""
+    """Clips per step over all data-parallel ranks together; with buckets, of the one with the largest clips."""
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Decoding processes per rank; 0 decodes in the training process."""
 
+    def __post_init__(self) -> None:
+        parse_buckets(self.buckets)
+        for name, default in (("num_frames", 9), ("height", 48), ("width", 80)):
+            if self.buckets and getattr(self, name) != default:
+                raise ValueError(
+                    f"data.buckets say how large clips are; leave data.{name} out, or leave data.buckets out"
+                )
+
     @property
-    def frames_needed(self) -> int:
-        """Length of the shortest video that holds a clip, in frames."""
-        return (self.num_frames - 1) * self.frame_stride + 1
+    def sizes(self) -> tuple[Bucket, ...]:
+        """The sizes of clips; one, where there are no buckets."""
+        return parse_buckets(self.buckets) or (
+            Bucket(self.num_frames, self.height, self.width, self.batch_size),
+        )
 
 
 @options

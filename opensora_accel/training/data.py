@@ -1,15 +1,20 @@
-"""Video folders as training batches that do not depend on how many ranks read them.
+"""Folders of videos and images as training batches that do not depend on how many ranks read them.
 
 The draw of every sample follows from (seed, position), where the position counts samples over the whole job. Each data
 rank takes its contiguous share of every global batch. Example for P = 3 data ranks and a batch of 6: the first batch
 holds positions 0 … 5, rank 0 reads 0 and 1, rank 1 reads 2 and 3, rank 2 reads 4 and 5; one rank alone would read all
 six, and the same clips. So a saved position resumes on any number of ranks. A file that turns out bad is set aside on
 all ranks together, and the next usable one takes its place.
+
+Where clips have several sizes, a global batch is of one of them (`buckets.py`), and a seeded permutation says in each
+epoch which comes when. With 12 small videos in batches of 6 and 3 large ones in batches of 3, an epoch has the batches
+small, small, large in some order: positions 0 … 5, 6 … 11 and 12 … 14 of the first epoch where this is the order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import warnings
@@ -26,6 +31,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from opensora_accel.files import retried
+from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
@@ -59,65 +65,109 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3]."""
+    """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3] of one bucket."""
 
     frames: Tensor
     captions: list[str]
     positions: list[int]
     files: list[str]
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The videos of one bucket, by index, and how many of them all data ranks together take in a batch."""
+
+    bucket: Bucket
+    videos: Sequence[int]
+    batch_size: int
 
 
 class GlobalBatchSampler(Sampler[list[Key]]):
     """Endless batches of keys `(position, video_index)`: this data rank's share of each global batch.
 
-    Every epoch is a seeded permutation of the videos; batches run across the ends of epochs. A draw depends
-    on (seed, position) alone. `substitute`, where given, maps the index of a video that is set aside to the
+    Every epoch of a portion is a seeded permutation of its videos; batches run across the ends of epochs. A draw
+    depends on (seed, position) alone. `substitute`, where given, maps the index of a video that is set aside to the
     one that stands in for it. `position` counts the samples of the whole job, and may be set before iterating.
 
     Raises:
-        ValueError: the batch does not divide among the data ranks.
+        ValueError: a batch does not divide among the data ranks.
     """
 
     def __init__(
         self,
-        num_videos: int,
-        batch_size: int,
+        portions: Sequence[Portion],
         data_rank: int,
         data_size: int,
         seed: int,
         *,
         substitute: Callable[[int], int] | None = None,
     ) -> None:
-        assert num_videos >= 1 and 0 <= data_rank < data_size
-        if batch_size % data_size:
-            below = batch_size // data_size * data_size
-            sizes = f"{below} or {below + data_size}" if below > 0 else f"{data_size}"
-            degrees = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
-            raise ValueError(
-                f"the global batch_size ({batch_size}) must be divisible by the number of data ranks "
-                f"({data_size}); use --data.batch_size {sizes}, or a data degree of {degrees or 1}"
-            )
+        assert portions and all(portion.videos for portion in portions) and 0 <= data_rank < data_size
+        for portion in portions:
+            _check_divides(portion.batch_size, data_size, "--data.batch_size")
         self.position = 0
-        self._num_videos, self._batch_size, self._seed = num_videos, batch_size, seed
-        # Contiguous, so that the samples of all ranks together are those of one rank, in order.
-        self._share = range(data_rank * batch_size // data_size, (data_rank + 1) * batch_size // data_size)
+        self._portions, self._seed = portions, seed
+        self._data_rank, self._data_size = data_rank, data_size
         self._substitute = substitute or (lambda video_index: video_index)
-        self._epoch, self._order = -1, torch.empty(0)
+        # Of each portion: the epoch that is being read, and the order of its videos.
+        self._orders = {portion.bucket: (-1, torch.empty(0)) for portion in portions}
 
     def __iter__(self) -> Iterator[list[Key]]:
+        for first, portion, place in self._batches():
+            size = portion.batch_size
+            self.position = first + size
+            # Contiguous, so that the samples of all ranks together are those of one rank, in order.
+            share = range(
+                self._data_rank * size // self._data_size, (self._data_rank + 1) * size // self._data_size
+            )
+            yield [(first + n, self._substitute(self._video(portion, place + n))) for n in share]
+
+    def _batches(self) -> Iterator[tuple[int, Portion, int]]:
+        """From `position` on each batch's first position, portion, and first place in the portion's own stream."""
+        portions, position = self._portions, self.position
+        if len(portions) == 1:
+            while True:
+                yield position, portions[0], position
+                position += portions[0].batch_size
+        # An epoch sees each video about once; those of a small portion rather more often than never.
+        counts = [max(1, round(len(portion.videos) / portion.batch_size)) for portion in portions]
+        kinds = torch.repeat_interleave(torch.arange(len(portions)), torch.tensor(counts))
+        num_samples = sum(count * portion.batch_size for count, portion in zip(counts, portions, strict=True))
+        epoch = position // num_samples
         while True:
-            first = self.position
-            self.position += self._batch_size
-            keys = []
-            for position in (first + n for n in self._share):
-                # Of 8 videos, position 10 is the third one of epoch 1.
-                epoch, place = divmod(position, self._num_videos)
-                # A batch may run across the end of an epoch, but never back.
-                if epoch != self._epoch:
-                    rng = generator(self._seed, "order", epoch)
-                    self._order, self._epoch = torch.randperm(self._num_videos, generator=rng), epoch
-                keys.append((position, self._substitute(int(self._order[place]))))
-            yield keys
+            first, places = epoch * num_samples, [epoch * count for count in counts]
+            rng = generator(self._seed, "buckets", epoch)
+            for kind in kinds[torch.randperm(len(kinds), generator=rng)].tolist():
+                size = portions[kind].batch_size
+                # Where no batch begins the position is that of a job with other batches: the rest of one is skipped.
+                if first >= position:
+                    yield first, portions[kind], places[kind] * size
+                first, places[kind] = first + size, places[kind] + 1
+            epoch += 1
+
+    def _video(self, portion: Portion, place: int) -> int:
+        """The index of the video at a place in the endless stream of a portion."""
+        # Of 8 videos, place 10 is the third one of epoch 1.
+        epoch, at = divmod(place, len(portion.videos))
+        known, order = self._orders[portion.bucket]
+        # A batch may run across the end of an epoch, but never back.
+        if epoch != known:
+            purpose = "order" if len(self._portions) == 1 else f"order of {portion.bucket}"
+            order = torch.randperm(len(portion.videos), generator=generator(self._seed, purpose, epoch))
+            self._orders[portion.bucket] = epoch, order
+        return portion.videos[int(order[at])]
+
+
+def _check_divides(batch_size: int, data_size: int, option: str) -> None:
+    if batch_size % data_size:
+        below = batch_size // data_size * data_size
+        sizes = f"{below} or {below + data_size}" if below > 0 else f"{data_size}"
+        degrees = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
+        raise ValueError(
+            f"the global batch_size ({batch_size}) must be divisible by the number of data ranks "
+            f"({data_size}); use {option} {sizes}, or a data degree of {degrees or 1}"
+        )
 
 
 class VideoFolder(Dataset[Sample]):
@@ -135,16 +185,17 @@ class VideoFolder(Dataset[Sample]):
     def __getitem__(self, key: Key) -> Sample:
         position, video_index = key
         video, config = self.videos[video_index], self.config
+        bucket = video.bucket
         frames = error = None
         try:
             read = partial(
                 read_clip,
                 Path(config.folder) / video.file,
                 self.start(video, position),
-                config.num_frames,
+                bucket.num_frames,
                 stride=config.frame_stride,
-                height=config.height,
-                width=config.width,
+                height=bucket.height,
+                width=bucket.width,
             )
             frames = retried(read, f"reading {video.file}")
         except UnreadableVideo as failure:
@@ -155,7 +206,7 @@ class VideoFolder(Dataset[Sample]):
         """The first frame of the clip at this position."""
         assert video.info is not None, f"{video.file} is set aside and must not be read"
         # Every first frame from which the clip is whole, the last such one included.
-        num_starts = video.info.num_frames - self.config.frames_needed + 1
+        num_starts = video.info.num_frames - video.bucket.frames_needed(self.config.frame_stride) + 1
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
 
 
@@ -190,7 +241,9 @@ class ClipLoader:
         group: dist.ProcessGroup | None,
     ) -> None:
         # A batch that does not divide must fail here, on all ranks, before the first collective.
-        GlobalBatchSampler(1, config.batch_size, data_rank, data_size, seed)
+        _check_divides(config.batch_size, data_size, "--data.batch_size")
+        for bucket in config.sizes:
+            _check_divides(bucket.batch_size or data_size, data_size, f"--data.buckets {bucket}:")
         self.config, self.position = config, 0
         self.quarantined: dict[str, str] = {}
         self._batches: Iterator[list[Sample]] | None = None
@@ -205,11 +258,8 @@ class ClipLoader:
         self.entries, usable, self._unreadable = (
             look_at_folder() if group is None else from_first_rank(look_at_folder, group)
         )
-        self._infos = {video.file: video.info for video in usable}
-        # Equal exactly if the videos come in the same order with the same start frames.
-        files = [entry.file for entry in self.entries]
-        content = json.dumps([files, seed, config.num_frames, config.frame_stride])
-        self._order_id = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self._usable = {video.file: video for video in usable}
+        self._batch_sizes = {bucket: bucket.batch_size or config.batch_size for bucket in config.sizes}
         self._begin(0, excluded=self._unreadable, quarantined=self._unreadable)
         if self._is_first and self.quarantined:
             reasons = "\n  ".join(list(self.quarantined.values())[:5])
@@ -226,19 +276,32 @@ class ClipLoader:
         """The videos that are trained on."""
         return [video for video in self._videos if video.file not in self.quarantined]
 
+    @property
+    def portions(self) -> list[Portion]:
+        """The buckets that have videos, with their batches."""
+        return self._portions
+
+    def balance(self, tokens: Mapping[Bucket, int]) -> None:
+        """From the start of the job on, batches of each bucket have as many clips as the largest has tokens for.
+
+        Args:
+            tokens: of a clip of each bucket.
+        """
+        if self.config.buckets:
+            filled = [portion.bucket for portion in self._portions]
+            self._batch_sizes |= batch_sizes(tokens, self.config.batch_size, filled)
+            self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
+
     def clip(self, file: str, position: int) -> Clip:
         """Which clip of a file this position has."""
-        return file, self._folder.start(Video(file, "", self._infos[file]), position)
+        return file, self._folder.start(self._usable[file], position)
 
-    def clips_until(self, end: int) -> set[Clip]:
-        """Every clip that this data rank reads before sample `end` of the job, if no more files turn out bad."""
+    def next_clips(self, num_batches: int) -> dict[Clip, Bucket]:
+        """Every clip that this data rank reads in the next batches, if no more files turn out bad."""
         # A sampler of its own, because the loader's goes on with the training.
-        found, sampler = set[Clip](), self._sampler()
-        for keys in sampler:
-            if sampler.position > end:
-                break
-            found |= {self.clip(self._videos[video_index].file, position) for position, video_index in keys}
-        return found
+        keys = itertools.chain.from_iterable(itertools.islice(self._sampler(), num_batches))
+        read = ((self._videos[video_index], position) for position, video_index in keys)
+        return {self.clip(video.file, position): video.bucket for video, position in read}
 
     def __iter__(self) -> ClipLoader:
         return self
@@ -247,20 +310,24 @@ class ClipLoader:
         if self._batches is None:
             self._batches = self._new_batches()
         samples = self._replace_failures(next(self._batches))
+        bucket = self._usable[samples[0].file].bucket
         # Counted when a batch is handed out. The sampler is ahead of it by what the workers have read.
-        self.position += self.config.batch_size
+        size = self._batch_sizes[bucket]
+        # Of a rank's first sample: what other data ranks hold of the batch lies before it and behind it.
+        self.position = samples[0].position - self._data_rank * size // self._data_size + size
         return Batch(
             torch.stack([sample.frames for sample in samples if sample.frames is not None]),
             [sample.caption for sample in samples],
             [sample.position for sample in samples],
             [sample.file for sample in samples],
+            bucket,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """All that decides the next batches, as plain JSON: equal on all ranks, and good for any number of them."""
         return {
             "position": self.position,
-            "order": self._order_id,
+            "order": self._order_id(),
             "excluded": sorted(self._excluded),
             "quarantined": dict(sorted(self.quarantined.items())),
         }
@@ -278,24 +345,40 @@ class ClipLoader:
         missing = {"position", "order", "excluded", "quarantined"} - set(state)
         if missing:
             raise ValueError(f"the saved state of the data lacks {sorted(missing)}; it has {sorted(state)}")
-        if state["order"] == self._order_id:
+        if state["order"] == self._order_id():
             quarantined = {**self._unreadable, **state["quarantined"]}
             self._begin(state["position"], excluded=state["excluded"], quarantined=quarantined)
             return
         if self._is_first:
             logger.warning(
-                "the videos, the seed or the clip length are not those of the saved run: "
+                "the videos, the seed, the clip length or the buckets are not those of the saved run: "
                 "training goes on at sample %d, in a new order",
                 state["position"],
             )
         self._begin(state["position"], excluded=self._unreadable, quarantined=self._unreadable)
+
+    def _order_id(self) -> str:
+        """Equal exactly if the videos come in the same order with the same start frames."""
+        config = self.config
+        content: list[Any] = [
+            [entry.file for entry in self.entries],
+            self._seed,
+            config.num_frames,
+            config.frame_stride,
+        ]
+        if config.buckets:
+            # A file that has gone bad or has been repaired since is in no bucket, or in one: their orders change.
+            buckets = {video.file: str(video.bucket) for video in self._usable.values()}
+            content += [buckets, [(str(bucket), size) for bucket, size in self._batch_sizes.items()]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _begin(self, position: int, *, excluded: Iterable[str], quarantined: Mapping[str, str]) -> None:
         """Sets the order of the videos and where in it to go on; forgets what was read ahead."""
         self.position, self._batches = position, None
         self.quarantined, self._excluded = dict(quarantined), frozenset(excluded)
         self._videos = [
-            Video(entry.file, entry.caption, self._infos.get(entry.file))
+            # One that has gone bad since the run was saved keeps its place in the order, where another stands in.
+            self._usable.get(entry.file) or Video(entry.file, entry.caption, None, self.config.sizes[0])
             for entry in self.entries
             if entry.file not in self._excluded
         ]
@@ -303,6 +386,12 @@ class ClipLoader:
         # Not a method: the sampler would refer back to this loader, and workers that are collected as part
         # of a cycle take five seconds each to stop.
         self._substitute = partial(_stand_in, self._videos, self.quarantined)
+        indices: dict[Bucket, list[int]] = {bucket: [] for bucket in self.config.sizes}
+        for index, video in enumerate(self._videos):
+            indices[video.bucket].append(index)
+        self._portions = [
+            Portion(bucket, videos, self._batch_sizes[bucket]) for bucket, videos in indices.items() if videos
+        ]
         self._check_any_left()
 
     def _new_batches(self) -> Iterator[list[Sample]]:
@@ -322,8 +411,7 @@ class ClipLoader:
     def _sampler(self) -> GlobalBatchSampler:
         """From `position` on."""
         sampler = GlobalBatchSampler(
-            len(self._videos),
-            self.config.batch_size,
+            self._portions,
             self._data_rank,
             self._data_size,
             self._seed,
@@ -357,15 +445,27 @@ class ClipLoader:
             self._check_any_left()
 
     def _check_any_left(self) -> None:
-        if all(video.file in self.quarantined for video in self._videos):
+        left = {video.bucket for video in self._videos if video.file not in self.quarantined}
+        if not left:
             raise ValueError(nothing_usable(self.config.folder, self.quarantined))
+        for portion in self._portions:
+            if portion.bucket not in left:
+                raise ValueError(
+                    f"all {len(portion.videos)} files of the bucket {portion.bucket} have been set aside; repair them, "
+                    "or leave that size out of --data.buckets and go on with --resume"
+                )
 
 
 def _stand_in(videos: Sequence[Video], quarantined: Mapping[str, str], video_index: int) -> int:
-    """The video itself, or the next one in the order of the folder that has not been set aside.
+    """The video itself, or the next one of its bucket in the order of the folder that has not been set aside.
 
     Applied twice, with a quarantine that grew in between, it gives what the grown one gives alone: it does
     not matter whether a batch was read ahead before or after a failure.
     """
+    bucket = videos[video_index].bucket
     following = ((video_index + n) % len(videos) for n in range(len(videos)))
-    return next(index for index in following if videos[index].file not in quarantined)
+    return next(
+        index
+        for index in following
+        if videos[index].bucket == bucket and videos[index].file not in quarantined
+    )

@@ -31,6 +31,10 @@ PRETRAINED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Pixels to latents
 
 
+# [C, t, h, w] of a clip.
+LatentShape = tuple[int, int, int, int]
+
+
 class Codec(Protocol):
     # Channels of a latent.
     channels: int
@@ -182,7 +186,7 @@ def free_unused() -> None:
         torch.cuda.empty_cache()
 
 
-def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> LatentShape:
     """The shape [C, t, h, w] of a clip's latents.
 
     Raises:

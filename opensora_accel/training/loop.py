@@ -29,6 +29,7 @@ from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
 from opensora_accel.profiler.flops import peak_of
 from opensora_accel.regions import region
 from opensora_accel.training import build
+from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
 from opensora_accel.training.encoders import (
@@ -106,17 +107,19 @@ class Trainer:
         text.check(captions)
         self.codec: Codec = build_codec(config.codec, self.device, self.dtype)
         # The model takes no memory yet, and the text encoder is gone before it does.
-        model, self.latent_shape = build.build_model(config, self.codec, text.width, self.dtype)
+        model, self.latent_shapes = build.build_model(config, self.codec, text.width, self.dtype)
         self.text: TextEncoder | EmbeddedCaptions = text
         if config.text.cache:
             # A dropped caption, and the other half of guidance, is the empty one.
             self.text = EmbeddedCaptions(text, [*captions, ""], self.device)
         del text
         free_unused()
-        self.num_tokens = build.tokens_per_sample(self.latent_shape, model)
-        num_frames = self.latent_shape[1]
-        self.alpha = time_shift(config.flow, self.num_tokens // num_frames, num_frames)
-        self.summary = build.describe(config, model, self.num_tokens, len(self.loader.videos))
+        # Of a clip of each size.
+        self.num_tokens = {
+            bucket: build.tokens_per_sample(shape, model) for bucket, shape in self.latent_shapes.items()
+        }
+        self.loader.balance(self.num_tokens)
+        self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
         model, self.forward = build.parallelize(model, config.plan, self.device)
         ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.state = TrainState(model, build_optimizer(model, config.optim), ema)
@@ -185,10 +188,10 @@ class Trainer:
                     self._save_and_say_how_to_go_on()
                     return losses
                 losses.append(metrics["loss"])
-                # Of a data rank.
-                tokens = self.num_tokens * self.config.data.batch_size * self.config.optim.accumulation
+                # Of all data ranks.
+                tokens = metrics["tokens"]
                 if profiler is not None:
-                    profiler.step(tokens=tokens / self.config.plan.sequence, **metrics)
+                    profiler.step(**metrics | {"tokens": tokens / self.config.plan.sequence})
                 if tracker is not None:
                     if self.device.type == "cuda":
                         memory_bytes = torch.cuda.max_memory_allocated(self.device)
@@ -250,6 +253,7 @@ class Trainer:
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
         total, files = torch.zeros((), dtype=torch.float64, device=self.device), list[str]()
+        num_tokens = 0
         for micro in range(config.accumulation):
             if interrupted():
                 state.optimizer.zero_grad()
@@ -258,6 +262,7 @@ class Trainer:
             with region("data"):
                 batch = next(self.loader)
             files += batch.files
+            num_tokens += len(batch.files) * self.num_tokens[batch.bucket] * self.config.plan.data
             total += self._backward(batch, is_last=micro == config.accumulation - 1)
         own_loss = total.clone()
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
@@ -278,7 +283,12 @@ class Trainer:
         state.optimizer.zero_grad()
         state.step += 1
         self.skipped_in_a_row = 0 if reason is None else self.skipped_in_a_row + 1
-        metrics = {"loss": total.item() / dist.get_world_size(), "grad_norm": norm, "lr": rate}
+        metrics = {
+            "loss": total.item() / dist.get_world_size(),
+            "grad_norm": norm,
+            "lr": rate,
+            "tokens": num_tokens,
+        }
         if self.watch is not None:
             if self.watch.last_look == state.step:
                 metrics |= {f"grad_norm/{name}": each for name, each in self.watch.block_norms.items()}
@@ -346,9 +356,13 @@ class Trainer:
                 clean = self.codec.encode(frames)
         clean = clean.to(self.dtype)
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
-        times = draw_times(config, self.alpha, seed, batch.positions).to(self.device)
+        times = draw_times(config, self._time_shift(batch.bucket), seed, batch.positions).to(self.device)
         noise = draw_noise(clean, seed, batch.positions)
         return flow_loss(lambda x, t: self.predict(x, t, captions), clean, noise, times)
+
+    def _time_shift(self, bucket: Bucket) -> float:
+        num_frames = self.latent_shapes[bucket][1]
+        return time_shift(self.config.flow, self.num_tokens[bucket] // num_frames, num_frames)
 
     def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B]."""
@@ -396,28 +410,36 @@ class Trainer:
         return folder
 
     def write_samples(self) -> Path:
-        """Samples clips by the captions of the first videos, on the averaged weights; every rank has to call."""
+        """Samples clips by the captions of the first videos, on the averaged weights; every rank has to call.
+
+        Each has the size that its video is trained with.
+        """
         videos = self.loader.videos[: self.config.num_samples]
-        captions = [video.caption for video in videos]
+        clips: dict[int, Tensor] = {}
         # Every rank runs the model, because its attention spans them; rank 0 writes.
         model = self.state.model.eval()
         with self._averaged(), torch.no_grad():
-            clips = sample_clips(
-                self.predict,
-                captions,
-                self.latent_shape,
-                self.codec,
-                self.config.flow,
-                self.alpha,
-                torch.empty(0, device=self.device, dtype=self.dtype),
-                self.config.seed,
-            )
+            for bucket in dict.fromkeys(video.bucket for video in videos):
+                captions = {n: video.caption for n, video in enumerate(videos) if video.bucket == bucket}
+                sampled = sample_clips(
+                    self.predict,
+                    captions,
+                    self.latent_shapes[bucket],
+                    self.codec,
+                    self.config.flow,
+                    self._time_shift(bucket),
+                    torch.empty(0, device=self.device, dtype=self.dtype),
+                    self.config.seed,
+                )
+                clips |= zip(captions, sampled, strict=True)
         model.train()
         folder = self.output / SAMPLES / f"step_{self.state.step:06d}"
         if self.is_first:
-            assert videos[0].info is not None
-            frame_rate = max(1.0, videos[0].info.fps / self.config.data.frame_stride)
-            write_comparison(folder, [self._source(video) for video in videos], clips, captions, frame_rate)
+            stride = self.config.data.frame_stride
+            rates = [max(1.0, video.info.fps / stride) for video in videos if video.info is not None]
+            sources = [self._source(video) for video in videos]
+            sampled_clips = [clips[number] for number in range(len(videos))]
+            write_comparison(folder, sources, sampled_clips, [video.caption for video in videos], rates)
         # Whoever gets the path, on whichever rank, finds the file written.
         dist.barrier()
         return folder / "strip.png"
@@ -429,17 +451,17 @@ class Trainer:
 
     def _source(self, video: Video) -> Tensor:
         """The middle of a video; grey where it cannot be read, which training may never have tried."""
-        data = self.config.data
+        data, bucket = self.config.data, video.bucket
         assert video.info is not None
-        start = (video.info.num_frames - data.frames_needed) // 2
-        size = {"height": data.height, "width": data.width}
+        start = (video.info.num_frames - bucket.frames_needed(data.frame_stride)) // 2
+        size = {"height": bucket.height, "width": bucket.width}
         try:
             return read_clip(
-                Path(data.folder) / video.file, start, data.num_frames, stride=data.frame_stride, **size
+                Path(data.folder) / video.file, start, bucket.num_frames, stride=data.frame_stride, **size
             )
         except UnreadableVideo as error:
             logger.warning("no source beside the sample: %s", error)
-            return torch.full((data.num_frames, data.height, data.width, 3), 128, dtype=torch.uint8)
+            return torch.full((bucket.num_frames, bucket.height, bucket.width, 3), 128, dtype=torch.uint8)
 
     def _cache_latents(self) -> None:
         """From now on every clip is encoded once.
@@ -450,8 +472,9 @@ class Trainer:
             ValueError: on all ranks, where the latents of one of them do not fit.
         """
         config = self.config
-        clips = self.loader.clips_until(config.steps * config.optim.accumulation * config.data.batch_size)
-        needed_bytes = len(clips) * math.prod(self.latent_shape) * torch.float32.itemsize
+        clips = self.loader.next_clips((config.steps - self.state.step) * config.optim.accumulation)
+        num_elements = sum(math.prod(self.latent_shapes[bucket]) for bucket in clips.values())
+        needed_bytes = num_elements * torch.float32.itemsize
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if any(from_all_ranks(needed_bytes * num_ranks > psutil.virtual_memory().available)):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opensora_accel.files import replacing
 from opensora_accel.training.config import FlowConfig
-from opensora_accel.training.encoders import Codec
+from opensora_accel.training.encoders import Codec, LatentShape
 from opensora_accel.training.flow import generator, sample
 
 _LEAST_HEIGHT = 240
@@ -29,8 +29,8 @@ Predict = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
 
 def sample_clips(
     predict: Predict,
-    captions: Sequence[str],
-    shape: tuple[int, int, int, int],
+    captions: Mapping[int, str],
+    shape: LatentShape,
     codec: Codec,
     config: FlowConfig,
     alpha: float,
@@ -41,43 +41,49 @@ def sample_clips(
 
     Args:
         predict: gives the velocity [N, C, t, h, w] for latents of that shape, timesteps [N] and N captions.
+        captions: each under the number that its noise is drawn by.
         shape: [C, t, h, w] of the latents of one clip.
         like: a tensor of the dtype and on the device that latents have.
     """
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
     noise = torch.stack(
-        [torch.randn(shape, generator=generator(seed, "sample", index)) for index in range(len(captions))]
+        [torch.randn(shape, generator=generator(seed, "sample", number)) for number in captions]
     ).to(like)
+    texts = list(captions.values())
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
-        velocity = predict(latents, timestep, captions)
+        velocity = predict(latents, timestep, texts)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
             return velocity
-        unconditional = predict(latents, timestep, [""] * len(captions))
+        unconditional = predict(latents, timestep, [""] * len(texts))
         return unconditional + config.guidance * (velocity - unconditional)
 
     return codec.decode(sample(guided, noise, config.sample_steps, alpha))
 
 
 def write_comparison(
-    folder: Path, sources: Sequence[Tensor], sampled: Tensor, captions: Sequence[str], fps: float
+    folder: Path,
+    sources: Sequence[Tensor],
+    sampled: Sequence[Tensor],
+    captions: Sequence[str],
+    fps: Sequence[float],
 ) -> Path:
     """Writes one mp4 per clip, the source on the left and the sample on the right, and strip.png of them all.
 
     Args:
-        sources: a clip uint8 [T, H, W, 3] for each caption.
-        sampled: uint8 [N, T, H, W, 3].
+        sources, sampled: a clip uint8 [T, H, W, 3] for each caption.
+        fps: frames a second of each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for index, (source, clip) in enumerate(zip(sources, sampled, strict=True), start=1):
+    for index, (source, clip, rate) in enumerate(zip(sources, sampled, fps, strict=True), start=1):
         pair = torch.cat([source, clip], dim=2)
         # Whole pixels are repeated until the picture is large enough to look at.
         factor = max(1, _LEAST_HEIGHT // pair.size(1))
         pair = pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
-        write_video(folder / f"clip_{index}.mp4", pair, fps)
+        write_video(folder / f"clip_{index}.mp4", pair, rate)
         rows += [(f"source {index}", source), (f"sampled {index}", clip)]
     (folder / "captions.txt").write_text("".join(f"{c}\n" for c in captions), encoding="utf-8")
     strip = folder / "strip.png"

@@ -55,6 +55,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         frame_stride=1,
         height=24,
         width=40,
+        buckets=(),
         batch_size=4,
         num_workers=0,
     )
@@ -141,7 +142,9 @@ class TrueSize:
     def of(cls, config: TrainConfig) -> TrueSize:
         """Loads the VAE that the run names, for its sizes."""
         codec = build_codec(config.codec, torch.device("cpu"), torch.float32)
-        latents = latent_shape(codec, config.data.num_frames, config.data.height, config.data.width)
+        # With buckets, of the one that takes the most memory.
+        largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
+        latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
         width = text_width(config.text)
         return cls(config, build.model_arguments(config.model, codec.channels, width), latents, width)
 

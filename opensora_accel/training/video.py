@@ -1,8 +1,8 @@
-"""Video files: which of a folder can be trained on, and exact clips of them.
+"""Video files and images: which of a folder can be trained on, and exact clips of them.
 
-A folder holds metadata.jsonl and the videos that it names. PyAV decodes them, and Pillow resizes. Every way in which a
-file can be bad (missing, empty, truncated, damaged, too short) ends in one exception, `UnreadableVideo`, so that the
-data loader can set the file aside and go on.
+A folder holds metadata.jsonl and the files that it names. PyAV decodes videos, Pillow images, and Pillow resizes. Every
+way in which a file can be bad (missing, empty, truncated, damaged, too short) ends in one exception, `UnreadableVideo`,
+so that the data loader can set the file aside and go on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ from typing import Any
 import av
 import numpy
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
+from opensora_accel.training.buckets import Bucket, bucket_of
 from opensora_accel.training.config import DataConfig
 
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
@@ -34,6 +36,8 @@ _SEEK_FROM_FRAME = 48
 # FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
 # patterns and devices are not among them: they open other files and addresses, wherever these lie.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpegpipe"
+# A file that ends so is one frame; by Pillow, because FFmpeg has no end of image formats.
+_IMAGES = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file", "enable_drefs": "0"}
 
 
@@ -43,7 +47,7 @@ class UnreadableVideo(ValueError):
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What the header of a video file says; the size is that of the picture as stored, before rotation."""
+    """What the header of a file says; the size is that of the picture as stored, or upright where that was asked."""
 
     num_frames: int
     height: int
@@ -59,8 +63,12 @@ class _PacketTable:
     keyframes: tuple[int, ...]  # those of the frames where decoding can start
 
 
-def probe(path: str | os.PathLike[str]) -> VideoInfo:
-    """Frame count, size and rate of the first video stream of `path`.
+def probe(path: str | os.PathLike[str], *, upright: bool = False) -> VideoInfo:
+    """Frame count, size and rate of the first video stream of `path`; an image is one frame, one a second.
+
+    Args:
+        upright: height and width as the clips will have them. That costs decoding the first frame, which says whether
+            a phone filmed sideways.
 
     Reads the header only where the container counts its frames (mp4, mov, avi); otherwise counts packets
     (mkv, webm), and decodes the file where the packets carry no time stamps.
@@ -69,6 +77,12 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
         UnreadableVideo: there is no readable video stream, no frame, or the file ends before the last frame that its
             header promises.
     """
+    if _is_image(path):
+        with _open_image(path) as image:
+            size = image.size
+            # The half of EXIF's eight orientations in which width and height change places.
+            width, height = reversed(size) if image.getexif().get(ExifTags.Base.Orientation, 1) > 4 else size
+            return VideoInfo(1, height, width, 1.0)
     with _open(path) as (container, stream):
         num_frames = _count_in_header(path, stream) or len(_packet_table(*_identity(path)).times)
         if not num_frames:
@@ -76,7 +90,13 @@ def probe(path: str | os.PathLike[str]) -> VideoInfo:
         if not num_frames:
             raise UnreadableVideo(f"{path}: holds no video frame")
         rate = stream.average_rate or stream.guessed_rate or Fraction(25)
-        return VideoInfo(num_frames, stream.codec_context.height, stream.codec_context.width, float(rate))
+        height, width = stream.codec_context.height, stream.codec_context.width
+    if upright:
+        with _open(path) as (container, stream):
+            first = next(container.decode(stream), None)
+            if first is not None and first.rotation % 180 == 90:
+                height, width = width, height
+    return VideoInfo(num_frames, height, width, float(rate))
 
 
 def read_clip(
@@ -100,12 +120,43 @@ def read_clip(
             f"num_frames={num_frames}, stride={stride}, height={height}, width={width}"
         )
     wanted = range(start, start + num_frames * stride, stride)
+    if _is_image(path):
+        if wanted[-1]:
+            raise UnreadableVideo(f"{path}: an image is one frame, and frame {wanted[-1]} was asked for")
+        with _open_image(path) as image:
+            picture = numpy.array(ImageOps.exif_transpose(image).convert("RGB"))
+        return torch.from_numpy(_cover(picture, height, width).copy()).unsqueeze(0)
     pictures = None
     if start >= _SEEK_FROM_FRAME:
         pictures = _decode_after_seek(path, wanted, height, width)
     if pictures is None:
         pictures = _decode_from_start(path, wanted, height, width)
     return torch.from_numpy(numpy.stack(pictures))
+
+
+def _is_image(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix.lower() in _IMAGES
+
+
+@contextmanager
+def _open_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
+    """The image, not yet decoded; every error of decoding inside becomes UnreadableVideo."""
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of pictures that would fill the memory, and refuses those of twice that size.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=sorted(set(_IMAGES.values()))) as image:
+                yield image
+    except UnreadableVideo:
+        raise
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
+        raise UnreadableVideo(f"{path}: cannot be decoded ({type(error).__name__}: {error})") from error
 
 
 @contextmanager
@@ -229,10 +280,15 @@ def _intact(frame: Any) -> Any:
 
 
 def _fit(frame: Any, height: int, width: int) -> numpy.ndarray:
-    """A decoded frame as uint8 [height, width, 3]: upright, covering, cropped at the centre."""
+    """A decoded frame as uint8 [height, width, 3], upright."""
     picture = frame.to_ndarray(format="rgb24")
     if frame.rotation % 90 == 0 and frame.rotation:  # phones film sideways and say so
         picture = numpy.ascontiguousarray(numpy.rot90(picture, k=int(frame.rotation) // 90))
+    return _cover(picture, height, width)
+
+
+def _cover(picture: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
+    """uint8 [h, w, 3] → [height, width, 3]: scaled to cover that, and cropped at the centre."""
     source_height, source_width, _ = picture.shape
     if (source_height, source_width) == (height, width):
         return picture
@@ -264,11 +320,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Video:
-    """An entry whose file has been looked at; `info` is None if the file could not be used."""
+    """An entry whose file has been looked at."""
 
     file: str
     caption: str
+    # None if the file could not be used.
     info: VideoInfo | None
+    bucket: Bucket
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> list[Entry]:
@@ -326,23 +384,27 @@ def index_videos(
 ) -> tuple[list[Video], dict[str, str]]:
     """The usable videos, in order, and the reason for each file that is set aside.
 
-    A file is set aside if its header cannot be read or it is shorter than one clip.
+    A file is set aside if its header cannot be read or it is shorter than every clip.
 
     Raises:
         ValueError: no video is left; the message has the first five reasons.
     """
 
+    shortest = min(config.sizes, key=lambda bucket: bucket.num_frames)
+
     def look(entry: Entry) -> Video | str:
         try:
-            info = probe(Path(folder) / entry.file)
+            # Only where buckets differ in it, what is upright has to be known.
+            info = probe(Path(folder) / entry.file, upright=bool(config.buckets))
         except UnreadableVideo as error:
             return str(error)
-        if info.num_frames < config.frames_needed:
+        bucket = bucket_of(info.num_frames, info.height, info.width, config.sizes, config.frame_stride)
+        if bucket is None:
             return (
-                f"{entry.file}: too short: has {info.num_frames} frames, a clip of {config.num_frames} "
-                f"frames in steps of {config.frame_stride} needs {config.frames_needed}"
+                f"{entry.file}: too short: has {info.num_frames} frames, a clip of {shortest.num_frames} "
+                f"frames in steps of {config.frame_stride} needs {shortest.frames_needed(config.frame_stride)}"
             )
-        return Video(entry.file, entry.caption, info)
+        return Video(entry.file, entry.caption, info, bucket)
 
     usable: list[Video] = []
     quarantined: dict[str, str] = {}
@@ -370,5 +432,6 @@ def nothing_usable(folder: str | os.PathLike[str], quarantined: Mapping[str, str
     return (
         f"none of the {len(quarantined)} videos in {os.fspath(folder)} can be used; the first reasons:\n"
         f"  {reasons}\n"
-        "Repair or replace the files, or lower --data.num_frames or --data.frame_stride if they are too short"
+        "Repair or replace the files, or lower --data.num_frames (or add --data.buckets of fewer frames) or "
+        "--data.frame_stride if they are too short"
     )

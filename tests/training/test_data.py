@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import DataConfig, config_from_dict
 from opensora_accel.training.data import (
     ClipLoader,
     GlobalBatchSampler,
+    Portion,
     VideoFolder,
     index_videos,
     read_metadata,
@@ -142,8 +144,12 @@ def test_configurations_that_cannot_work_are_refused(name):
 
 
 def sampled(num_batches, data_rank=0, data_size=1, seed=0, batch_size=4):
-    sampler = GlobalBatchSampler(NUM_VIDEOS, batch_size, data_rank, data_size, seed)
-    return list(itertools.islice(sampler, num_batches))
+    return list(itertools.islice(make_sampler(data_rank, data_size, seed, batch_size), num_batches))
+
+
+def make_sampler(data_rank, data_size, seed=0, batch_size=4):
+    portion = Portion(Bucket(3, 8, 16), range(NUM_VIDEOS), batch_size)
+    return GlobalBatchSampler([portion], data_rank, data_size, seed)
 
 
 @pytest.mark.parametrize("data_size", [2, 4])
@@ -163,16 +169,16 @@ def test_every_epoch_shows_every_video_once_in_a_new_order():
 
 
 def test_the_sampler_resumes_where_it_was():
-    sampler = GlobalBatchSampler(NUM_VIDEOS, 4, 1, 2, 0)
+    sampler = make_sampler(1, 2)
     list(itertools.islice(sampler, 3))
-    resumed = GlobalBatchSampler(NUM_VIDEOS, 4, 1, 2, 0)
+    resumed = make_sampler(1, 2)
     resumed.position = sampler.position
     assert list(itertools.islice(resumed, 4)) == sampled(7, 1, 2)[3:]
 
 
 def test_a_batch_that_does_not_divide_says_what_would():
     with pytest.raises(ValueError, match=r"batch_size \(6\) .* ranks \(4\); use .* 4 or 8, .* 1, 2, 3, 6$"):
-        GlobalBatchSampler(NUM_VIDEOS, 6, 0, 4, 0)
+        make_sampler(0, 4, batch_size=6)
 
 
 # The loader
