@@ -40,7 +40,7 @@ train: .venv/.train data/bunny/metadata.jsonl
 test: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m "not prove and not alone" $(ARGS)
 
-prove: .venv/.dev .venv/.kernels data/bunny/metadata.jsonl
+prove: .venv/.dev .venv/.kernels .venv/.deepspeed data/bunny/metadata.jsonl
 	$(PYTEST) -m "not alone" tests/$(PART) $(ARGS)
 	@# What measures time has nothing beside it. A PART may have none: status 5.
 	$(BIN)/python -m pytest -m alone tests/$(PART) $(ARGS) || test $$? -eq 5
@@ -86,6 +86,14 @@ lint: .venv/.dev
 	@# Apart, because it takes 1 GB and torch for a CPU has no use for it. There are wheels for Linux alone.
 	@$(PIP) install -c constraints.txt --no-deps --target .venv/kernels triton || \
 	  echo "there is no Triton for this machine; the tests of its kernels will be skipped"
+	@touch $@
+
+.venv/.deepspeed: .venv/.torch constraints.txt
+	@echo "installing DeepSpeed, which the tests of its loop run"
+	@# Apart, because its requirements are nobody else's. Its operators are not built.
+	@$(PIP) install -c constraints.txt --no-deps --no-build-isolation --target .venv/deepspeed \
+	  deepspeed einops hjson msgpack py-cpuinfo || \
+	  echo "there is no DeepSpeed for this machine; the tests of its loop will be skipped"
 	@touch $@
 
 data/bunny/metadata.jsonl: | .venv/.train
