@@ -18,6 +18,7 @@ from shardformer.policy.flux import FLUX, FLUX2
 from shardformer.policy.helios import HELIOS
 from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_AUTHORS
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
+from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
 from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6
 from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS
@@ -71,6 +72,8 @@ _POLICIES = (
     FLUX,
     FLUX2,
     QWEN_IMAGE,
+    JOYIMAGE_EDIT,
+    JOYIMAGE_EDIT_PLUS,
     SD35,
     SD3,
     Z_IMAGE,

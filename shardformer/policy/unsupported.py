@@ -3,8 +3,6 @@
 # By class name; diffusers 0.42.
 UNSUPPORTED = {
     "AnyFlowFARTransformer3DModel": "it generates block after block from a cache of keys, which is not training",
-    "JoyImageEditTransformer3DModel": "it edits single images",
-    "JoyImageEditPlusTransformer3DModel": "it edits single images",
     "Kandinsky6SRTransformer3DModel": "block-sparse attention chooses its blocks from all queries and keys",
     "SanaWMTransformer3DModel": "gated delta-rule attention carries a state from token to token",
     "SanaWMLTX2RefinerTransformer3DModel": "it attends to a window that moves over the clip, with a cache of keys",
