@@ -8,7 +8,7 @@ from torch import nn
 
 from shardformer.paths import find
 from shardformer.policy.allegro import ALLEGRO
-from shardformer.policy.anyflow import ANYFLOW
+from shardformer.policy.anyflow import ANYFLOW, ANYFLOW_FAR
 from shardformer.policy.base import Policy
 from shardformer.policy.cogvideox import COGVIDEOX
 from shardformer.policy.cosmos import COSMOS
@@ -19,7 +19,7 @@ from shardformer.policy.helios import HELIOS
 from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_AUTHORS
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
 from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
-from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6
+from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6, KANDINSKY6_SR
 from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS
 from shardformer.policy.minimax_h3 import MINIMAX_H3
@@ -33,7 +33,7 @@ from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.stable_diffusion3 import SD3, SD35
 from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
-from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_AUTHORS, WAN_VACE
+from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_ANIMATE2, WAN_AUTHORS, WAN_VACE
 from shardformer.policy.z_image import Z_IMAGE
 
 __all__ = ["UNSUPPORTED", "Policy", "find_policy", "has_policy", "model_names"]
@@ -42,9 +42,11 @@ _POLICIES = (
     WAN,
     WAN_VACE,
     WAN_ANIMATE,
+    WAN_ANIMATE2,
     WAN_AUTHORS,
     SKYREELS_V2,
     ANYFLOW,
+    ANYFLOW_FAR,
     HELIOS,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO15,
@@ -62,6 +64,7 @@ _POLICIES = (
     EASYANIMATE,
     KANDINSKY5,
     KANDINSKY6,
+    KANDINSKY6_SR,
     MINIMAX_H3,
     LATTE,
     SANA_VIDEO,

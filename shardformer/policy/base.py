@@ -153,6 +153,24 @@ class JointAttention:
 
 
 @dataclass(frozen=True)
+class WholeSequence:
+    """Self-attention whose own code needs every token, and treats every head by itself.
+
+    What `projections` return, [B, S/P, C], becomes the channels of this rank's heads, of all tokens: [B, S, C/P]. What
+    enters `out` becomes all channels of this rank's tokens again. In between the module's code runs as on one device:
+    masks of blocks, positions, caches of keys, a choice of blocks by what the queries are. So nothing that it gets
+    besides its tokens is split.
+    """
+
+    module: str
+    # Children of the module. Norms over all channels of a token are behind the projections, and stand here then.
+    projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
+    out: str = "to_out.0"
+    # Attribute of the module: the number of heads, which becomes this rank's.
+    heads: str = "heads"
+
+
+@dataclass(frozen=True)
 class Grid:
     """Blocks that attend along one dimension of a grid of tokens while another one is spread.
 
@@ -241,6 +259,7 @@ class Policy:
     positions: tuple[Positions, ...] = ()
     # As `self_attention`, of modules that sum over the tokens instead of taking a softmax.
     linear_attention: tuple[str, ...] = ()
+    whole_sequences: tuple[WholeSequence, ...] = ()
     grids: tuple[Grid, ...] = ()
     gather_grids: tuple[GatherGrid, ...] = ()
     # Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells.
@@ -278,6 +297,8 @@ class Policy:
             path for entry in self.blocks for path in entry.alternating
         ]
         found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
+        for whole in self.whole_sequences:
+            found += [f"{whole.module}.{child}" for child in (*whole.projections, whole.out)]
         return tuple(dict.fromkeys(path for path in found if path))
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""JoyImage-Edit (diffusers `JoyImageEditTransformer3DModel`, `JoyImageEditPlusTransformer3DModel`), which edits images."""
+"""JoyImage-Edit and JoyImage-Edit-Plus (diffusers `JoyImageEdit[Plus]Transformer3DModel`), which edit images."""
 
 from dataclasses import replace
 
