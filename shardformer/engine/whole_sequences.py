@@ -16,6 +16,8 @@ group, whether it is a ring, a ulysses group or both: a ring would have to know 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ from opensora_accel.communications import share_sizes
 from opensora_accel.communications.alltoall import Cut, all_to_all_unchecked
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import find
-from shardformer.policy.base import Policy, WholeSequence
+from shardformer.policy.base import Policy
 
 
 def exchange_heads(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
@@ -34,42 +36,75 @@ def exchange_heads(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
     """
     for entry in policy.whole_sequences:
         for name, module in find(model, entry.module):
-            _exchange_heads_of(module, name, entry, tokens, undo)
+            exchange = _Exchange(tokens, name, getattr(module, entry.heads))
+            # No hooks of `hooks.py`, which end a compiled graph: these need no more than that the state is known.
+            hooks = [
+                module.register_forward_pre_hook(partial(exchange.cut_tables, entry.tables), with_kwargs=True)
+            ]
+            hooks += [
+                module.get_submodule(child).register_forward_hook(exchange.to_heads)
+                for child in entry.projections
+            ]
+            hooks.append(module.get_submodule(entry.out).register_forward_pre_hook(exchange.to_tokens))
+            for hook in hooks:
+                undo.callback(hook.remove)
+            undo.callback(setattr, module, entry.heads, exchange.num_heads)
+            setattr(module, entry.heads, exchange.num_own)
 
 
-def _exchange_heads_of(
-    module: nn.Module, name: str, entry: WholeSequence, tokens: Tokens, undo: ExitStack
-) -> None:
-    group, num_heads = tokens.group, getattr(module, entry.heads)
-    if num_heads < group.size():
-        raise ValueError(
-            f"{name} needs whole heads on every rank, and has {num_heads} of them for {group.size()} ranks; "
-            f"use ring × ulysses of at most {num_heads}"
-        )
-    heads = share_sizes(num_heads, group.size())
-    num_own = heads[group.rank()]
+class _Exchange:
+    """What the hooks of one module do."""
 
-    def exchange(tensor: Tensor, head_size: int, *, to_heads: bool) -> Tensor:
-        tokens.check_known(name)
-        if tokens.state.splits is None:
-            raise ValueError(f"the policy spreads {name} over the ranks, but splits no tokens before it")
-        by_tokens = Cut(1, (tokens.state.splits,))
-        by_heads = Cut(2, (tuple(num * head_size for num in heads),))
-        scatter, gather = (by_heads, by_tokens) if to_heads else (by_tokens, by_heads)
-        (out,) = all_to_all_unchecked([tensor], group, scatter, gather)
+    def __init__(self, tokens: Tokens, name: str, num_heads: int):
+        group = tokens.group
+        if num_heads < group.size():
+            raise ValueError(
+                f"{name} needs whole heads on every rank, and has {num_heads} of them for {group.size()} ranks; "
+                f"use ring × ulysses of at most {num_heads}"
+            )
+        self._tokens, self._name, self.num_heads = tokens, name, num_heads
+        self._heads = share_sizes(num_heads, group.size())
+        self._first, self.num_own = sum(self._heads[: group.rank()]), self._heads[group.rank()]
+
+    def to_heads(self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> Tensor:
+        """[B, S/P, C] → [B, S, C/P]."""
+        by_tokens, by_heads = self._cuts(projected.size(2) // self.num_heads)
+        (out,) = all_to_all_unchecked([projected], self._tokens.group, scatter=by_heads, gather=by_tokens)
         return out.contiguous()  # the module's code may `view` it
 
-    # No hook of `hooks.py`, which would end a compiled graph here: that the state is followed is all these need.
-    def scatter_heads(_module: nn.Module, _args: tuple[Tensor, ...], projected: Tensor) -> Tensor:
-        """[B, S/P, C] → [B, S, C/P]."""
-        return exchange(projected, projected.size(2) // num_heads, to_heads=True)
-
-    def gather_heads(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def to_tokens(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """[B, S, C/P] → [B, S/P, C]."""
-        return exchange(args[0], args[0].size(2) // num_own, to_heads=False), *args[1:]
+        by_tokens, by_heads = self._cuts(args[0].size(2) // self.num_own)
+        (out,) = all_to_all_unchecked([args[0]], self._tokens.group, scatter=by_tokens, gather=by_heads)
+        return out, *args[1:]
 
-    for child in entry.projections:
-        undo.callback(module.get_submodule(child).register_forward_hook(scatter_heads).remove)
-    undo.callback(module.get_submodule(entry.out).register_forward_pre_hook(gather_heads).remove)
-    setattr(module, entry.heads, num_own)
-    undo.callback(setattr, module, entry.heads, num_heads)
+    def cut_tables(
+        self, tables: tuple[str, ...], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This rank's heads of the keyword arguments that `tables` names."""
+        return args, kwargs | {name: self._own_heads(kwargs[name]) for name in tables if name in kwargs}
+
+    def _own_heads(self, value: Any) -> Any:
+        """[B, S, C] → [B, S, C/P], [B, H, S, D] → [B, H/P, S, D]; of tuples and lists each."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._own_heads(item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        dim = 1 if value.dim() == 4 else 2
+        head_size = value.size(dim) // self.num_heads
+        if head_size * self.num_heads != value.size(dim):
+            raise ValueError(
+                f"{self._name} has {self.num_heads} heads, and a table of {tuple(value.shape)}, whose dim {dim} they "
+                "do not share; correct the policy's `tables`"
+            )
+        return value.narrow(dim, self._first * head_size, self.num_own * head_size)
+
+    def _cuts(self, head_size: int) -> tuple[Cut, Cut]:
+        """How tokens and channels are shared."""
+        self._tokens.check_known(self._name)
+        splits = self._tokens.state.splits
+        if splits is None:
+            raise ValueError(
+                f"the policy spreads {self._name} over the ranks, but splits no tokens before it"
+            )
+        return Cut(1, (splits,)), Cut(2, (tuple(num * head_size for num in self._heads),))

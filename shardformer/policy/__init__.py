@@ -21,7 +21,7 @@ from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
 from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
 from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6, KANDINSKY6_SR
 from shardformer.policy.latte import LATTE
-from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS
+from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS, SANA_WM_REFINER, SANA_WM_REFINER_GATED
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.motif_video import MOTIF_VIDEO
@@ -56,6 +56,8 @@ _POLICIES = (
     LTX,
     LTX2,
     LTX_AUTHORS,
+    SANA_WM_REFINER_GATED,
+    SANA_WM_REFINER,
     MOCHI,
     MOTIF_VIDEO,
     ALLEGRO,

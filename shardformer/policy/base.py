@@ -159,7 +159,7 @@ class WholeSequence:
     What `projections` return, [B, S/P, C], becomes the channels of this rank's heads, of all tokens: [B, S, C/P]. What
     enters `out` becomes all channels of this rank's tokens again. In between the module's code runs as on one device:
     masks of blocks, positions, caches of keys, a choice of blocks by what the queries are. So nothing that it gets
-    besides its tokens is split.
+    besides its tokens is split by tokens.
     """
 
     module: str
@@ -168,6 +168,9 @@ class WholeSequence:
     out: str = "to_out.0"
     # Attribute of the module: the number of heads, which becomes this rank's.
     heads: str = "heads"
+    # Keyword arguments of the module that hold something of every head, [B, S, C] or [B, H, S, D], of which the module
+    # gets its rank's heads.
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

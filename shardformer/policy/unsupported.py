@@ -3,7 +3,6 @@
 # By class name; diffusers 0.42.
 UNSUPPORTED = {
     "SanaWMTransformer3DModel": "gated delta-rule attention carries a state from token to token",
-    "SanaWMLTX2RefinerTransformer3DModel": "it attends to a window that moves over the clip, with a cache of keys",
     "TransformerTemporalModel": "a part of a UNet, whose convolutions need the whole frame",
     "TransformerSpatioTemporalModel": "a part of a UNet, whose convolutions need the whole frame",
 }
