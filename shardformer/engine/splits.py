@@ -85,6 +85,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
         *(entry.module for entry in policy.gather_outputs),
         *(entry.module for entry in policy.gather_grids),
         *(entry.module for entry in policy.halos),
+        *(path for entry in policy.whole_sequences for path in entry.paths),
     }
     named = {name: module for path in sorted(paths) for name, module in find(model, path) if name}
     follow_forward(model, tokens, named, undo)

@@ -172,6 +172,11 @@ class WholeSequence:
     # gets its rank's heads.
     tables: tuple[str, ...] = ()
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those of the modules that the exchanges are put on."""
+        return tuple(f"{self.module}.{child}" for child in (*self.projections, self.out))
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -300,8 +305,7 @@ class Policy:
             path for entry in self.blocks for path in entry.alternating
         ]
         found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
-        for whole in self.whole_sequences:
-            found += [f"{whole.module}.{child}" for child in (*whole.projections, whole.out)]
+        found += [path for entry in self.whole_sequences for path in entry.paths]
         return tuple(dict.fromkeys(path for path in found if path))
 
     def __post_init__(self) -> None:
