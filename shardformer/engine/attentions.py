@@ -64,9 +64,10 @@ def redirect_attentions(
 def _project_values_late(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
     modules = [module for path in policy.self_attention for _name, module in find(model, path)]
     if not modules:
+        joint = "joint attention of text and video"
+        kind = joint if policy.joint_attention else "attention that keeps its own kernel"
         raise ValueError(
-            f"overlap_ulysses overlaps self-attention, and {type(model).__name__} has joint attention of text and "
-            "video alone; leave it out"
+            f"overlap_ulysses overlaps self-attention, and {type(model).__name__} has {kind} alone; leave it out"
         )
     for module in modules:
         for name, child in module.named_children():

@@ -27,6 +27,7 @@ from shardformer.engine.grids import spread_grids
 from shardformer.engine.hooks import Arguments, change_arguments, change_output, follow_forward
 from shardformer.engine.positions import keep_positions
 from shardformer.engine.tokens import Tokens
+from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.modeling.halo import add_halo
 from shardformer.paths import check_argument, find
 from shardformer.policy.base import (
@@ -76,6 +77,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
         exchange_halos(model, halo, tokens, undo)
     keep_positions(model, policy, tokens, undo)
     redirect_attentions(model, plan, policy, tokens, undo)
+    exchange_heads(model, policy, tokens, undo)
     # Last, and it puts its first hook before all others: the model's own inputs may be split.
     paths = {
         *(entry.module for entry in policy.split_inputs),
@@ -83,6 +85,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
         *(entry.module for entry in policy.gather_outputs),
         *(entry.module for entry in policy.gather_grids),
         *(entry.module for entry in policy.halos),
+        *(path for entry in policy.whole_sequences for path in entry.paths),
     }
     named = {name: module for path in sorted(paths) for name, module in find(model, path) if name}
     follow_forward(model, tokens, named, undo)

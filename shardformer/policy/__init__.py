@@ -8,7 +8,7 @@ from torch import nn
 
 from shardformer.paths import find
 from shardformer.policy.allegro import ALLEGRO
-from shardformer.policy.anyflow import ANYFLOW
+from shardformer.policy.anyflow import ANYFLOW, ANYFLOW_FAR
 from shardformer.policy.base import Policy
 from shardformer.policy.cogvideox import COGVIDEOX
 from shardformer.policy.cosmos import COSMOS
@@ -18,9 +18,10 @@ from shardformer.policy.flux import FLUX, FLUX2
 from shardformer.policy.helios import HELIOS
 from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_AUTHORS
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
-from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6
+from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
+from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6, KANDINSKY6_SR
 from shardformer.policy.latte import LATTE
-from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS
+from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS, SANA_WM_REFINER, SANA_WM_REFINER_GATED
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.motif_video import MOTIF_VIDEO
@@ -32,7 +33,7 @@ from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.stable_diffusion3 import SD3, SD35
 from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
-from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_AUTHORS, WAN_VACE
+from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_ANIMATE2, WAN_AUTHORS, WAN_VACE
 from shardformer.policy.z_image import Z_IMAGE
 
 __all__ = ["UNSUPPORTED", "Policy", "find_policy", "has_policy", "model_names"]
@@ -41,9 +42,11 @@ _POLICIES = (
     WAN,
     WAN_VACE,
     WAN_ANIMATE,
+    WAN_ANIMATE2,
     WAN_AUTHORS,
     SKYREELS_V2,
     ANYFLOW,
+    ANYFLOW_FAR,
     HELIOS,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO15,
@@ -53,6 +56,8 @@ _POLICIES = (
     LTX,
     LTX2,
     LTX_AUTHORS,
+    SANA_WM_REFINER_GATED,
+    SANA_WM_REFINER,
     MOCHI,
     MOTIF_VIDEO,
     ALLEGRO,
@@ -61,6 +66,7 @@ _POLICIES = (
     EASYANIMATE,
     KANDINSKY5,
     KANDINSKY6,
+    KANDINSKY6_SR,
     MINIMAX_H3,
     LATTE,
     SANA_VIDEO,
@@ -71,6 +77,8 @@ _POLICIES = (
     FLUX,
     FLUX2,
     QWEN_IMAGE,
+    JOYIMAGE_EDIT,
+    JOYIMAGE_EDIT_PLUS,
     SD35,
     SD3,
     Z_IMAGE,

@@ -1,6 +1,8 @@
-"""AnyFlow (diffusers `AnyFlowTransformer3DModel`), a Wan whose every token has its own timesteps."""
+"""AnyFlow (diffusers `AnyFlow[FAR]Transformer3DModel`), a Wan whose every token has its own timesteps."""
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
+from dataclasses import replace
+
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, WholeSequence
 
 ANYFLOW = Policy(
     models=("AnyFlowTransformer3DModel",),
@@ -17,4 +19,22 @@ ANYFLOW = Policy(
     self_attention=("blocks.*.attn1",),
     blocks=(Blocks("blocks"),),
     mlps=("blocks.*.ffn",),
+)
+
+# The clip in chunks of frames, each of which sees those before it; early ones are compressed, clean copies come last.
+ANYFLOW_FAR = replace(
+    ANYFLOW,
+    models=("AnyFlowFARTransformer3DModel",),
+    arguments=(
+        "hidden_states timestep r_timestep encoder_hidden_states chunk_partition encoder_hidden_states_image "
+        "clean_hidden_states clean_timestep kv_cache kv_cache_flag attention_mask attention_kwargs return_dict"
+    ),
+    split_inputs=(SplitInput("blocks.0", "hidden_states"), SplitInput("blocks.*", "temb")),
+    self_attention=(),
+    # Who sees whom is a mask of blocks for flex attention, over all tokens and padded to a multiple of 128.
+    whole_sequences=(WholeSequence("blocks.*.attn1", ("norm_q", "norm_k", "to_v")),),
+    refuses=tuple(
+        (argument, "it keeps the keys of all heads from chunk to chunk of sampling; leave it out in training")
+        for argument in ("kv_cache", "kv_cache_flag")
+    ),
 )

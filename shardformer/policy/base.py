@@ -153,6 +153,32 @@ class JointAttention:
 
 
 @dataclass(frozen=True)
+class WholeSequence:
+    """Self-attention whose own code needs every token, and treats every head by itself.
+
+    What `projections` return, [B, S/P, C], becomes the channels of this rank's heads, of all tokens: [B, S, C/P]. What
+    enters `out` becomes all channels of this rank's tokens again. In between the module's code runs as on one device:
+    masks of blocks, positions, caches of keys, a choice of blocks by what the queries are. So nothing that it gets
+    besides its tokens is split by tokens.
+    """
+
+    module: str
+    # Children of the module. Norms over all channels of a token are behind the projections, and stand here then.
+    projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
+    out: str = "to_out.0"
+    # Attribute of the module: the number of heads, which becomes this rank's.
+    heads: str = "heads"
+    # Keyword arguments of the module that hold something of every head, [B, S, C] or [B, H, S, D], of which the module
+    # gets its rank's heads.
+    tables: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those of the modules that the exchanges are put on."""
+        return tuple(f"{self.module}.{child}" for child in (*self.projections, self.out))
+
+
+@dataclass(frozen=True)
 class Grid:
     """Blocks that attend along one dimension of a grid of tokens while another one is spread.
 
@@ -241,6 +267,7 @@ class Policy:
     positions: tuple[Positions, ...] = ()
     # As `self_attention`, of modules that sum over the tokens instead of taking a softmax.
     linear_attention: tuple[str, ...] = ()
+    whole_sequences: tuple[WholeSequence, ...] = ()
     grids: tuple[Grid, ...] = ()
     gather_grids: tuple[GatherGrid, ...] = ()
     # Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells.
@@ -278,6 +305,7 @@ class Policy:
             path for entry in self.blocks for path in entry.alternating
         ]
         found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
+        found += [path for entry in self.whole_sequences for path in entry.paths]
         return tuple(dict.fromkeys(path for path in found if path))
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Kandinsky 5 and 6 (diffusers `Kandinsky5Transformer3DModel`, `Kandinsky6Transformer3DModel`)."""
+"""Kandinsky 5, 6 and 6's super-resolution (diffusers `Kandinsky5/6/6SRTransformer3DModel`)."""
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, WholeSequence
 
 KANDINSKY5 = Policy(
     models=("Kandinsky5Transformer3DModel",),
@@ -36,4 +36,22 @@ KANDINSKY6 = Policy(
     whole_queries=("visual_transformer_blocks.*.av_cross_attention",),  # the audio is on every rank
     blocks=(Blocks("visual_transformer_blocks", ("vis", "aud")),),
     mlps=("visual_transformer_blocks.*.video_dec_block.feed_forward",),
+)
+
+KANDINSKY6_SR = Policy(
+    models=("Kandinsky6SRTransformer3DModel",),
+    arguments="hidden_states timestep return_dict",
+    split_inputs=(SplitInput("visual_transformer_blocks.0", "hidden_states"),),
+    gather_outputs=(GatherOutput("visual_transformer_blocks.-1"),),
+    # Each head chooses blocks of 64 keys by the means of all queries and keys in a block.
+    whole_sequences=(
+        WholeSequence(
+            "visual_transformer_blocks.*.self_attention",
+            ("to_query", "to_key", "to_value"),
+            out="out_layer",
+            heads="num_heads",
+        ),
+    ),
+    blocks=(Blocks("visual_transformer_blocks"),),
+    mlps=("visual_transformer_blocks.*.feed_forward",),
 )

@@ -1,8 +1,11 @@
-"""LTX-Video, LTX-2 and LTX-2.3 (diffusers `LTXVideoTransformer3DModel`, `LTX2VideoTransformer3DModel`)."""
+"""LTX-Video, LTX-2 and LTX-2.3 (diffusers `LTXVideoTransformer3DModel`, `LTX2VideoTransformer3DModel`).
+
+And the refiner of SANA-WM, which is LTX-2's video half (`SanaWMLTX2RefinerTransformer3DModel`).
+"""
 
 from dataclasses import replace
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput, WholeSequence
 
 LTX = Policy(
     models=("LTXVideoTransformer3DModel",),
@@ -45,6 +48,36 @@ LTX2 = replace(
             "video_self_attention_mask",
             "the model pads a mask of all tokens to its own number of tokens; leave it out in training",
         ),
+    ),
+)
+
+# A window that moves over a clip: its first frames and some before it are seen by their keys, from a cache. A rank's
+# cache holds its heads of all tokens.
+SANA_WM_REFINER = Policy(
+    models=("SanaWMLTX2RefinerTransformer3DModel",),
+    arguments=(
+        "hidden_states encoder_hidden_states timestep video_rotary_emb encoder_attention_mask kv_cache kv_cache_mode "
+        "attention_kwargs return_dict"
+    ),
+    split_inputs=LTX.split_inputs,
+    gather_outputs=LTX.gather_outputs,
+    whole_sequences=(
+        WholeSequence(
+            "transformer_blocks.*.attn1",
+            ("norm_q", "norm_k", "to_v"),
+            tables=("query_rotary_emb", "sink_rotary_emb"),  # every head has positions of its own
+        ),
+    ),
+    blocks=LTX.blocks,
+    mlps=LTX.mlps,
+)
+
+# With a gate for every head.
+SANA_WM_REFINER_GATED = replace(
+    SANA_WM_REFINER,
+    whole_sequences=tuple(
+        replace(entry, projections=(*entry.projections, "to_gate_logits"))
+        for entry in SANA_WM_REFINER.whole_sequences
     ),
 )
 

@@ -2,13 +2,7 @@
 
 # By class name; diffusers 0.42.
 UNSUPPORTED = {
-    "AnyFlowFARTransformer3DModel": "it generates block after block from a cache of keys, which is not training",
-    "JoyImageEditTransformer3DModel": "it edits single images",
-    "JoyImageEditPlusTransformer3DModel": "it edits single images",
-    "Kandinsky6SRTransformer3DModel": "block-sparse attention chooses its blocks from all queries and keys",
-    "SanaWMTransformer3DModel": "gated delta-rule attention carries a state from token to token",
-    "SanaWMLTX2RefinerTransformer3DModel": "it attends to a window that moves over the clip, with a cache of keys",
+    "SanaWMTransformer3DModel": "its delta rule multiplies a state from frame to frame, which is no sum over tokens",
     "TransformerTemporalModel": "a part of a UNet, whose convolutions need the whole frame",
     "TransformerSpatioTemporalModel": "a part of a UNet, whose convolutions need the whole frame",
-    "WanAnimate2Transformer3DModel": "its attention scatters tokens into a cache of the whole clip, under a block mask",
 }

@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, Positions, SplitInput, SplitOutput
+from shardformer.policy.base import (
+    Blocks,
+    Frames,
+    GatherOutput,
+    Policy,
+    Positions,
+    SplitInput,
+    SplitOutput,
+    WholeSequence,
+)
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
@@ -52,6 +61,22 @@ WAN_ANIMATE = replace(
         SplitInput("blocks.0", "hidden_states"),
         SplitInput("face_adapter.*", "encoder_hidden_states", frames=True),
     ),
+)
+
+WAN_ANIMATE2 = Policy(
+    models=("WanAnimate2Transformer3DModel",),
+    arguments=(
+        "hidden_states timestep encoder_hidden_states condition_latents kv_cache kv_cache_mode seq_len "
+        "encoder_hidden_states_image offset_grid_sizes reference_grid_sizes origin_len origin_area is_uncondtion "
+        "return_dict"
+    ),
+    split_inputs=(SplitInput("blocks.0", "hidden_states"),),
+    gather_outputs=(GatherOutput("head"),),
+    # Frames of the clip and of the reference are laid out for a mask of blocks. The cache holds a rank's heads of all
+    # tokens of the reference, which its next forward needs.
+    whole_sequences=(WholeSequence("blocks.*.self_attn", ("norm_q", "norm_k", "to_v")),),
+    blocks=(Blocks("blocks"),),
+    mlps=("blocks.*.ffn",),
 )
 
 # Wan 2.1 and 2.2 in their authors' own repository, which counts positions and hides padding inside attention.

@@ -36,16 +36,22 @@ def both_ways(name, plan):
     return [two_steps(CASES[name], plan.replace(overlap_ulysses=overlap)) for overlap in (False, True)]
 
 
-def test_models_of_joint_attention_alone_are_told(ranks):
-    plan = Plan(ulysses=2, overlap_ulysses=True)
-    for words in ranks(2, refusal, plan):
-        assert "has joint attention of text and video alone; leave it out" in words
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("HunyuanVideo", "joint attention of text and video"),
+        ("AnyFlow FAR", "attention that keeps its own kernel"),
+    ],
+)
+def test_models_without_self_attention_to_overlap_are_told(ranks, name, kind):
+    for words in ranks(2, refusal, name, Plan(ulysses=2, overlap_ulysses=True)):
+        assert f"has {kind} alone; leave it out" in words
 
 
-def refusal(plan):
+def refusal(name, plan):
     init_parallel(plan)
     with pytest.raises(ValueError) as caught:
-        shardformer.shard(CASES["HunyuanVideo"].make(), plan)
+        shardformer.shard(CASES[name].make(), plan)
     return str(caught.value)
 
 

@@ -143,6 +143,45 @@ def qwen_image_inputs(edited: bool = False) -> Inputs:
     }
 
 
+def joyimage(plus: bool = False, **options: str) -> nn.Module:
+    from diffusers import JoyImageEditPlusTransformer3DModel, JoyImageEditTransformer3DModel
+
+    model = JoyImageEditPlusTransformer3DModel if plus else JoyImageEditTransformer3DModel
+    return randomize(
+        model(
+            in_channels=4,
+            hidden_size=24,
+            num_attention_heads=3,
+            text_dim=16,
+            mlp_width_ratio=1.5,
+            num_layers=2,
+            rope_dim_list=[2, 2, 4],
+            **options,
+        )
+    )
+
+
+def joyimage_inputs() -> Inputs:
+    """Two images to edit and the noisy one, of 5 × 7 = 35 tokens each, and 4 of text."""
+    return {
+        "hidden_states": randn(2, 3, 4, 1, 2 * HEIGHT, 2 * WIDTH),
+        "timestep": torch.tensor([100.0, 700.0]),
+        "encoder_hidden_states": randn(2, TEXT, 16, seed=2),
+    }
+
+
+def joyimage_plus_inputs(masked: bool) -> Inputs:
+    """35 tokens, and of images to edit 2 × 3 and 4 × 2 more, or 2 × 3 and padding; captions of 4 tokens and 3."""
+    shapes = [[(1, HEIGHT, WIDTH), (1, 2, 3), (1, 4, 2)], [(1, HEIGHT, WIDTH), (1, 2, 3)]]
+    inputs = {
+        "hidden_states": randn(2, HEIGHT * WIDTH + 14, 4, 1, 2, 2),
+        "timestep": torch.tensor([100.0, 700.0]),
+        "encoder_hidden_states": randn(2, TEXT, 16, seed=2),
+        "shape_list": shapes,
+    }
+    return inputs | ({"encoder_hidden_states_mask": text_mask((TEXT, 3), TEXT)} if masked else {})
+
+
 def z_image() -> nn.Module:
     from diffusers import ZImageTransformer2DModel
 
@@ -197,6 +236,12 @@ IMAGE_MODELS = {
     ),
     "Qwen-Image-Edit": Case(
         lambda: qwen_image(zero_cond_t=True), lambda: qwen_image_inputs(edited=True), _BOTH
+    ),
+    "JoyImage-Edit": Case(joyimage, joyimage_inputs, _BOTH),
+    "JoyImage-Edit, text positions": Case(lambda: joyimage(rope_type="mrope"), joyimage_inputs, _BOTH),
+    "JoyImage-Edit-Plus": Case(lambda: joyimage(plus=True), lambda: joyimage_plus_inputs(masked=True), _BOTH),
+    "JoyImage-Edit-Plus, no mask": Case(
+        lambda: joyimage(plus=True), lambda: joyimage_plus_inputs(masked=False), _BOTH
     ),
     "Z-Image": Case(z_image, lambda: z_image_inputs(((10, 14), (10, 14)), (5, 5)), _LISTS),
     "Z-Image, of two sizes": Case(z_image, lambda: z_image_inputs(((10, 14), (6, 10)), (40, 5)), _LISTS),

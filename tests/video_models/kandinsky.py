@@ -1,4 +1,7 @@
-"""Kandinsky 5 and 6: text blocks of their own, then video blocks with cross-attention; 6 has audio as well."""
+"""Kandinsky 5 and 6: text blocks of their own, then video blocks with cross-attention; 6 has audio as well.
+
+Its super-resolution has no text, and chooses blocks of keys.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from torch import nn
 
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn
+from tests.video_models.flex import use_dense_flex_attention
 
 
 def kandinsky() -> nn.Module:
@@ -78,8 +82,33 @@ def inputs6(audio: bool = True) -> Inputs:
     }
 
 
+def kandinsky6_sr() -> nn.Module:
+    from diffusers import Kandinsky6SRTransformer3DModel
+
+    use_dense_flex_attention()
+    return randomize(
+        Kandinsky6SRTransformer3DModel(
+            in_visual_dim=2,
+            out_visual_dim=4,
+            time_dim=8,
+            model_dim=40,
+            ff_dim=32,
+            num_visual_blocks=2,
+            axes_dims=(2, 2, 4),
+            nabla_threshold=0.4,
+            nabla_window=(1, 1, 1),
+        )
+    )
+
+
+def inputs6_sr() -> Inputs:
+    """3 × 1 × 3 blocks of 8 × 8 tokens."""
+    return {"hidden_states": randn(2, 3, 8, 24, 5), "timestep": torch.tensor([100.0, 700.0])}
+
+
 KANDINSKY = {
     "Kandinsky 5": Case(kandinsky, inputs, ("hidden_states", "encoder_hidden_states")),
     "Kandinsky 6": Case(kandinsky6, inputs6, ("hidden_states", "audio_hidden_states")),
     "Kandinsky 6, no audio": Case(kandinsky6, lambda: inputs6(audio=False)),
+    "Kandinsky 6, super-resolution": Case(kandinsky6_sr, inputs6_sr),
 }

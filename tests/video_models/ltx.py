@@ -100,6 +100,37 @@ def ltx23() -> nn.Module:
     )
 
 
+def sana_wm_refiner(**options: Any) -> nn.Module:
+    from diffusers import SanaWMLTX2RefinerTransformer3DModel
+
+    return randomize(
+        SanaWMLTX2RefinerTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=5,
+            attention_head_dim=8,
+            cross_attention_dim=40,
+            audio_in_channels=6,
+            audio_out_channels=6,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=6,
+            audio_cross_attention_dim=12,
+            num_layers=2,
+            caption_channels=16,
+            **options,
+        )
+    )
+
+
+def sana_wm_refiner_inputs(split: bool) -> Inputs:
+    """75 tokens with a timestep each, and positions of 5 heads."""
+    angles = randn(2, 5, 75, 4, seed=7) if split else randn(2, 75, 40, seed=7)
+    inputs = ltx_inputs(per_token_time=True)
+    return {name: inputs[name] for name in list(inputs)[:4]} | {
+        "video_rotary_emb": (angles.cos(), angles.sin())
+    }
+
+
 BOTH = ("hidden_states", "audio_hidden_states")
 
 LTX = {
@@ -107,4 +138,16 @@ LTX = {
     "LTX-Video, time per token": Case(ltx, lambda: ltx_inputs(per_token_time=True)),
     "LTX-2": Case(ltx2, ltx2_inputs, BOTH),
     "LTX-2.3": Case(ltx23, lambda: ltx2_inputs(new=True), BOTH),
+    "SANA-WM's refiner": Case(
+        sana_wm_refiner,
+        lambda: sana_wm_refiner_inputs(split=False),
+        ("hidden_states", "encoder_hidden_states"),
+        lambda model: None,  # diffusers' class (0.42) brings none along
+    ),
+    "SANA-WM's refiner, gated": Case(
+        lambda: sana_wm_refiner(gated_attn=True, rope_type="split"),
+        lambda: sana_wm_refiner_inputs(split=True),
+        ("hidden_states", "encoder_hidden_states"),
+        lambda model: None,
+    ),
 }

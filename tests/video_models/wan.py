@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.authors_models.wan import WanModel, wan_model_inputs
 from tests.models import wan, wan_inputs
@@ -52,6 +55,41 @@ def chrono_edit_inputs(frames: int = 5, width: int = 10) -> Inputs:
         "hidden_states": randn(2, 4, frames, 6, width),
         "timestep": torch.tensor([100, 700]),
         "encoder_hidden_states": randn(2, 7, 16, seed=2),
+    }
+
+
+def animate2() -> nn.Module:
+    from diffusers import WanAnimate2Transformer3DModel
+
+    return randomize(
+        WanAnimate2Transformer3DModel(
+            text_len=7,
+            in_dim=6,
+            dim=60,
+            ffn_dim=32,
+            freq_dim=32,
+            text_dim=16,
+            out_dim=4,
+            num_heads=5,
+            num_layers=2,
+            use_img_emb=False,
+        )
+    )
+
+
+def animate2_inputs() -> Inputs:
+    """The pass over the reference, of 5 × 3 × 5 = 75 tokens, which fills the cache."""
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+    return {
+        "hidden_states": [randn(4, 5, 6, 10), randn(4, 5, 6, 10, seed=2)],
+        "condition_latents": [randn(2, 5, 6, 10, seed=3), randn(2, 5, 6, 10, seed=4)],
+        "timestep": torch.tensor([100, 700]),
+        "encoder_hidden_states": [randn(7, 16, seed=5), randn(4, 16, seed=6)],
+        "kv_cache": WanAnimate2KVCache(2),
+        "kv_cache_mode": "extract",
+        "seq_len": 75,
+        "offset_grid_sizes": torch.tensor([[5, 3, 5]]),
     }
 
 
@@ -118,6 +156,13 @@ WAN = {
     "Wan, time per token": single(per_token_time=True),
     "Wan VACE": Case(vace, vace_inputs, ("hidden_states", "control_hidden_states")),
     "Wan Animate": Case(animate, animate_inputs, ("pose_hidden_states", "face_pixel_values")),
+    "Wan Animate 2": Case(
+        animate2,
+        animate2_inputs,
+        ("hidden_states", "encoder_hidden_states"),
+        # The function that diffusers (0.42) puts there by default takes no keywords, which this model passes.
+        lambda model: model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False)),
+    ),
     "WanModel, its authors'": authors(),
     "WanModel, clips of two lengths": authors(padded=True),
     "ChronoEdit": Case(chrono_edit, chrono_edit_inputs),
