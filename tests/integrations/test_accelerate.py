@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,22 +20,13 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.integrations.accelerate import data_parallel_dataloader, gather_for_metrics
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.on_cpu import launcher_environment
+from tests.integrations.pages import ROOT, programs, replaced
 from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE, relative_errors
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE, FSDP = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs/integrations/accelerate.md").read_text(encoding="utf-8"), re.S
-)
+EXAMPLE, FSDP = programs("accelerate.md")
 
 (ACCELERATOR,) = re.findall(r"accelerator = .*\n", EXAMPLE)
-
-
-def replaced(text, *pairs):
-    for old, new in pairs:
-        assert text.count(old) == 1, f"docs/integrations/accelerate.md has no {old!r}"
-        text = text.replace(old, new)
-    return text
 
 
 # As it stands, under both launchers

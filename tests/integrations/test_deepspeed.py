@@ -1,26 +1,22 @@
 """The example of docs/integrations/deepspeed.md, as it stands there, against the same steps in a plain loop."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.nn.utils import clip_grad_norm_
 
 from opensora_accel import Plan
-from opensora_accel.training.flow import generator
+from tests.integrations.pages import ROOT, programs, replaced
 from tests.tiers import PROVE
 
-ROOT = Path(__file__).parents[2]
 # `make prove` puts it there, because its requirements are nobody else's.
 APART = Path(sys.prefix) / "deepspeed"
-(EXAMPLE,) = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs/integrations/deepspeed.md").read_text(encoding="utf-8"), re.S
-)
+(EXAMPLE,), (LOOP, *_) = programs("deepspeed.md"), programs("torch.md")
+BEFORE_STEPS = "before = {n: p.detach().clone() for n, p in model.named_parameters()}; init_parallel(plan)"
 CLIP, NUM_STEPS = 0.1, 6
 
 pytestmark = [
@@ -44,13 +40,6 @@ torch.save((moved, norms), f"OUTPUT_{torch.distributed.get_rank()}.pt")
 """
 
 
-def replaced(text, *pairs):
-    for old, new in pairs:
-        assert text.count(old) == 1, f"docs/integrations/deepspeed.md has no {old!r}"
-        text = text.replace(old, new)
-    return text
-
-
 def run_example(stage, plan, folder):
     """What it changes in each parameter, and the norms that the engine reports, by rank."""
     script = folder / "train.py"
@@ -58,10 +47,7 @@ def run_example(stage, plan, folder):
         EXAMPLE,
         ("in range(16)]", f"in range({4 * NUM_STEPS * plan.data})]"),
         ("Plan(ulysses=2)", repr(plan)),
-        (
-            "init_parallel(plan)",
-            "before = {n: p.detach().clone() for n, p in model.named_parameters()}; init_parallel(plan)",
-        ),
+        ("init_parallel(plan)", BEFORE_STEPS),
         ("AdamW(model.parameters(), lr=1e-3)", "SGD(model.parameters(), lr=0.1, momentum=0.9)"),
         ('"gradient_clipping": 1.0', f'"gradient_clipping": {CLIP}'),
         # Small parameters are sharded as well.
@@ -79,44 +65,29 @@ def run_example(stage, plan, folder):
 
 
 def run_plain(num_data_ranks):
-    """The same of a loop on one device, which sees the batches of all data ranks."""
-    scope: dict[str, Any] = {}
-    number = ("in range(16)]", f"in range({4 * NUM_STEPS * num_data_ranks})]")
-    # As far as the model is made.
-    exec(replaced(EXAMPLE, ("import deepspeed\n", ""), number).partition("plan = ")[0], scope)
-    model, clips = scope["model"], scope["clips"]
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loaders = [
-        DataLoader(clips, batch_size=2, sampler=DistributedSampler(clips, num_data_ranks, rank))
-        for rank in range(num_data_ranks)
-    ]
-    norms = []
-    for number, of_ranks in enumerate(zip(*loaders, strict=True), start=1):
-        for clean, text, numbers in of_ranks:
-            draws = [generator(0, "noise", int(each)) for each in numbers]
-            noise = torch.stack([torch.randn(clean.shape[1:], generator=draw) for draw in draws])
-            time = torch.stack([torch.rand((), generator=draw) for draw in draws])
-            noisy = torch.lerp(clean, noise, time[:, None, None, None, None])
-            (velocity,) = model(noisy, 1000 * time, text, return_dict=False)
-            ((velocity - (noise - clean)).square().mean() / num_data_ranks / 2).backward()
-        if number % 2 == 0:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return (
-        {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()},
-        before,
-        norms,
+    """The same by the loop of torch alone, in one process, whose batches are those of all data ranks together."""
+    scope, norms = {}, []
+    source = replaced(
+        LOOP,
+        ("in range(16)]", f"in range({4 * NUM_STEPS * num_data_ranks})]"),
+        ("batch_size=2", f"batch_size={2 * num_data_ranks}"),
+        ("Plan(ulysses=2)", "Plan()"),
+        ("init_parallel(plan)", BEFORE_STEPS),
+        ("AdamW(model.parameters(), lr=1e-3)", "SGD(model.parameters(), lr=0.1, momentum=0.9)"),
+        ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "norms.append(clip(model))"),
     )
+    scope |= {"norms": norms, "clip": lambda model: clip_grad_norm_(model.parameters(), CLIP).item()}
+    exec(compile(source, "docs/integrations/torch.md", "exec"), scope)
+    before = scope["before"]
+    return {n: p.detach() - before[n] for n, p in scope["model"].named_parameters()}, before, norms
 
 
 @pytest.mark.parametrize(
     "plan", [Plan(ulysses=2), Plan(ring=3), Plan(ulysses=2, dp_replicate=2)], ids=["ulysses", "ring", "data"]
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_move_as_in_a_plain_loop(stage, plan, tmp_path):
-    expected, before, expected_norms = run_plain(plan.data)
+def test_parameters_move_as_in_a_plain_loop(ranks, stage, plan, tmp_path):
+    ((expected, before, expected_norms),) = ranks(1, run_plain, plan.data)
     assert len(expected_norms) == NUM_STEPS and min(expected_norms) > CLIP, "gradients are clipped"
     resolution = torch.finfo(torch.float32).eps
     for moved, norms in run_example(stage, plan, tmp_path):
