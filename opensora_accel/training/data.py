@@ -14,7 +14,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from opensora_accel.files import retried
 from opensora_accel.training.config import DataConfig
+from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.video import (
@@ -42,7 +43,18 @@ from opensora_accel.training.video import (
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (position in the job's stream of samples, index of the video)
-Clip = tuple[str, int]  # (file, its first frame)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Which frames of a file a sample has, and the SHA-256 sum of the file that they were read from.
+
+    The sum is None where nobody asked for it, or where the file changed while it was read.
+    """
+
+    file: str
+    start: int
+    digest: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ class Sample:
     caption: str
     frames: Tensor | None = None
     error: str | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class Batch:
     captions: list[str]
     positions: list[int]
     files: list[str]
+    clips: list[Clip]
 
 
 class GlobalBatchSampler(Sampler[list[Key]]):
@@ -123,11 +137,14 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 class VideoFolder(Dataset[Sample]):
     """Clips by key `(position, video_index)`; the start frame follows from (seed, position).
 
-    A bad file never raises: its Sample has no frames and says why in `error`.
+    A bad file never raises: its Sample has no frames and says why in `error`. With `digests` a Sample has the SHA-256
+    sum of the file that its frames are from.
     """
 
-    def __init__(self, videos: Sequence[Video], config: DataConfig, *, seed: int) -> None:
-        self.videos, self.config, self._seed = videos, config, seed
+    def __init__(
+        self, videos: Sequence[Video], config: DataConfig, *, seed: int, digests: bool = False
+    ) -> None:
+        self.videos, self.config, self._seed, self._digests = videos, config, seed, digests
 
     def __len__(self) -> int:
         return len(self.videos)
@@ -135,11 +152,13 @@ class VideoFolder(Dataset[Sample]):
     def __getitem__(self, key: Key) -> Sample:
         position, video_index = key
         video, config = self.videos[video_index], self.config
-        frames = error = None
+        path = Path(config.folder) / video.file
+        frames = error = digest = None
         try:
+            before = file_digest(path) if self._digests else None
             read = partial(
                 read_clip,
-                Path(config.folder) / video.file,
+                path,
                 self.start(video, position),
                 config.num_frames,
                 stride=config.frame_stride,
@@ -147,9 +166,12 @@ class VideoFolder(Dataset[Sample]):
                 width=config.width,
             )
             frames = retried(read, f"reading {video.file}")
+            # The frames are those of this sum where the file is the same before and after.
+            if before is not None and file_digest(path) == before:
+                digest = before
         except UnreadableVideo as failure:
             error = str(failure)
-        return Sample(position, video_index, video.file, video.caption, frames, error)
+        return Sample(position, video_index, video.file, video.caption, frames, error, digest)
 
     def start(self, video: Video, position: int) -> int:
         """The first frame of the clip at this position."""
@@ -171,6 +193,7 @@ class ClipLoader:
             group have the same data rank and get the same clips.
         group: a process group that covers all ranks of the job, or None in a single process. Prefer gloo:
             with NCCL the check after each batch waits for the GPU.
+        digests: the clips of a batch have the SHA-256 sums of their files.
 
     Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
     all-reduce of one number; only after a failure an all-gather of the failures' texts.
@@ -188,6 +211,7 @@ class ClipLoader:
         data_rank: int,
         data_size: int,
         group: dist.ProcessGroup | None,
+        digests: bool = False,
     ) -> None:
         # A batch that does not divide must fail here, on all ranks, before the first collective.
         GlobalBatchSampler(1, config.batch_size, data_rank, data_size, seed)
@@ -195,7 +219,7 @@ class ClipLoader:
         self.quarantined: dict[str, str] = {}
         self._batches: Iterator[list[Sample]] | None = None
         self._seed, self._data_rank, self._data_size, self._group = seed, data_rank, data_size, group
-        self._is_first = group is None or dist.get_rank(group) == 0
+        self._is_first, self._digests = group is None or dist.get_rank(group) == 0, digests
 
         def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
             entries = read_metadata(config.folder)
@@ -226,9 +250,9 @@ class ClipLoader:
         """The videos that are trained on."""
         return [video for video in self._videos if video.file not in self.quarantined]
 
-    def clip(self, file: str, position: int) -> Clip:
+    def _clip(self, file: str, position: int, digest: str | None = None) -> Clip:
         """Which clip of a file this position has."""
-        return file, self._folder.start(Video(file, "", self._infos[file]), position)
+        return Clip(file, self._folder.start(Video(file, "", self._infos[file]), position), digest)
 
     def clips_until(self, end: int) -> set[Clip]:
         """Every clip that this data rank reads before sample `end` of the job, if no more files turn out bad."""
@@ -237,7 +261,7 @@ class ClipLoader:
         for keys in sampler:
             if sampler.position > end:
                 break
-            found |= {self.clip(self._videos[video_index].file, position) for position, video_index in keys}
+            found |= {self._clip(self._videos[video_index].file, position) for position, video_index in keys}
         return found
 
     def __iter__(self) -> ClipLoader:
@@ -254,6 +278,7 @@ class ClipLoader:
             [sample.caption for sample in samples],
             [sample.position for sample in samples],
             [sample.file for sample in samples],
+            [self._clip(sample.file, sample.position, sample.digest) for sample in samples],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,7 +324,7 @@ class ClipLoader:
             for entry in self.entries
             if entry.file not in self._excluded
         ]
-        self._folder = VideoFolder(self._videos, self.config, seed=self._seed)
+        self._folder = VideoFolder(self._videos, self.config, seed=self._seed, digests=self._digests)
         # Not a method: the sampler would refer back to this loader, and workers that are collected as part
         # of a cycle take five seconds each to stop.
         self._substitute = partial(_stand_in, self._videos, self.quarantined)

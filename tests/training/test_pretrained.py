@@ -12,14 +12,13 @@ import torch
 from opensora_accel import Plan
 from opensora_accel.training.config import CodecConfig, TextConfig
 from opensora_accel.training.encoders import (
-    CachedLatents,
-    EmbeddedCaptions,
     SpaceToDepth,
     TextEncoder,
     build_codec,
     build_text_encoder,
     train_tokenizer,
 )
+from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions
 from tests.tiers import some
 from tests.training.runs import tiny_config
 from tests.training.test_text import CAPTIONS, saved_encoder
