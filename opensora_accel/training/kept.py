@@ -1,7 +1,7 @@
 """What the frozen encoders gave, kept: in memory for this run, in a folder for every run, or in both.
 
     codec.cache, text.cache    each clip, or all captions, in memory; the encoder is released once all are there
-    cache_folder               each clip and caption on disk (`disk_cache.py`); the encoder is loaded for what is missing
+    cache_folder               each clip and caption on disk (`disk_cache.py`); an encoder is loaded for what is missing
 
 With a folder nothing is loaded for a run whose clips and captions are all in it; sampling, at the end, loads the VAE to
 decode. That the models could be loaded is checked at the start all the same, by their outlines.

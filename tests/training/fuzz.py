@@ -85,6 +85,7 @@ BAD: dict[str, list[Any]] = {
     "memory_target_gib": [-1, NAN, INF, 8.0],
     "watch": [-1, 0.5, "yes"],
     "timeout_s": [-1, NAN, INF, 1e30, "soon"],
+    "cache_folder": ["cache", "/dev/null", "\0", 3],
     "resume": ["/nowhere", "newest", "/dev/null", "\0", 3],
     "data.folder": ["", "/nowhere", "/dev/null", "\0", 3, ["a"], "y" * 300],
     "data.num_frames": [0, 1.5, 10_000, HUGE, NAN],
