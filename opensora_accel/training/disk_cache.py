@@ -216,7 +216,7 @@ def _metadata(size: bytes, header: bytes) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> bytes:
-    with path.open("rb", opener=_open_regular) as file:
+    with open(path, "rb", opener=_open_regular) as file:
         return file.read()
 
 
@@ -293,7 +293,7 @@ def describe(path: Path) -> dict[str, Any]:
     Raises:
         ValueError, OSError: its header cannot be read.
     """
-    with path.open("rb", opener=_open_regular) as file:
+    with open(path, "rb", opener=_open_regular) as file:
         size = file.read(8)
         # A header of this cache has a few kilobytes; a damaged length may be anything.
         metadata = _metadata(size, file.read(min(int.from_bytes(size, "little"), 2**24)))

@@ -326,7 +326,7 @@ def test_the_command_tells_what_is_there(tmp_path, capsys):
     [
         (["/nowhere"], "no folder /nowhere"),
         (["FOLDER", "--keep", "much"], r"--keep is a size, as 200GB.*got 'much'"),
-        (["FOLDER", "--keep", "-1GB"], "--keep is a size"),
+        (["FOLDER", "--keep=-1GB"], "--keep is a size"),
     ],
 )
 def test_a_wrong_command_is_told(tmp_path, arguments, told):
