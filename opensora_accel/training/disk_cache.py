@@ -166,20 +166,22 @@ class DiskCache:
             logger.warning("%s", message)
 
 
-def _canonical(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True, separators=(",", ":"))
+def _canonical(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _checksum(value: Tensor, key: str, about: str) -> str:
-    summed = hashlib.sha256(json.dumps([key, about, str(value.dtype), list(value.shape)]).encode())
+def _checksum(value: Tensor, key: Mapping[str, Any], about: Any) -> str:
+    kind = {"key": key, "about": about, "dtype": str(value.dtype), "shape": list(value.shape)}
+    summed = hashlib.sha256(_canonical(kind).encode())
     summed.update(value.reshape(-1).view(torch.uint8).numpy())
     return summed.hexdigest()
 
 
 def _content(key: Mapping[str, Any], value: Tensor, about: str) -> bytes:
-    value, text = value.detach().cpu().contiguous(), _canonical(key)
-    metadata = {"format": _FORMAT, "key": text, "about": about, "sha256": _checksum(value, text, about)}
-    return save({_TENSOR: value}, metadata)
+    value = value.detach().cpu().contiguous()
+    record = {"about": about, "key": key, "sha256": _checksum(value, key, about)}
+    # One entry: safetensors writes several in an order of chance, and the same value is to be the same file.
+    return save({_TENSOR: value}, {_FORMAT: _canonical(record)})
 
 
 def _parse(content: bytes, key: Mapping[str, Any]) -> Tensor:
@@ -188,30 +190,30 @@ def _parse(content: bytes, key: Mapping[str, Any]) -> Tensor:
     Raises:
         ValueError, SafetensorError: it was not, or the file is not whole.
     """
-    metadata = _metadata(content[:8], content[8:])
+    record = _record(content[:8], content[8:])
     value: Tensor | None = load(content).get(_TENSOR)
-    if value is None or metadata.get("key") != _canonical(key):
+    if value is None or _canonical(record["key"]) != _canonical(key):
         raise ValueError("it is a file of something else")
-    if metadata.get("sha256") != _checksum(value, metadata["key"], str(metadata.get("about"))):
+    if record.get("sha256") != _checksum(value, key, record.get("about")):
         raise ValueError("its checksum is another")
     return value
 
 
-def _metadata(size: bytes, header: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file that begins with `size` and `header`, which may be followed by more.
+def _record(size: bytes, header: bytes) -> dict[str, Any]:
+    """What stands in the header of an entry that begins with `size` and `header`, which may be followed by more.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is no entry.
     """
     length = int.from_bytes(size, "little")
     if len(size) < 8 or length > len(header):
         raise ValueError("its header is cut short")
     try:
-        found = json.loads(header[:length])["__metadata__"]
+        found: dict[str, Any] = json.loads(json.loads(header[:length])["__metadata__"][_FORMAT])
+        if not isinstance(found["key"], dict):
+            raise TypeError("its key is no object")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError("its header is damaged") from error
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise ValueError("it was not written by this cache")
+        raise ValueError("it was not written by this cache, or its header is damaged") from error
     return found
 
 
@@ -296,10 +298,7 @@ def describe(path: Path) -> dict[str, Any]:
     with open(path, "rb", opener=_open_regular) as file:
         size = file.read(8)
         # A header of this cache has a few kilobytes; a damaged length may be anything.
-        metadata = _metadata(size, file.read(min(int.from_bytes(size, "little"), 2**24)))
-    key = json.loads(metadata["key"])
-    if not isinstance(key, dict):
-        raise ValueError("its key is no object")
+        key: dict[str, Any] = _record(size, file.read(min(int.from_bytes(size, "little"), 2**24)))["key"]
     return key
 
 

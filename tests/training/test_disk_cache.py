@@ -45,9 +45,12 @@ def test_what_is_read_is_what_was_stored(tmp_path, dtype, shape):
     found = DiskCache(tmp_path / "new" / "folder").get(KEY)
     assert found.dtype == dtype and torch.equal(found, value)
     assert cache.get({**KEY, "start": 4}) is None
-    assert (cache.counts.hits, cache.counts.misses, cache.counts.stored) == (0, 2, 1)
+    assert (cache.counts.hits, cache.counts.misses, cache.counts.stored) == (0, 2, 2)
     path = only_file(cache.folder)
     assert path.parent.name == path.name[:2] and [*path.parent.iterdir()] == [path]
+    content = path.read_bytes()
+    path.unlink()
+    assert cache.put(KEY, value, "a clip") and path.read_bytes() == content, "the same value is the same file"
 
 
 def test_a_value_that_is_no_contiguous_piece_of_memory(tmp_path):

@@ -332,6 +332,9 @@ def small_run(materials, tmp_path):
     from opensora_accel.training.tiny_run import write_clips
 
     clips = write_clips(tmp_path / "clips", num_videos=5, num_frames=9)
+    # In words that the encoder's tokenizer knows.
+    lines = [json.dumps({"file": f"{n}.mp4", "caption": CAPTIONS[n % len(CAPTIONS)]}) for n in range(5)]
+    (clips / "metadata.jsonl").write_text("\n".join(lines))
 
     def config(name, plan, **changes):
         return tiny_config(
