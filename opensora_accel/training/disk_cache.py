@@ -173,7 +173,7 @@ def _canonical(value: Mapping[str, Any]) -> str:
 def _checksum(value: Tensor, key: Mapping[str, Any], about: Any) -> str:
     kind = {"key": key, "about": about, "dtype": str(value.dtype), "shape": list(value.shape)}
     summed = hashlib.sha256(_canonical(kind).encode())
-    summed.update(value.reshape(-1).view(torch.uint8).numpy())
+    summed.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return summed.hexdigest()
 
 

@@ -76,9 +76,9 @@ def from_first_of_machine(function: Callable[[], T]) -> T:
         except (ValueError, OSError) as problem:
             error = problem
     everyones = from_all_ranks((outcome, error))
-    for _, problem in everyones:
-        if problem is not None:
-            raise problem
+    for _, failure in everyones:
+        if failure is not None:
+            raise failure
     result: Any = everyones[first][0]
     return result
 
