@@ -7,6 +7,7 @@ commands:
   policy    propose how a model of your own is made sequence-parallel, and prove it
   profile   train a few steps, and tell where their time, memory and bytes went
   report    make one page of a profiled run: where time, memory and bytes went, and what to do about it
+  cache     tell what a run's --cache_folder holds, and keep the part of it that was used last
   doctor    check this machine: torch, GPUs, backends, threads, packages
 
 `opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
@@ -144,6 +145,12 @@ def _report(arguments: Sequence[str]) -> int:
     return report(arguments)
 
 
+def _cache(arguments: Sequence[str]) -> int:
+    from opensora_accel.training.cache_command import main as cache
+
+    return cache(arguments)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
@@ -158,6 +165,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "policy": _policy,
     "profile": _profile,
     "report": _report,
+    "cache": _cache,
     "doctor": _doctor,
 }
 

@@ -6,10 +6,12 @@ A collective is never tried again. After one has failed, some ranks may have its
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,12 +45,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, because a rename replaces a file at once only within one file system.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    # Random, because processes of several machines, which may have one number, may write the same file.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         yield temporary
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 sum of a file's content, in hexadecimal."""
+
+    def read() -> str:
+        summed, buffer = hashlib.sha256(), bytearray(2**20)
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                summed.update(memoryview(buffer)[:size])
+        return summed.hexdigest()
+
+    return retried(read, f"reading {path}")
 
 
 def retried(work: Callable[[], T], what: str) -> T:

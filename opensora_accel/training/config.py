@@ -236,6 +236,9 @@ class TrainConfig:
     """How many saved states stay; older ones are removed once a newer one is whole."""
     num_samples: CountOrNone = 2
     """Clips sampled at the end, from the captions of the first videos."""
+    cache_folder: str = ""
+    """Folder that keeps what the VAE of codec.path and the encoder of text.path computed, for later runs and for others
+    beside this one; empty keeps nothing between runs."""
     memory_target_gib: NotNegative = 0.0
     """Device memory that plan.offload="auto" may fill; 0 takes 90 % of the device's."""
     watch: CountOrNone = 0
@@ -260,6 +263,11 @@ class TrainConfig:
             raise ValueError(
                 f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
                 "them to fp32"
+            )
+        if self.cache_folder and not (self.codec.path or self.text.path):
+            raise ValueError(
+                "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "
+                "neither; set one of them, or leave cache_folder out"
             )
         if self.memory_target_gib and self.plan.offload != "auto":
             raise ValueError(

@@ -19,7 +19,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from opensora_accel.files import retried
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.config import DataConfig
+from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.video import (
@@ -48,7 +49,19 @@ from opensora_accel.training.video import (
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (position in the job's stream of samples, index of the video)
-Clip = tuple[str, int]  # (file, its first frame)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Which frames of a file a sample has, and the SHA-256 sum of the file that they were read from.
+
+    The sum is None where nobody asked for it, or where the file changed while it was read.
+    """
+
+    file: str
+    start: int
+    bucket: Bucket
+    digest: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Sample:
     caption: str
     frames: Tensor | None = None
     error: str | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,12 @@ class Batch:
     captions: list[str]
     positions: list[int]
     files: list[str]
-    bucket: Bucket
+    clips: list[Clip]
+
+    @property
+    def bucket(self) -> Bucket:
+        """That of all of its clips."""
+        return self.clips[0].bucket
 
 
 @dataclass(frozen=True)
@@ -173,11 +192,14 @@ def _check_divides(batch_size: int, data_size: int, option: str) -> None:
 class VideoFolder(Dataset[Sample]):
     """Clips by key `(position, video_index)`; the start frame follows from (seed, position).
 
-    A bad file never raises: its Sample has no frames and says why in `error`.
+    A bad file never raises: its Sample has no frames and says why in `error`. With `digests` a Sample has the SHA-256
+    sum of the file that its frames are from.
     """
 
-    def __init__(self, videos: Sequence[Video], config: DataConfig, *, seed: int) -> None:
-        self.videos, self.config, self._seed = videos, config, seed
+    def __init__(
+        self, videos: Sequence[Video], config: DataConfig, *, seed: int, digests: bool = False
+    ) -> None:
+        self.videos, self.config, self._seed, self._digests = videos, config, seed, digests
 
     def __len__(self) -> int:
         return len(self.videos)
@@ -185,12 +207,13 @@ class VideoFolder(Dataset[Sample]):
     def __getitem__(self, key: Key) -> Sample:
         position, video_index = key
         video, config = self.videos[video_index], self.config
-        bucket = video.bucket
-        frames = error = None
+        bucket, path = video.bucket, Path(config.folder) / video.file
+        frames = error = digest = None
         try:
+            before = file_digest(path) if self._digests else None
             read = partial(
                 read_clip,
-                Path(config.folder) / video.file,
+                path,
                 self.start(video, position),
                 bucket.num_frames,
                 stride=config.frame_stride,
@@ -198,9 +221,12 @@ class VideoFolder(Dataset[Sample]):
                 width=bucket.width,
             )
             frames = retried(read, f"reading {video.file}")
+            # The frames are those of this sum where the file is the same before and after.
+            if before is not None and file_digest(path) == before:
+                digest = before
         except UnreadableVideo as failure:
             error = str(failure)
-        return Sample(position, video_index, video.file, video.caption, frames, error)
+        return Sample(position, video_index, video.file, video.caption, frames, error, digest)
 
     def start(self, video: Video, position: int) -> int:
         """The first frame of the clip at this position."""
@@ -222,6 +248,7 @@ class ClipLoader:
             group have the same data rank and get the same clips.
         group: a process group that covers all ranks of the job, or None in a single process. Prefer gloo:
             with NCCL the check after each batch waits for the GPU.
+        digests: the clips of a batch have the SHA-256 sums of their files.
 
     Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
     all-reduce of one number; only after a failure an all-gather of the failures' texts.
@@ -239,6 +266,7 @@ class ClipLoader:
         data_rank: int,
         data_size: int,
         group: dist.ProcessGroup | None,
+        digests: bool = False,
     ) -> None:
         # A batch that does not divide must fail here, on all ranks, before the first collective.
         _check_divides(config.batch_size, data_size, "--data.batch_size")
@@ -248,7 +276,7 @@ class ClipLoader:
         self.quarantined: dict[str, str] = {}
         self._batches: Iterator[list[Sample]] | None = None
         self._seed, self._data_rank, self._data_size, self._group = seed, data_rank, data_size, group
-        self._is_first = group is None or dist.get_rank(group) == 0
+        self._is_first, self._digests = group is None or dist.get_rank(group) == 0, digests
 
         def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
             entries = read_metadata(config.folder)
@@ -292,16 +320,16 @@ class ClipLoader:
             self._batch_sizes |= batch_sizes(tokens, self.config.batch_size, filled)
             self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
 
-    def clip(self, file: str, position: int) -> Clip:
+    def _clip(self, file: str, position: int, digest: str | None = None) -> Clip:
         """Which clip of a file this position has."""
-        return file, self._folder.start(self._usable[file], position)
+        video = self._usable[file]
+        return Clip(file, self._folder.start(video, position), video.bucket, digest)
 
-    def next_clips(self, num_batches: int) -> dict[Clip, Bucket]:
+    def next_clips(self, num_batches: int) -> set[Clip]:
         """Every clip that this data rank reads in the next batches, if no more files turn out bad."""
         # A sampler of its own, because the loader's goes on with the training.
         keys = itertools.chain.from_iterable(itertools.islice(self._sampler(), num_batches))
-        read = ((self._videos[video_index], position) for position, video_index in keys)
-        return {self.clip(video.file, position): video.bucket for video, position in read}
+        return {self._clip(self._videos[video_index].file, position) for position, video_index in keys}
 
     def __iter__(self) -> ClipLoader:
         return self
@@ -310,9 +338,8 @@ class ClipLoader:
         if self._batches is None:
             self._batches = self._new_batches()
         samples = self._replace_failures(next(self._batches))
-        bucket = self._usable[samples[0].file].bucket
         # Counted when a batch is handed out. The sampler is ahead of it by what the workers have read.
-        size = self._batch_sizes[bucket]
+        size = self._batch_sizes[self._usable[samples[0].file].bucket]
         # Of a rank's first sample: what other data ranks hold of the batch lies before it and behind it.
         self.position = samples[0].position - self._data_rank * size // self._data_size + size
         return Batch(
@@ -320,7 +347,7 @@ class ClipLoader:
             [sample.caption for sample in samples],
             [sample.position for sample in samples],
             [sample.file for sample in samples],
-            bucket,
+            [self._clip(sample.file, sample.position, sample.digest) for sample in samples],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -382,7 +409,7 @@ class ClipLoader:
             for entry in self.entries
             if entry.file not in self._excluded
         ]
-        self._folder = VideoFolder(self._videos, self.config, seed=self._seed)
+        self._folder = VideoFolder(self._videos, self.config, seed=self._seed, digests=self._digests)
         # Not a method: the sampler would refer back to this loader, and workers that are collected as part
         # of a cycle take five seconds each to stop.
         self._substitute = partial(_stand_in, self._videos, self.quarantined)

@@ -6,26 +6,21 @@ positions, because every square of 2 × 2 pixels with 3 colours becomes one posi
 
 from __future__ import annotations
 
-import gc
 import os
-import socket
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.config import CodecConfig, TextConfig
-from opensora_accel.training.data import Clip
 from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
-from opensora_accel.training.ranks import from_all_ranks
 
+# How the libraries name the files of weights.
+VAE_STEM, TEXT_STEM = "diffusion_pytorch_model", "model"
 PRETRAINED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # Pixels to latents
@@ -102,9 +97,12 @@ class VideoVAE:
     @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
         """frames: uint8 [B, T, H, W, 3] → latents [B, C, t, h, w]."""
-        pixels = _to_unit(frames, torch.float32).to(self.model.dtype).transpose(1, 2)
+        # One by one, so that the values do not depend on which clips come together.
+        pixels = [
+            _to_unit(clip, torch.float32).to(self.model.dtype).transpose(1, 2) for clip in frames.split(1)
+        ]
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
-        latents = self.model.encode(pixels).latent_dist.mode().float()
+        latents = torch.cat([self.model.encode(clip).latent_dist.mode().float() for clip in pixels])
         return (latents - self.mean.to(latents)) / self.std.to(latents)
 
     @torch.no_grad()
@@ -114,8 +112,13 @@ class VideoVAE:
         return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
 
 
-def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -> Codec:
+def build_codec(
+    config: CodecConfig, device: torch.device, dtype: torch.dtype, *, outline: bool = False
+) -> Codec:
     """The codec of a configuration, a VAE in `config.dtype`, and space-to-depth in `dtype`.
+
+    Args:
+        outline: of a VAE, only what its sizes are; it takes no memory, and cannot compute.
 
     Raises:
         FileNotFoundError, ValueError: `codec.path` holds no video VAE.
@@ -132,58 +135,10 @@ def build_codec(config: CodecConfig, device: torch.device, dtype: torch.dtype) -
         )
     cls = getattr(diffusers, name)
     make = partial(cls.from_config, description)
-    stem = "diffusion_pytorch_model"
+    dtype = PRETRAINED_DTYPES[config.dtype]
     return VideoVAE(
-        load_pretrained(cls, make, "codec.path", config.path, stem, PRETRAINED_DTYPES[config.dtype], device)
+        load_pretrained(cls, make, "codec.path", config.path, VAE_STEM, dtype, None if outline else device)
     )
-
-
-class CachedLatents:
-    """A codec that encodes each clip once and keeps its latents on the host.
-
-    It lets go of the VAE as soon as all clips of the run are there. A clip that was not foreseen, because another file
-    turned out bad, and clips that are decoded at the end load the VAE again, for as long as it takes.
-    """
-
-    def __init__(self, codec: Codec, build: Callable[[], Codec], needed: Iterable[Clip]):
-        """`codec` and what `build` gives are the same; `needed` are the clips that this rank will ask for."""
-        self.channels, self.spatial, self.temporal = codec.channels, codec.spatial, codec.temporal
-        self._codec: Codec | None = codec
-        self._build, self._needed = build, set(needed)
-        self._latents: dict[Clip, Tensor] = {}
-
-    def encode(self, frames: Tensor, clips: Sequence[Clip] = ()) -> Tensor:
-        """frames: uint8 [B, T, H, W, 3] of these B clips → latents [B, C, t, h, w]."""
-        for clip, of_clip in zip(clips, frames, strict=True):
-            if clip not in self._latents:
-                # One by one, so that the values do not depend on which clips come together.
-                self._latents[clip] = self._loaded().encode(of_clip.unsqueeze(0))[0].cpu()
-                self._needed.discard(clip)
-        self._release_if_done()
-        return torch.stack([self._latents[clip] for clip in clips]).to(frames.device)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, t, h, w] to uint8 [B, T, H, W, 3]."""
-        frames = self._loaded().decode(latents)
-        self._release_if_done()
-        return frames
-
-    def _loaded(self) -> Codec:
-        if self._codec is None:
-            self._codec = self._build()
-        return self._codec
-
-    def _release_if_done(self) -> None:
-        if not self._needed and self._codec is not None:
-            self._codec = None
-            free_unused()
-
-
-def free_unused() -> None:
-    """Gives back the memory of models that nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> LatentShape:
@@ -236,8 +191,6 @@ _VOCABULARY = 2048
 _VOCABULARIES = ("tokenizer.json", "spiece.model")
 # Captions, and words, that are looked at.
 _TOLD_APART = 1000
-# Captions that are embedded together.
-_BATCH = 8
 
 
 class TextEncoder:
@@ -251,15 +204,28 @@ class TextEncoder:
     def width(self) -> int:
         return self.model.config.d_model
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, and what its embeddings have without loss."""
+        return self.model.dtype
+
+    def tokens(self, caption: str) -> tuple[Tensor, Tensor]:
+        """What the model is given for a caption: ids [1, length] and a mask [1, length] that is 0 behind its end."""
+        tokens = self.tokenizer(
+            [caption], padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )
+        return tokens["input_ids"], tokens["attention_mask"]
+
     @torch.no_grad()
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Embeddings [B, length, width] of B captions; zero behind the end of a caption, as Wan's pipeline has it."""
-        tokens = self.tokenizer(
-            list(captions), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
-        )
-        ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
-        states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return states.to(dtype) * mask.unsqueeze(-1).to(dtype)
+        states = []
+        # One by one, so that the values do not depend on which captions come together.
+        for caption in captions:
+            ids, mask = (each.to(device) for each in self.tokens(caption))
+            of_caption = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            states.append(of_caption.to(dtype) * mask.unsqueeze(-1).to(dtype))
+        return torch.cat(states)
 
     def check(self, captions: Iterable[str]) -> None:
         """Checks that the model is told something by the captions.
@@ -295,101 +261,28 @@ class TextEncoder:
             )
 
 
-class EmbeddedCaptions:
-    """What `TextEncoder.encode` gives for captions that are known beforehand, without the encoder.
-
-    The embeddings lie, without padding, in one file for all ranks of a machine. Each maps it, so that they are there
-    once, and the system may write them out where memory is short. The file has lost its name as soon as all have opened
-    it: whatever happens to the run, nothing is left of it. Of P = 3 ranks of a machine rank 0 embeds batches 0, 3, …,
-    rank 1 batches 1, 4, …, rank 2 batches 2, 5, …. Batches are the same for any P, and so are their values.
-    """
-
-    def __init__(self, encoder: TextEncoder, captions: Iterable[str], device: torch.device):
-        """Embeds the captions; every rank calls it, with the same ones.
-
-        Communication: four object all-gathers.
-
-        Raises:
-            OSError: on all ranks, where TMPDIR has no room on one of their machines.
-        """
-        self.length, self.width = encoder.length, encoder.width
-        ordered, dtype = sorted(set(captions)), encoder.model.dtype
-        tokens = encoder.tokenizer(ordered, truncation=True, max_length=self.length)["input_ids"]
-        self._counts = dict(zip(ordered, map(len, tokens), strict=True))
-        ends = list(accumulate(self._counts.values()))
-        self._ends = dict(zip(ordered, ends, strict=True))
-        shared, place, num_places = _shared_on_machine(ends[-1] * self.width, dtype)
-        # One row for each token of each caption.
-        self._rows = shared.view(-1, self.width)
-        for first in range(place * _BATCH, len(ordered), num_places * _BATCH):
-            batch = ordered[first : first + _BATCH]
-            for caption, states in zip(batch, encoder.encode(batch, device, dtype), strict=True):
-                self._rows_of(caption).copy_(states[: self._counts[caption]])
-        from_all_ranks(None)  # until then another rank's rows are not there
-
-    def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Embeddings [B, length, width] of B captions; zero behind the end of a caption."""
-        states = torch.zeros(len(captions), self.length, self.width, dtype=dtype)
-        for padded, caption in zip(states, captions, strict=True):
-            padded[: self._counts[caption]] = self._rows_of(caption)
-        return states.to(device)
-
-    def _rows_of(self, caption: str) -> Tensor:
-        end = self._ends[caption]
-        return self._rows[end - self._counts[caption] : end]
-
-
-def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
-    """Memory [num_elements] that all ranks of this machine share, this rank's number among them, and how many they are.
-
-    Raises:
-        OSError: on all ranks, where one cannot have it.
-    """
-    host, size_bytes = socket.gethostname(), num_elements * dtype.itemsize
-    own_rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = [rank for rank, other in enumerate(from_all_ranks(host)) if other == host]
-    path, shared, error = "", torch.empty(0), None
-    try:
-        if own_rank == ranks[0]:
-            descriptor, path = tempfile.mkstemp(prefix="opensora-accel-captions-")
-            with open(descriptor, "r+b") as file:
-                # Room is taken here: a full disk would end the process while it writes to the mapped file.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size_bytes)
-                else:
-                    file.truncate(size_bytes)
-    except OSError as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    of_machine = from_all_ranks(path)[ranks[0]]
-    if error is None and Path(of_machine).is_file() and Path(of_machine).stat().st_size == size_bytes:
-        shared = torch.from_file(of_machine, shared=True, size=num_elements, dtype=dtype)
-    elif error is None:
-        error = f"rank {ranks[0]}, which has the same host name, has no file {of_machine!r} that is seen here"
-    errors = [each for each in from_all_ranks(error) if each is not None]
-    if path:
-        os.unlink(path)
-    if errors:
-        raise OSError(
-            f"the embeddings of all captions ({size_bytes / 2**30:.2f} GiB) cannot lie in {tempfile.gettempdir()} "
-            f"({errors[0]}); let TMPDIR name a place with room on each machine, or hold the text encoder by "
-            "--text.cache False"
-        )
-    return shared, ranks.index(own_rank), len(ranks)
-
-
 def build_text_encoder(
-    config: TextConfig, tokenizer_json: str, seed: int, device: torch.device, dtype: torch.dtype
+    config: TextConfig,
+    tokenizer_json: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    outline: bool = False,
 ) -> TextEncoder:
     """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`.
 
     A pretrained one has `config.dtype`. The small one has `dtype`, that of the run: it is drawn and not published, its
     size is nothing, and so a run in fp64 has no rounding in it.
 
+    Args:
+        outline: of an encoder from `config.path`, only its tokenizer and sizes; it takes no memory, and cannot compute.
+
     Raises:
         FileNotFoundError, ValueError: `config.path` holds no encoder with its tokenizer.
     """
     if config.path:
-        return _load(config, device)
+        return _load(config, None if outline else device)
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -450,7 +343,7 @@ def _description(config: TextConfig) -> dict[str, Any]:
     return description
 
 
-def _load(config: TextConfig, device: torch.device) -> TextEncoder:
+def _load(config: TextConfig, device: torch.device | None) -> TextEncoder:
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
@@ -478,5 +371,7 @@ def _load(config: TextConfig, device: torch.device) -> TextEncoder:
 
     dtype = PRETRAINED_DTYPES[config.dtype]
     return TextEncoder(
-        tokenizer, load_pretrained(cls, make, "text.path", config.path, "model", dtype, device), config.length
+        tokenizer,
+        load_pretrained(cls, make, "text.path", config.path, TEXT_STEM, dtype, device),
+        config.length,
     )

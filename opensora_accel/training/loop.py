@@ -32,17 +32,23 @@ from opensora_accel.training import build
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
+from opensora_accel.training.disk_cache import Counts
 from opensora_accel.training.encoders import (
-    CachedLatents,
     Codec,
-    EmbeddedCaptions,
     TextEncoder,
     build_codec,
     build_text_encoder,
-    free_unused,
     train_tokenizer,
 )
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
+from opensora_accel.training.kept import (
+    CachedLatents,
+    EmbeddedCaptions,
+    Stored,
+    StoredCaptions,
+    free_unused,
+    open_disk_cache,
+)
 from opensora_accel.training.lowbit import check_low_bit
 from opensora_accel.training.metrics import OffloadLog, Tracker
 from opensora_accel.training.optim import (
@@ -92,6 +98,7 @@ class Trainer:
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
         check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
+        self.disk_cache = open_disk_cache(config.cache_folder) if config.cache_folder else None
         data_group = get_data_parallel_group()
         assert data_group is not None
         self.loader = ClipLoader(
@@ -100,19 +107,31 @@ class Trainer:
             data_rank=data_group.rank(),
             data_size=data_group.size(),
             group=dist.group.WORLD,
+            digests=self.disk_cache is not None and bool(config.codec.path),
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries]
-        text = build_text_encoder(config.text, self.tokenizer_json, config.seed, self.device, self.dtype)
-        text.check(captions)
-        self.codec: Codec = build_codec(config.codec, self.device, self.dtype)
+        # With a folder of what they computed, encoders may not be needed at all: loaded is what is asked for.
+        build_text = partial(
+            build_text_encoder, config.text, self.tokenizer_json, config.seed, self.device, self.dtype
+        )
+        outline = build_text(outline=self.disk_cache is not None)
+        outline.check(captions)
+        # A dropped caption, and the other half of guidance, is the empty one.
+        captions.append("")
+        text: TextEncoder | StoredCaptions = outline
+        if self.disk_cache is not None and config.text.path:
+            stored = Stored.embeddings(self.disk_cache, config.text, self.device)
+            text = StoredCaptions(outline, build_text, captions, stored)
+        self.codec: Codec = build_codec(
+            config.codec, self.device, self.dtype, outline=self.disk_cache is not None
+        )
         # The model takes no memory yet, and the text encoder is gone before it does.
         model, self.latent_shapes = build.build_model(config, self.codec, text.width, self.dtype)
-        self.text: TextEncoder | EmbeddedCaptions = text
+        self.text: TextEncoder | StoredCaptions | EmbeddedCaptions = text
         if config.text.cache:
-            # A dropped caption, and the other half of guidance, is the empty one.
-            self.text = EmbeddedCaptions(text, [*captions, ""], self.device)
-        del text
+            self.text = EmbeddedCaptions(text, captions, self.device)
+        del text, outline
         free_unused()
         # Of a clip of each size.
         self.num_tokens = {
@@ -129,7 +148,7 @@ class Trainer:
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, saved
-        if config.codec.cache:
+        if config.codec.path and (config.codec.cache or self.disk_cache is not None):
             self._cache_latents()
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
@@ -178,7 +197,7 @@ class Trainer:
         watching = self.watch or nullcontext()
         with StopRequest() as stop, tracker or nullcontext(), profiler or nullcontext(), watching:
             while self.state.step < last:
-                started = time.perf_counter()
+                started, before = time.perf_counter(), self._cache_counts()
                 # A save that failed beside the training ends it here, on all ranks.
                 with self._explained():
                     metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
@@ -186,6 +205,7 @@ class Trainer:
                 if metrics is None:
                     self.saver.wait()
                     self._save_and_say_how_to_go_on()
+                    self._tell_of_disk_cache()
                     return losses
                 losses.append(metrics["loss"])
                 # Of all data ranks.
@@ -198,7 +218,10 @@ class Trainer:
                     else:
                         memory_bytes = psutil.Process().memory_info().rss
                     speed = {"tokens_per_s": tokens / seconds, "step_s": seconds}
-                    tracker.step(self.state.step, metrics | speed | {"memory_gib": memory_bytes / 2**30})
+                    cached = {name: now - before[name] for name, now in self._cache_counts().items()}
+                    tracker.step(
+                        self.state.step, metrics | speed | {"memory_gib": memory_bytes / 2**30} | cached
+                    )
                     self.offload.show_decisions()
                 if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
                     self.save()
@@ -208,6 +231,7 @@ class Trainer:
             dist.barrier()  # whoever reads the records finds those of all ranks
         if not stopping:
             self._write_results()
+        self._tell_of_disk_cache()
         return losses
 
     def _explained(self) -> AbstractContextManager[Any]:
@@ -351,7 +375,7 @@ class Trainer:
         frames = batch.frames.to(self.device)
         with region("encode", "clips"):
             if isinstance(self.codec, CachedLatents):
-                clean = self.codec.encode(frames, list(map(self.loader.clip, batch.files, batch.positions)))
+                clean = self.codec.encode(frames, batch.clips)
             else:
                 clean = self.codec.encode(frames)
         clean = clean.to(self.dtype)
@@ -466,24 +490,51 @@ class Trainer:
     def _cache_latents(self) -> None:
         """From now on every clip is encoded once.
 
-        Communication: an object all-gather.
+        Communication: at most three object all-gathers.
 
         Raises:
             ValueError: on all ranks, where the latents of one of them do not fit.
         """
         config = self.config
         clips = self.loader.next_clips((config.steps - self.state.step) * config.optim.accumulation)
-        num_elements = sum(math.prod(self.latent_shapes[bucket]) for bucket in clips.values())
+        num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip in clips)
         needed_bytes = num_elements * torch.float32.itemsize
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if any(from_all_ranks(needed_bytes * num_ranks > psutil.virtual_memory().available)):
+        available = psutil.virtual_memory().available
+        if config.codec.cache and any(from_all_ranks(needed_bytes * num_ranks > available)):
             raise ValueError(
                 f"codec.cache keeps the latents of every clip of the run: {len(clips):,} clips, "
                 f"{needed_bytes / 2**30:.1f} GiB on this rank, are more than this machine has free; cut the videos to "
-                "data.num_frames, so that each has one clip, or set codec.cache to False"
+                "data.num_frames, so that each has one clip, or set codec.cache to False (cache_folder keeps them on "
+                "disk)"
             )
-        again = partial(build_codec, config.codec, self.device, self.dtype)
-        self.codec = CachedLatents(self.codec, again, clips)
+        build = partial(build_codec, config.codec, self.device, self.dtype)
+        stored = Stored.latents(self.disk_cache, config, self.device) if self.disk_cache is not None else None
+        self.codec = CachedLatents(self.codec, build, clips, in_memory=config.codec.cache, stored=stored)
+
+    def _cache_counts(self) -> dict[str, int]:
+        """What this rank has found in the folder so far, and what not; nothing where there is no folder."""
+        if self.disk_cache is None:
+            return {}
+        counts = self.disk_cache.counts
+        return {"cache_hits": counts.hits, "cache_misses": counts.misses}
+
+    def _tell_of_disk_cache(self) -> None:
+        """What the run found in the folder and stored there; every rank has to call.
+
+        Communication: an object all-gather.
+        """
+        if self.disk_cache is None:
+            return
+        counts = sum(from_all_ranks(self.disk_cache.counts), Counts())
+        if self.is_first:
+            self.disk_cache.note_run({"output": os.path.abspath(self.output), **dataclasses.asdict(counts)})
+            print(
+                f"cache {self.config.cache_folder}: {counts.hits} clips and captions read "
+                f"({counts.read_bytes / 1e6:.1f} MB), {counts.misses} computed, {counts.stored} stored "
+                f"({counts.stored_bytes / 1e6:.1f} MB), by all ranks together",
+                flush=True,
+            )
 
     def _tokenizer(self, saved: Path | None) -> str:
         """The tokenizer of the saved state, or one trained on all captions, as rank 0 has it."""

@@ -169,6 +169,7 @@ def check_inputs(config: TrainConfig) -> None:
         "model.path": config.model.path,
         "codec.path": config.codec.path,
         "text.path": config.text.path,
+        "cache_folder": config.cache_folder,
     }
     for option, path in inputs.items():
         if path and any(Path(path).resolve().is_relative_to(place.resolve()) for place in written):

@@ -49,7 +49,7 @@ def load_pretrained(
     folder: str | Path,
     stem: str,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | None,
 ) -> ModelT:
     """The model of a folder in `dtype`, frozen, as `from_pretrained(folder, dtype=dtype)` of its library gives it.
 
@@ -60,6 +60,7 @@ def load_pretrained(
     Args:
         make: builds the `cls`.
         stem: how the library names the files of weights.
+        device: None leaves it without memory: its sizes are known, and that all of its weights are there.
 
     Raises:
         ValueError: there are no safetensors, they cannot be read, or weights are missing or of another shape.
@@ -92,6 +93,8 @@ def load_pretrained(
             f"{option} {folder} does not hold all weights of a {cls.__name__}: {len(missing)} are missing, "
             f"{', '.join(missing[:3])} among them; copy the folder again, whole"
         )
+    if device is None:
+        return model
     try:
         fill(model, stored)
         materialize(model, device)

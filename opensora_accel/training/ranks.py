@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -55,6 +56,30 @@ def from_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None =
     if box[1] is not None:
         raise box[1]
     result: T = box[0]
+    return result
+
+
+def from_first_of_machine(function: Callable[[], T]) -> T:
+    """What `function` gives on the first rank of each machine, on all ranks of that machine.
+
+    Communication: two object all-gathers.
+
+    Raises:
+        ValueError, OSError: on all ranks of the job, where `function` raises one of them on one machine.
+    """
+    hosts = from_all_ranks(socket.gethostname())
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
+    first, outcome, error = hosts.index(hosts[own_rank]), None, None
+    if own_rank == first:
+        try:
+            outcome = function()
+        except (ValueError, OSError) as problem:
+            error = problem
+    everyones = from_all_ranks((outcome, error))
+    for _, failure in everyones:
+        if failure is not None:
+            raise failure
+    result: Any = everyones[first][0]
     return result
 
 

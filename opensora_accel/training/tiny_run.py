@@ -69,6 +69,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         steps=1,
         num_samples=0,
         memory_target_gib=0.0,
+        cache_folder="",
         resume="",
         data=data,
         model=_tiny_model(config.model),

@@ -16,7 +16,6 @@ looks for itself, tells the others what it sees, and all of them take the same s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -25,7 +24,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from opensora_accel.files import retried
+from opensora_accel.files import sha256_of
 from opensora_accel.training.ranks import from_all_ranks, is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -178,14 +177,6 @@ def read_record(folder: Path) -> dict[str, Any]:
             f"{folder / STATE} is no record of a saved state: it lacks {missing}; {_TAKE_ANOTHER}"
         )
     return record
-
-
-def sha256_of(path: Path) -> str:
-    def read() -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    return retried(read, f"reading {path}")
 
 
 def find_saved_state(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from opensora_accel.deferred import region_of
-from opensora_accel.files import retried
+from opensora_accel.files import retried, sha256_of
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.lowbit import is_quantized, saved_values
 from opensora_accel.training.optim import EMA
@@ -53,7 +53,6 @@ from opensora_accel.training.saved_state.folder import (
     remove_old,
     remove_partial,
     set_aside,
-    sha256_of,
 )
 from opensora_accel.watch import BACKGROUND
 
