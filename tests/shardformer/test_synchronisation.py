@@ -17,8 +17,9 @@ PLANS = {
 FEW = ["Wan", "Cosmos 3", "HunyuanVideo 1.5", "SkyReels-V2, diffusion forcing"]
 
 
-# With actions the model checks the numbers of its own input, and this device has none.
-ALL = [name for name in CASES if name != "Cosmos 3, sound and action"]
+# These models look at the numbers of their own inputs, actions and text positions, and this device has none.
+LOOKS = ("Cosmos 3, sound and action", "JoyImage-Edit, text positions")
+ALL = [name for name in CASES if name not in LOOKS]
 EVERY = [pytest.param(ALL, plan, marks=pytest.mark.prove) for plan in ("both", "ulysses")]
 
 

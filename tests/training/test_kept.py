@@ -207,6 +207,7 @@ MODULES = {
 # They carry bytes, options and indices; what they carry is in the key, or is what is stored.
 CARRIERS = {
     "opensora_accel.deferred",
+    "opensora_accel.training.buckets",
     "opensora_accel.files",
     "opensora_accel.weights",
     "opensora_accel.wrapping",
