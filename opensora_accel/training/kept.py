@@ -312,7 +312,7 @@ class Stored:
 
     @classmethod
     def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
-        """Of the VAE. The common part has all that decides a clip's latents, but the video, the first frame and the size."""
+        """Of the VAE. The common part has all that decides latents, but the video, the first frame and the size."""
         modules = (video, encoders, pretrained)
         made_with = _made_with(device, modules, ("torch", "diffusers", "av", "pillow", "numpy"))
         made_with["versions"] |= {name: list(number) for name, number in av.library_versions.items()}
