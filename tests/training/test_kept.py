@@ -298,6 +298,18 @@ def test_a_run_without_encoders_has_nothing_to_keep():
         TrainConfig(cache_folder="cache")
 
 
+def test_the_small_run_of_a_proof_keeps_nothing(materials, tmp_path):
+    from opensora_accel.training.tiny_run import tiny_config as small
+
+    config = tiny_config(
+        tmp_path,
+        tmp_path / "run",
+        cache_folder=str(tmp_path),
+        **{"text.path": str(materials[0] / "text_a"), "text.width": 64},
+    )
+    assert small(config, tmp_path).cache_folder == ""
+
+
 # Whole runs
 
 
@@ -385,7 +397,7 @@ def test_a_run_with_a_damaged_entry_computes_that_one_again(ranks, small_run):
 
 
 @pytest.mark.prove
-def test_a_warm_start_is_faster_than_a_cold_one(ranks, small_run, tmp_path, fault):
+def test_a_warm_start_is_faster_than_a_cold_one(ranks, small_run):
     config, cache = small_run
     times = {"cold": [], "warm": []}
     for turn in range(5):
