@@ -29,6 +29,13 @@ def test_help_teaches(run):
     assert status == 0 and "torchrun --nproc-per-node 2" in text and "doctor" in text
     status, text = run("train", "--help")
     assert status == 0 and "--plan.ulysses" in text and "--data.folder" in text
+    status, text = run("cache", "--help")
+    assert status == 0 and "--keep" in text
+
+
+def test_a_folder_that_is_not_there_has_no_cache(run):
+    status, text = run("cache", "/nowhere")
+    assert status == 2 and "there is no folder /nowhere; give what --cache_folder names" in text
 
 
 def test_an_unknown_command_or_option(run):

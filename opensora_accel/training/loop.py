@@ -32,7 +32,6 @@ from opensora_accel.training import build
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
-from opensora_accel.training.disk_cache import Counts
 from opensora_accel.training.encoders import (
     Codec,
     TextEncoder,
@@ -50,7 +49,7 @@ from opensora_accel.training.kept import (
     open_disk_cache,
 )
 from opensora_accel.training.lowbit import check_low_bit
-from opensora_accel.training.metrics import OffloadLog, Tracker
+from opensora_accel.training.metrics import OffloadLog, Tracker, show_cache
 from opensora_accel.training.optim import (
     EMA,
     build_optimizer,
@@ -205,7 +204,7 @@ class Trainer:
                 if metrics is None:
                     self.saver.wait()
                     self._save_and_say_how_to_go_on()
-                    self._tell_of_disk_cache()
+                    show_cache(self.disk_cache, self.output)
                     return losses
                 losses.append(metrics["loss"])
                 # Of all data ranks.
@@ -231,7 +230,7 @@ class Trainer:
             dist.barrier()  # whoever reads the records finds those of all ranks
         if not stopping:
             self._write_results()
-        self._tell_of_disk_cache()
+        show_cache(self.disk_cache, self.output)
         return losses
 
     def _explained(self) -> AbstractContextManager[Any]:
@@ -518,23 +517,6 @@ class Trainer:
             return {}
         counts = self.disk_cache.counts
         return {"cache_hits": counts.hits, "cache_misses": counts.misses}
-
-    def _tell_of_disk_cache(self) -> None:
-        """What the run found in the folder and stored there; every rank has to call.
-
-        Communication: an object all-gather.
-        """
-        if self.disk_cache is None:
-            return
-        counts = sum(from_all_ranks(self.disk_cache.counts), Counts())
-        if self.is_first:
-            self.disk_cache.note_run({"output": os.path.abspath(self.output), **dataclasses.asdict(counts)})
-            print(
-                f"cache {self.config.cache_folder}: {counts.hits} clips and captions read "
-                f"({counts.read_bytes / 1e6:.1f} MB), {counts.misses} computed, {counts.stored} stored "
-                f"({counts.stored_bytes / 1e6:.1f} MB), by all ranks together",
-                flush=True,
-            )
 
     def _tokenizer(self, saved: Path | None) -> str:
         """The tokenizer of the saved state, or one trained on all captions, as rank 0 has it."""

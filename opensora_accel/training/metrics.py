@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.training.disk_cache import Counts, DiskCache
 from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
+from opensora_accel.training.ranks import from_all_ranks
 
 # Smoothing of the loss that a person sees; the files hold the loss of every step.
 _SMOOTHING = 0.95
@@ -140,3 +145,20 @@ class OffloadLog:
             "arena_bytes": MANAGER.arena.size_bytes if MANAGER.arena is not None else 0,
         }
         self._path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def show_cache(cache: DiskCache | None, output: Path) -> None:
+    """Tells what all ranks have found in a folder and stored there, and adds it to the folder's list of runs.
+
+    Communication: an object all-gather, where there is a folder; every rank has to call.
+    """
+    if cache is None:
+        return
+    counts = sum(from_all_ranks(cache.counts), Counts())
+    if dist.get_rank() == 0:
+        cache.note_run({"output": os.path.abspath(output), **dataclasses.asdict(counts)})
+        print(
+            f"cache {cache.folder}: {counts.hits} clips and captions read ({counts.read_bytes / 1e6:.1f} MB), "
+            f"{counts.misses} computed, {counts.stored} stored ({counts.stored_bytes / 1e6:.1f} MB), by all ranks",
+            flush=True,
+        )
