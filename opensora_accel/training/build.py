@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 import psutil
@@ -21,7 +22,7 @@ from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
-from opensora_accel.training.config import ModelConfig, TrainConfig, check_argument
+from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig, check_argument
 from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
@@ -79,12 +80,16 @@ def build_model(
                 f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}; "
                 f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
             )
-    shapes = {bucket: check_sizes(bucket, codec, outline) for bucket in config.data.sizes}
+    shapes: dict[Bucket, LatentShape] = {}
+    for bucket in config.data.sizes:
+        with _named(bucket, config.data):
+            shapes[bucket] = check_sizes(bucket, codec, outline)
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
     )
-    for shape in shapes.values():
-        _try_shapes(outline, shape, config.text.length, text_width, source)
+    for bucket, shape in shapes.items():
+        with _named(bucket, config.data):
+            _try_shapes(outline, shape, config.text.length, text_width, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -95,6 +100,17 @@ def build_model(
     if config.lora.rank:
         add_adapters(model, config.lora)
     return model, shapes
+
+
+@contextmanager
+def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
+    """What is wrong with the size of a clip is told with its bucket, where there are several."""
+    try:
+        yield
+    except ValueError as error:
+        if not config.buckets:
+            raise
+        raise ValueError(f"data.buckets {bucket}: {error}") from error
 
 
 def _try_shapes(

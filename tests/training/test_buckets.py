@@ -306,6 +306,15 @@ def test_a_batch_of_a_bucket_has_to_divide_too(folder):
         ClipLoader(config, seed=0, data_rank=0, data_size=2, group=None)
 
 
+def test_a_size_that_does_not_fit_the_model_is_told_with_its_bucket(folder, tmp_path, ranks):
+    from opensora_accel.training.loop import Trainer
+
+    with pytest.raises(
+        Exception, match=r"data\.buckets 1x36x32: data\.height \(36\) must be a multiple of 8"
+    ):
+        ranks(1, Trainer, mixed_config(folder, tmp_path, **{"data.buckets": ["9x24x40", "1x36x32"]}))
+
+
 # A run
 
 CHANGES = {"data.num_frames": 9, "data.height": 48, "data.width": 80, "data.buckets": list(BUCKETS)}
