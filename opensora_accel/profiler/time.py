@@ -494,7 +494,8 @@ def _regions(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str
     found = [("block", name, module, module) for name, module in _blocks(model, policy).items()]
     if policy is not None:
         attentions = [*policy.self_attention, *policy.whole_queries, *policy.linear_attention]
-        attentions += [entry.module for entry in (*policy.joint_attention, *policy.whole_sequences)]
+        attentions += [entry.module for entry in policy.joint_attention]
+        attentions += [entry.module for entry in policy.whole_sequences]
         for region, paths in (("attention", [*attentions, *policy.attention_regions]), ("mlp", policy.mlps)):
             for path in paths:
                 first, last = (path, path) if isinstance(path, str) else path
