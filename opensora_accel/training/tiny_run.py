@@ -137,6 +137,8 @@ class TrueSize:
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
     latents: tuple[int, int, int, int]
+    # Clips of all data ranks together.
+    batch_size: int
     text_width: int
 
     @classmethod
@@ -147,7 +149,8 @@ class TrueSize:
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
         width = text_width(config.text)
-        return cls(config, build.model_arguments(config.model, codec.channels, width), latents, width)
+        arguments = build.model_arguments(config.model, codec.channels, width)
+        return cls(config, arguments, latents, largest.batch_size or config.data.batch_size, width)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -162,7 +165,7 @@ class TrueSize:
         # On fake tensors: the world of the plan is simulated in this process.
         init_parallel(run.plan, "cpu")
         model, forward = build.parallelize(model, run.plan, torch.device("cpu"))
-        batch = max(1, self.config.data.batch_size // run.data_size)
+        batch = max(1, self.batch_size // run.data_size)
         clean = torch.randn(batch, *self.latents)
         text = torch.randn(batch, self.config.text.length, self.text_width)
 

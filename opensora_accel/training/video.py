@@ -12,7 +12,6 @@ import json
 import os
 import stat
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -142,20 +141,14 @@ def _is_image(path: str | os.PathLike[str]) -> bool:
 def _open_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
     """The image, not yet decoded; every error of decoding inside becomes UnreadableVideo."""
     try:
-        with warnings.catch_warnings():
-            # Pillow warns of pictures that would fill the memory, and refuses those of twice that size.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=sorted(set(_IMAGES.values()))) as image:
-                yield image
-    except UnreadableVideo:
-        raise
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ) as error:
+        with Image.open(path, formats=sorted(set(_IMAGES.values()))) as image:
+            # Pillow itself only warns of pictures that would fill the memory, up to twice that size. Its warning is not
+            # made an error here: filters of warnings are not a thread's own, and headers are read by several.
+            num_pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
+            if most is not None and num_pixels > most:
+                raise Image.DecompressionBombError(f"{num_pixels:,} pixels, and {most:,} are the most")
+            yield image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UnreadableVideo(f"{path}: cannot be decoded ({type(error).__name__}: {error})") from error
 
 
@@ -394,7 +387,7 @@ def index_videos(
 
     def look(entry: Entry) -> Video | str:
         try:
-            # Only where buckets differ in it, what is upright has to be known.
+            # What is upright decides between buckets, and where there is one nothing.
             info = probe(Path(folder) / entry.file, upright=bool(config.buckets))
         except UnreadableVideo as error:
             return str(error)
