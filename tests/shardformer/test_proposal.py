@@ -38,6 +38,7 @@ KNOWN = [
     "SD 3.5",
     "Qwen-Image",
     "Qwen-Image-Edit",
+    "JoyImage-Edit",
 ]
 
 
