@@ -8,7 +8,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+PLOT = ["matplotlib"]
 TRAIN = [
+    *PLOT,
     "diffusers>=0.42.1",
     "transformers>=5.0",
     "accelerate>=1.15",
@@ -24,8 +26,9 @@ TRAIN = [
     "tensorboard",
     "torchdata>=0.11",
 ]
-PLOT = ["matplotlib"]
 LOWBIT = ["torchao>=0.18"]
+TRACKERS = ["wandb", "trackio"]
+SCHEDULEFREE = ["schedulefree>=1.4"]
 # torch for CUDA brings it along; it is for a torch that does not.
 KERNELS = ["triton>=3.6"]
 DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"]
@@ -41,6 +44,14 @@ setup(
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
     package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
     install_requires=["torch>=2.11"],
-    extras_require={"train": TRAIN, "plot": PLOT, "lowbit": LOWBIT, "kernels": KERNELS, "dev": DEV},
+    extras_require={
+        "train": TRAIN,
+        "plot": PLOT,
+        "lowbit": LOWBIT,
+        "trackers": TRACKERS,
+        "schedulefree": SCHEDULEFREE,
+        "kernels": KERNELS,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["opensora-accel=opensora_accel.cli:main"]},
 )

@@ -23,7 +23,7 @@ LAYERS = [
     {"shardformer.policy.t5_encoder"},
     {"shardformer.colossalai", "shardformer.proposal"},
     {"shardformer", "shardformer.engine"},
-    {"shardformer.lora"},
+    {"shardformer.lora", "shardformer.comfyui"},
     {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
     {"shardformer.paths"},

@@ -15,17 +15,21 @@ from typing import Any
 from opensora_accel.profiler.analyse import analyse
 from opensora_accel.profiler.compare import changes, settings_changed
 from opensora_accel.profiler.findings import findings_of
+from opensora_accel.profiler.run_page import is_run, write_run_page
 
 _DESCRIPTION = """\
 Reads what profiled runs wrote (a folder with rank_*.jsonl each) and makes one page of it: what stands out and what to
 do about it, where the step goes on every rank, memory by kind, communication by axis and between ranks, offload, loss
-and throughput. The page is one file that needs no network and no JavaScript; a JSON file beside it has every number."""
+and throughput. The page is one file that needs no network and no JavaScript; a JSON file beside it has every number.
+
+The output of a training run becomes a page too: its losses, sampled clips, sizes of clips and cache, in run.html."""
 
 _EXAMPLES = """\
 examples:
   opensora-accel report runs/a/profile                         writes runs/a/profile/report.html and report.json
   opensora-accel report runs/a/profile runs/b/profile --compare --out compared.html
                                                                side by side, with what changed, the most first
+  opensora-accel report runs/a                                 writes runs/a/run.html
 
 how to read the page: docs/profiling.md"""
 
@@ -100,7 +104,13 @@ def main(arguments: Sequence[str]) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a profiled run")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a profiled run, or output of a training run",
+    )
     parser.add_argument(
         "--compare", action="store_true", help="tell what changed from the first run to the second"
     )
@@ -108,6 +118,16 @@ def main(arguments: Sequence[str]) -> int:
         "--out", type=Path, metavar="FILE", help="the page; by default RUN/report.html of the last run"
     )
     options = parser.parse_args(arguments)
+    of_training = [folder for folder in options.runs if is_run(folder)]
+    if of_training:
+        if options.compare or options.out or len(of_training) < len(options.runs):
+            raise ValueError(
+                f"{of_training[0]} is the output of a training run, whose page is run.html in it; leave --compare, "
+                f"--out and profiles out, or give its profile, {of_training[0] / 'profile'}"
+            )
+        for folder in of_training:
+            print(f"the page: {write_run_page(folder)}")
+        return 0
     out = options.out or options.runs[-1] / "report.html"
     document = write_report(options.runs, out, options.compare)
     for run in document["runs"]:

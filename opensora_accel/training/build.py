@@ -22,6 +22,7 @@ from opensora_accel.parallel_states import get_mesh, get_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
+from opensora_accel.training.conditions import num_channels
 from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig, check_argument
 from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
@@ -64,9 +65,9 @@ def build_model(
             clips that do not fit the model, and sizes that this machine has no memory for.
     """
     cls = model_class(config.model)
-    # What the codec and the encoder decide about the model, whatever its config says.
-    derived = derived_arguments(codec.channels, text_width)
-    arguments = model_arguments(config.model, codec.channels, text_width)
+    # What the codec, the encoder and the conditions decide about the model, whatever its config says.
+    derived = derived_arguments(config, codec, text_width)
+    arguments = model_arguments(config, codec, text_width)
     source = f"model.path {config.model.path}" if config.model.path else "this model.config"
     try:
         # Without memory: whatever is wrong is found before a large model is made.
@@ -76,9 +77,13 @@ def build_model(
         raise ValueError(f"{cls.__name__} cannot be made with {source} ({in_one_line(error)})") from error
     for argument, needed in derived.items():
         if outline.config[argument] != needed:
+            hint = ""
+            if argument == "in_channels":
+                told = num_channels(codec.channels, codec.temporal)
+                hint = f" (conditions, as --conditions.i2v_head 1, take {told} of {codec.channels + told})"
             raise ValueError(
-                f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}; "
-                f"leave model.config.{argument} out, or choose a codec and text encoder that fit"
+                f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}"
+                f"{hint}; leave model.config.{argument} out, or choose a codec and text encoder that fit"
             )
     shapes: dict[Bucket, LatentShape] = {}
     for bucket in config.data.sizes:
@@ -89,7 +94,8 @@ def build_model(
     )
     for bucket, shape in shapes.items():
         with _named(bucket, config.data):
-            _try_shapes(outline, shape, config.text.length, text_width, source)
+            in_channels = derived["in_channels"]
+            _try_shapes(outline, (in_channels, *shape[1:]), config.text.length, text_width, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -116,7 +122,7 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
 def _try_shapes(
     outline: nn.Module, shape: LatentShape, text_length: int, text_width: int, source: str
 ) -> None:
-    """One pass without memory and without data: what does not fit is found before the weights are made."""
+    """One pass with inputs [1, *shape], no memory and no data: what does not fit is found before there are weights."""
     try:
         with torch.no_grad():
             outline(
@@ -155,8 +161,18 @@ def model_class(config: ModelConfig) -> Any:
     raise ValueError(f"model class {name!r} cannot be trained here; {choice}")
 
 
-def model_arguments(config: ModelConfig, num_channels: int, text_width: int) -> dict[str, Any]:
+def model_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
     """The arguments that the model is made with.
+
+    Raises:
+        ValueError: its class does not take one of them, or not with this value.
+    """
+    given = given_arguments(config.model)
+    return given if config.model.path else {**derived_arguments(config, codec, text_width), **given}
+
+
+def given_arguments(config: ModelConfig) -> dict[str, Any]:
+    """The model's arguments that the configuration names, or all of them, as its folder has them.
 
     Raises:
         ValueError: its class does not take one of them, or not with this value.
@@ -166,12 +182,17 @@ def model_arguments(config: ModelConfig, num_channels: int, text_width: int) -> 
         # Read again: load_config would leave out of sight what is wrong with the file.
         description = read_description("model.path", config.path, "a diffusers model")
         return {name: value for name, value in description.items() if not name.startswith("_")}
-    return {**derived_arguments(num_channels, text_width), **_checked_arguments(cls, config.config)}
+    return _checked_arguments(cls, config.config)
 
 
-def derived_arguments(num_channels: int, text_width: int) -> dict[str, int]:
-    """Arguments that follow from the codec and the text encoder."""
-    return {"in_channels": num_channels, "out_channels": num_channels, "text_dim": text_width}
+def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, int]:
+    """Arguments that follow from the codec, the text encoder, and whether frames are given."""
+    of_condition = num_channels(codec.channels, codec.temporal) if config.conditions.are_used else 0
+    return {
+        "in_channels": codec.channels + of_condition,
+        "out_channels": codec.channels,
+        "text_dim": text_width,
+    }
 
 
 def _check_memory(

@@ -28,6 +28,7 @@ from opensora_accel.training.buckets import Bucket, parse_buckets
 JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 NotNegative = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
+
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
@@ -178,16 +179,60 @@ class LoraConfig:
 class FlowConfig:
     """Flow matching: which times are trained, and how a clip is sampled."""
 
-    shift: AboveZero | Literal["auto"] = "auto"
-    """Time shift towards noise; auto grows with resolution and length."""
+    shift: AboveZero | Literal["auto", "ltx"] = "auto"
+    """Time shift towards noise; auto grows with resolution and length, as Open-Sora's, ltx as LTX-Video's."""
     time_distribution: Literal["logit-normal", "uniform"] = "logit-normal"
     """Distribution of times before the shift."""
+    logit_mean: float = 0.0
+    """Mean of the normal distribution under logit-normal times; above 0 there is more noise."""
+    logit_std: AboveZero = 1.0
+    """Its standard deviation."""
+    weighting: Literal["none", "bell"] = "none"
+    """What a time counts in the loss: all the same, or most in the middle and nothing at the ends; 1 in the mean."""
     caption_drop: Share = 0.1
     """Share of samples trained without caption, for guidance."""
     sample_steps: Annotated[int, Field(ge=1, le=10_000)] = 30
     """Euler steps of a sampled clip."""
     guidance: float = 1.0
     """Classifier-free guidance of sampled clips; 1 is none."""
+
+    def __post_init__(self) -> None:
+        if self.time_distribution == "uniform" and (self.logit_mean, self.logit_std) != (0, 1):
+            raise ValueError(
+                'flow.logit_mean and flow.logit_std are for flow.time_distribution="logit-normal"; set it, or leave '
+                "them out"
+            )
+
+
+@options
+class ConditionsConfig:
+    """Frames of a clip that are given, and of which the rest is learned, each so often as its weight says."""
+
+    t2v: NotNegative = 1.0
+    """Nothing is given but the caption; alone, it trains a model that takes no frames."""
+    i2v_head: NotNegative = 0.0
+    """The first frame."""
+    i2v_tail: NotNegative = 0.0
+    """The last frame."""
+    i2v_loop: NotNegative = 0.0
+    """The first and the last frame."""
+    v2v_head: NotNegative = 0.0
+    """The first 33 frames."""
+    v2v_tail: NotNegative = 0.0
+    """The last 33 frames."""
+    v2v_head_easy: NotNegative = 0.0
+    """The first 65 frames."""
+    v2v_tail_easy: NotNegative = 0.0
+    """The last 65 frames."""
+
+    def __post_init__(self) -> None:
+        if not any(dataclasses.astuple(self)):
+            raise ValueError("all weights of conditions are 0; set one above 0, as conditions.t2v = 1")
+
+    @property
+    def are_used(self) -> bool:
+        """Whether the model takes a mask and given frames."""
+        return any(weight for name, weight in dataclasses.asdict(self).items() if name != "t2v")
 
 
 @options
@@ -204,8 +249,9 @@ class OptimConfig:
     """How Adam's moments are kept; all but fp32 need torchao (pip install 'opensora-accel[lowbit]')."""
     weight_decay: NotNegative = 0.01
     """On matrices only, not on biases and norms."""
-    schedule: Literal["constant", "cosine"] = "cosine"
-    """After the warm-up: constant, or cosine down to a tenth of a percent at the last step."""
+    schedule: Literal["constant", "cosine", "free"] = "cosine"
+    """After the warm-up: constant, cosine down to a tenth of a percent at the last step, or free: AdamW that averages
+    its steps in place of a schedule (pip install 'opensora-accel[schedulefree]'; ema_decay is 0 then)."""
     warmup_steps: CountOrNone = 50
     """Steps of linear warm-up."""
     clip_norm: NotNegative = 1.0
@@ -216,6 +262,22 @@ class OptimConfig:
     """Global batches per optimizer step."""
     ema_decay: Share = 0.999
     """Decay of the averaged weights that sampling uses; 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        if self.schedule != "free":
+            return
+        if self.ema_decay:
+            raise ValueError(
+                'optim.schedule="free" averages weights by itself, and samples with them; set optim.ema_decay to 0'
+            )
+        if self.state != "fp32":
+            raise ValueError(
+                f'optim.schedule="free" has no moments in {self.state}; set optim.state to fp32, or choose cosine'
+            )
+        if not self.betas[0]:
+            raise ValueError(
+                'optim.schedule="free" divides by the first of optim.betas; set it above 0, as 0.9'
+            )
 
 
 @options
@@ -236,6 +298,15 @@ class TrainConfig:
     """How many saved states stay; older ones are removed once a newer one is whole."""
     num_samples: CountOrNone = 2
     """Clips sampled at the end, from the captions of the first videos."""
+    sample_captions: tuple[str, ...] = ()
+    """Captions of further clips, of the size with the most tokens."""
+    sample_every: CountOrNone = 0
+    """Steps between sampled clips; 0 samples at the end alone."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where metrics and sampled clips are shown, beside metrics.jsonl and samples; wandb and trackio are installed by
+    pip install 'opensora-accel[trackers]', and asked for their settings in their own ways (WANDB_MODE=offline)."""
+    tracker_project: Annotated[str, Field(min_length=1, max_length=100)] = "opensora-accel"
+    """The project of wandb and trackio that the run appears in, under the name of its output folder."""
     cache_folder: str = ""
     """Folder that keeps what the VAE of codec.path and the encoder of text.path computed, for later runs and for others
     beside this one; empty keeps nothing between runs."""
@@ -255,6 +326,7 @@ class TrainConfig:
     text: TextConfig = field(default_factory=TextConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+    conditions: ConditionsConfig = field(default_factory=ConditionsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
 
@@ -269,6 +341,23 @@ class TrainConfig:
                 "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "
                 "neither; set one of them, or leave cache_folder out"
             )
+        if self.sample_every and not (self.num_samples or self.sample_captions):
+            raise ValueError(
+                "sample_every has nothing to sample: num_samples is 0, and there are no sample_captions; set one of "
+                "them, or leave sample_every out"
+            )
+        if self.sample_captions and not self.conditions.t2v:
+            raise ValueError(
+                "sample_captions have no frames to begin with, and conditions.t2v is 0: the model learns no clip from "
+                "a caption alone; leave sample_captions out, or give conditions.t2v a weight"
+            )
+        if self.tracker_project != "opensora-accel" and not {"wandb", "trackio"} & set(self.trackers):
+            raise ValueError(
+                "tracker_project is for wandb and trackio, and trackers has neither; add one, or leave tracker_project "
+                "out"
+            )
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers names one twice: {', '.join(self.trackers)}; leave one out")
         if self.memory_target_gib and self.plan.offload != "auto":
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '

@@ -325,11 +325,13 @@ class ClipLoader:
         video = self._usable[file]
         return Clip(file, self._folder.start(video, position), video.bucket, digest)
 
-    def next_clips(self, num_batches: int) -> set[Clip]:
-        """Every clip that this data rank reads in the next batches, if no more files turn out bad."""
+    def next_clips(self, num_batches: int) -> dict[int, Clip]:
+        """The clip of each position that this data rank reads in the next batches, if no more files turn out bad."""
         # A sampler of its own, because the loader's goes on with the training.
         keys = itertools.chain.from_iterable(itertools.islice(self._sampler(), num_batches))
-        return {self._clip(self._videos[video_index].file, position) for position, video_index in keys}
+        return {
+            position: self._clip(self._videos[video_index].file, position) for position, video_index in keys
+        }
 
     def __iter__(self) -> ClipLoader:
         return self

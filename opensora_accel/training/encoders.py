@@ -38,8 +38,11 @@ class Codec(Protocol):
     # Frames per latent frame, after the first.
     temporal: int
 
-    def encode(self, frames: Tensor) -> Tensor:
-        """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance, in fp32 or more."""
+    def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
+        """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance, in fp32 or more.
+
+        Frames where `shown`, bool [B, T], is not set count as grey.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -55,9 +58,9 @@ class SpaceToDepth:
     def __init__(self, patch: int, dtype: torch.dtype):
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
 
-    def encode(self, frames: Tensor) -> Tensor:
-        """frames: uint8 [B, T, H, W, 3] → latents [B, C, t, h, w]."""
-        pixels = _to_unit(frames, self.dtype)
+    def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
+        pixels = _to_unit(frames, self.dtype, shown)
         batch, length = frames.shape[:2]
         # [B·T, 3, H, W] → [B·T, 3·patch², H/patch, W/patch]
         folded = F.pixel_unshuffle(pixels.flatten(0, 1), self.spatial)
@@ -95,11 +98,14 @@ class VideoVAE:
         self.std = torch.tensor(std or [1.0 / (config.get("scaling_factor") or 1.0)]).view(1, -1, 1, 1, 1)
 
     @torch.no_grad()
-    def encode(self, frames: Tensor) -> Tensor:
-        """frames: uint8 [B, T, H, W, 3] → latents [B, C, t, h, w]."""
+    def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         # One by one, so that the values do not depend on which clips come together.
         pixels = [
-            _to_unit(clip, torch.float32).to(self.model.dtype).transpose(1, 2) for clip in frames.split(1)
+            _to_unit(frames[row : row + 1], torch.float32, None if shown is None else shown[row : row + 1])
+            .to(self.model.dtype)
+            .transpose(1, 2)
+            for row in range(len(frames))
         ]
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
         latents = torch.cat([self.model.encode(clip).latent_dist.mode().float() for clip in pixels])
@@ -175,9 +181,10 @@ def check_multiple(name: str, size: int, unit: int, reason: str) -> None:
         raise ValueError(f"{name} ({size}) must be a multiple of {unit} for {reason}; use {choices}")
 
 
-def _to_unit(frames: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [B, T, H, W, 3] to [B, T, 3, H, W] in −1…1."""
-    return frames.permute(0, 1, 4, 2, 3).to(dtype) / 127.5 - 1
+def _to_unit(frames: Tensor, dtype: torch.dtype, shown: Tensor | None) -> Tensor:
+    """uint8 [B, T, H, W, 3] to [B, T, 3, H, W] in −1…1; 0 for frames that are not shown, bool [B, T]."""
+    pixels = frames.permute(0, 1, 4, 2, 3).to(dtype) / 127.5 - 1
+    return pixels if shown is None else pixels * shown.to(pixels)[..., None, None, None]
 
 
 def _to_bytes(pixels: Tensor) -> Tensor:

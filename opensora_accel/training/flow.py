@@ -6,7 +6,8 @@ the noise. A sample starts at ε = 8 and walks back in Euler steps: 3 steps of �
 Every draw follows from a seed, a purpose and a sample's position in the job, and never from the rank that draws.
 
 Source: Rectified Flow (arXiv:2209.03003); logit-normal times and the shift: SD3 (arXiv:2403.03206); the shift's
-growth with resolution and length: Open-Sora 2.0 (arXiv:2503.09642).
+growth with resolution and length: Open-Sora 2.0 (arXiv:2503.09642); its growth with tokens: LTX-Video
+(ltx_video/schedulers/rf.py); the bell: DiffSynth-Studio's training of Wan (diffsynth/diffusion/flow_match.py).
 """
 
 from __future__ import annotations
@@ -36,9 +37,16 @@ def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
 
 
 def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> float:
-    """α of t' = αt / (1 + (α − 1)t): from 1 at 256 tokens to 3 at 4,096, times the root of the latent frames."""
+    """α of t' = αt / (1 + (α − 1)t).
+
+    "auto" has 1 at 256 tokens a frame and 3 at 4,096, times the root of the latent frames. "ltx" moves the mean of the
+    normal distribution, by 0.95 at 1,024 tokens of a clip and by 2.05 at 4,096: sigmoid(x + μ) is sigmoid(x), moved by
+    α = exp(μ).
+    """
+    if config.shift == "ltx":
+        return math.exp(0.95 + (2.05 - 0.95) * (tokens_per_frame * num_frames - 1024) / (4096 - 1024))
     if config.shift != "auto":
-        return float(config.shift)
+        return config.shift
     resolution = 1 + 2 * (tokens_per_frame - 256) / (4096 - 256)
     return max(resolution, 0.5) * math.sqrt(num_frames)
 
@@ -54,8 +62,29 @@ def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[
     if config.time_distribution == "uniform":
         times = torch.stack([torch.rand((), generator=rng, dtype=torch.float64) for rng in rngs])
     else:
-        times = torch.stack([torch.randn((), generator=rng, dtype=torch.float64) for rng in rngs]).sigmoid()
+        normal = torch.stack([torch.randn((), generator=rng, dtype=torch.float64) for rng in rngs])
+        times = (config.logit_mean + config.logit_std * normal).sigmoid()
     return shifted(times, alpha)
+
+
+def loss_weights(config: FlowConfig, alpha: float, times: Tensor) -> Tensor | None:
+    """What each of `times` [B] counts in the loss, [B]; None where all count 1.
+
+    The bell exp(−2(t − ½)²) is 0 at both ends after its value there is taken off, and 1 in the mean over the times that
+    are drawn, so that the learning rate keeps its meaning.
+    """
+    if config.weighting == "none":
+        return None
+
+    def bell(t: Tensor) -> Tensor:
+        """t [...] in 0…1 → its height there."""
+        return torch.exp(-2 * (t - 0.5).square()) - math.exp(-0.5)
+
+    # The middles of a thousand equally likely parts.
+    drawn = (torch.arange(_TIMESTEPS, dtype=torch.float64) + 0.5) / _TIMESTEPS
+    if config.time_distribution == "logit-normal":
+        drawn = (config.logit_mean + config.logit_std * torch.special.ndtri(drawn)).sigmoid()
+    return bell(times) / bell(shifted(drawn, alpha)).mean()
 
 
 def draw_noise(like: Tensor, seed: int, positions: Sequence[int]) -> Tensor:
@@ -71,14 +100,22 @@ def drop_captions(captions: Sequence[str], share: float, seed: int, positions: S
 
 
 def flow_loss(
-    predict: Callable[[Tensor, Tensor], Tensor], clean: Tensor, noise: Tensor, times: Tensor
+    predict: Callable[[Tensor, Tensor], Tensor],
+    clean: Tensor,
+    noise: Tensor,
+    times: Tensor,
+    *,
+    weights: Tensor | None = None,
+    learned: Tensor | None = None,
 ) -> Tensor:
-    """Mean squared error of the predicted velocity, over all elements.
+    """Mean squared error of the predicted velocity, over all elements of each sample, then over samples.
 
     Args:
         predict: gives the velocity [B, C, t, h, w] for latents of that shape and timesteps [B].
         clean, noise: [B, C, t, h, w].
         times: [B] in 0…1.
+        weights: [B], what each sample's mean counts; 1 without.
+        learned: bool [B, t], the latent frames that a sample's mean is over, at least one; all without.
     """
     # [B, 1, 1, 1, 1], to be broadcast over a clip.
     t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
@@ -86,7 +123,13 @@ def flow_loss(
     velocity = predict(noisy, times.to(clean.device) * _TIMESTEPS)
     error = velocity - (noise - clean)
     # bf16 would round the sum of squares; fp64 stays.
-    return (error.float() if error.dtype != torch.float64 else error).square().mean()
+    squares = (error.float() if error.dtype != torch.float64 else error).square()
+    if learned is not None:
+        share = learned.to(squares).mean(1, keepdim=True)
+        squares = squares * (learned / share)[:, None, :, None, None]
+    if weights is not None:
+        squares = squares * weights.to(squares).view(-1, 1, 1, 1, 1)
+    return squares.mean()
 
 
 @torch.no_grad()

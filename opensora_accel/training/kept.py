@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.files import sha256_of
-from opensora_accel.training import encoders, pretrained, video
+from opensora_accel.training import conditions, encoders, pretrained, video
+from opensora_accel.training.conditions import Given
 from opensora_accel.training.config import TextConfig, TrainConfig
 from opensora_accel.training.data import Clip
 from opensora_accel.training.disk_cache import DiskCache, code_version
@@ -108,12 +109,13 @@ class CachedLatents:
         self,
         codec: Codec,
         build: Callable[[], Codec],
-        needed: Iterable[Clip],
+        needed: Iterable[tuple[Clip, Given | None]],
         *,
         in_memory: bool = True,
         stored: Stored | None = None,
     ):
-        """`codec` and what `build` gives are the same; `needed` are the clips that this rank will ask for.
+        """`codec` and what `build` gives are the same; `needed` are the clips that this rank will ask for, whole (None)
+        or with what is given of them.
 
         Args:
             stored: the folder, with what its keys have beside the clip. `codec` may then be an outline.
@@ -125,22 +127,26 @@ class CachedLatents:
         else:
             self._codec = OnDemand(lambda: stored.files.unchanged(build))
         self._needed, self._in_memory, self._stored = set(needed), in_memory, stored
-        self._latents: dict[Clip, Tensor] = {}
+        self._latents: dict[tuple[Clip, Given | None], Tensor] = {}
 
-    def encode(self, frames: Tensor, clips: Sequence[Clip] = ()) -> Tensor:
-        """frames: uint8 [B, T, H, W, 3] of these B clips → latents [B, C, t, h, w]."""
-        latents = [self._latents_of(clip, frame) for clip, frame in zip(clips, frames, strict=True)]
+    def encode(
+        self, frames: Tensor, clips: Sequence[Clip] = (), given: Sequence[Given | None] | None = None
+    ) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3] of these B clips, and what is given of each → latents [B, C, t, h, w]."""
+        given = given or [None] * len(clips)
+        latents = [self._latents_of(*each) for each in zip(clips, frames, given, strict=True)]
         if not self._needed:
             self._codec.release()
         return torch.stack(latents).to(frames.device)
 
-    def _latents_of(self, clip: Clip, frames: Tensor) -> Tensor:
+    def _latents_of(self, clip: Clip, frames: Tensor, given: Given | None) -> Tensor:
         """frames: uint8 [T, H, W, 3] → latents [C, t, h, w] on the host."""
-        if clip in self._latents:
-            return self._latents[clip]
+        if (clip, given) in self._latents:
+            return self._latents[clip, given]
 
         def encode() -> Tensor:
-            return self._codec.get().encode(frames.unsqueeze(0))[0].cpu()
+            shown = None if given is None else given.frames(len(frames)).unsqueeze(0)
+            return self._codec.get().encode(frames.unsqueeze(0), shown)[0].cpu()
 
         if self._stored is not None and clip.digest is not None:
             size = clip.bucket
@@ -150,6 +156,7 @@ class CachedLatents:
                 "num_frames": size.num_frames,
                 "height": size.height,
                 "width": size.width,
+                "given": given,
             }
             latents, is_kept = self._stored.get_or_compute(
                 key, f"{clip.file} from frame {clip.start}", encode
@@ -157,9 +164,9 @@ class CachedLatents:
         else:
             latents, is_kept = encode(), False
         if self._in_memory:
-            self._latents[clip] = latents
+            self._latents[clip, given] = latents
         if self._in_memory or is_kept:
-            self._needed.discard(clip)
+            self._needed.discard((clip, given))
         return latents
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -313,7 +320,7 @@ class Stored:
     @classmethod
     def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
         """Of the VAE. The common part has all that decides latents, but the video, the first frame and the size."""
-        modules = (video, encoders, pretrained)
+        modules = (video, encoders, conditions, pretrained)
         made_with = _made_with(device, modules, ("torch", "diffusers", "av", "pillow", "numpy"))
         made_with["versions"] |= {name: list(number) for name, number in av.library_versions.items()}
         common = {

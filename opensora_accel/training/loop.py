@@ -6,11 +6,10 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import statistics
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,21 +26,18 @@ from opensora_accel.fsdp_collectives import forget_rounding
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
 from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
 from opensora_accel.profiler.flops import peak_of
+from opensora_accel.profiler.run_page import write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
-from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import Batch, ClipLoader
 from opensora_accel.training.encoders import (
-    Codec,
     TextEncoder,
     build_codec,
     build_text_encoder,
     train_tokenizer,
 )
-from opensora_accel.training.flow import draw_noise, draw_times, drop_captions, flow_loss, time_shift
 from opensora_accel.training.kept import (
-    CachedLatents,
     EmbeddedCaptions,
     Stored,
     StoredCaptions,
@@ -49,17 +45,22 @@ from opensora_accel.training.kept import (
     open_disk_cache,
 )
 from opensora_accel.training.lowbit import check_low_bit
-from opensora_accel.training.metrics import OffloadLog, Tracker, show_cache
+from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
+from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import (
     EMA,
+    FreeAverage,
     build_optimizer,
+    check_schedule_free,
     clip_gradients,
     learning_rate,
+    numbers_of,
     set_learning_rate,
+    set_numbers,
 )
-from opensora_accel.training.output import CONFIG, LORA, PROFILE, SAMPLES, write_text
+from opensora_accel.training.output import COMFYUI, CONFIG, LORA, PROFILE, SAMPLES, write_text
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
-from opensora_accel.training.samples import sample_clips, write_comparison
+from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
     TOKENIZER,
@@ -68,8 +69,8 @@ from opensora_accel.training.saved_state import (
     load_state,
     set_newer_aside,
 )
-from opensora_accel.training.video import UnreadableVideo, Video, read_clip
 from shardformer import blocks_of, save_lora
+from shardformer.comfyui import write_comfyui_lora
 from shardformer.paths import find
 from shardformer.policy import find_policy
 from shardformer.tensor_parallel import total_grad_norm
@@ -96,6 +97,8 @@ class Trainer:
         self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
+        check_trackers(config)
+        check_schedule_free(config.optim)
         check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
         self.disk_cache = open_disk_cache(config.cache_folder) if config.cache_folder else None
         data_group = get_data_parallel_group()
@@ -109,7 +112,7 @@ class Trainer:
             digests=self.disk_cache is not None and bool(config.codec.path),
         )
         self.tokenizer_json = self._tokenizer(saved)
-        captions = [entry.caption for entry in self.loader.entries]
+        captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
         # With a folder of what they computed, encoders may not be needed at all: loaded is what is asked for.
         build_text = partial(
             build_text_encoder, config.text, self.tokenizer_json, config.seed, self.device, self.dtype
@@ -122,33 +125,41 @@ class Trainer:
         if self.disk_cache is not None and config.text.path:
             stored = Stored.embeddings(self.disk_cache, config.text, self.device)
             text = StoredCaptions(outline, build_text, captions, stored)
-        self.codec: Codec = build_codec(
-            config.codec, self.device, self.dtype, outline=self.disk_cache is not None
-        )
+        codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         # The model takes no memory yet, and the text encoder is gone before it does.
-        model, self.latent_shapes = build.build_model(config, self.codec, text.width, self.dtype)
-        self.text: TextEncoder | StoredCaptions | EmbeddedCaptions = text
+        model, latent_shapes = build.build_model(config, codec, text.width, self.dtype)
+        encoder: TextEncoder | StoredCaptions | EmbeddedCaptions = text
         if config.text.cache:
-            self.text = EmbeddedCaptions(text, captions, self.device)
+            encoder = EmbeddedCaptions(text, captions, self.device)
         del text, outline
         free_unused()
         # Of a clip of each size.
         self.num_tokens = {
-            bucket: build.tokens_per_sample(shape, model) for bucket, shape in self.latent_shapes.items()
+            bucket: build.tokens_per_sample(shape, model) for bucket, shape in latent_shapes.items()
         }
         self.loader.balance(self.num_tokens)
         self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
-        model, self.forward = build.parallelize(model, config.plan, self.device)
-        ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
-        self.state = TrainState(model, build_optimizer(model, config.optim), ema)
+        model, forward = build.parallelize(model, config.plan, self.device)
+        self.objective = Objective(
+            config, codec, encoder, forward, latent_shapes, self.num_tokens, self.device, self.dtype
+        )
+        optimizer = build_optimizer(model, config.optim)
+        ema: EMA | FreeAverage | None = None
+        if config.optim.schedule == "free":
+            ema = FreeAverage(model, optimizer)
+        elif config.optim.ema_decay:
+            ema = EMA(model, config.optim.ema_decay)
+        self.state = TrainState(model, optimizer, ema)
         self._saved: tuple[int, Path] | None = None
         self.saver = Saver()
         if saved is not None and record is not None:
+            set_numbers(optimizer, record.get("optimizer") or [{} for _ in optimizer.param_groups])
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, saved
         if config.codec.path and (config.codec.cache or self.disk_cache is not None):
-            self._cache_latents()
+            batches = (config.steps - self.state.step) * config.optim.accumulation
+            self.objective.cache_latents(self.loader.next_clips(batches), self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
         first = self.state.step + 1
@@ -186,52 +197,67 @@ class Trainer:
                 peak_flops=profiling.peak_flops or peak,
                 peak_flops_source="given" if profiling.peak_flops else source,
             )
-        if self.is_first:
+
+        def begin() -> None:
+            nonlocal tracker
             self.output.mkdir(parents=True, exist_ok=True)
             # Steps after this one are trained again, and saved again under the same names.
             for path in set_newer_aside(self.output / FOLDER, self.state.step):
                 print(f"a later saved state of the run before is kept as {path}", flush=True)
             write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
-            tracker = Tracker(self.output, self.state.step, last, self.config.log_every)
+            tracker = Tracker(self.config, self._run_id, self.state.step, last)
+
+        from_first_rank(begin)
         watching = self.watch or nullcontext()
-        with StopRequest() as stop, tracker or nullcontext(), profiler or nullcontext(), watching:
-            while self.state.step < last:
-                started, before = time.perf_counter(), self._cache_counts()
-                # A save that failed beside the training ends it here, on all ranks.
-                with self._explained():
-                    metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
-                seconds = time.perf_counter() - started
-                if metrics is None:
-                    self.saver.wait()
-                    self._save_and_say_how_to_go_on()
-                    show_cache(self.disk_cache, self.output)
-                    return losses
-                losses.append(metrics["loss"])
-                # Of all data ranks.
-                tokens = metrics["tokens"]
-                if profiler is not None:
-                    profiler.step(**metrics | {"tokens": tokens / self.config.plan.sequence})
-                if tracker is not None:
-                    if self.device.type == "cuda":
-                        memory_bytes = torch.cuda.max_memory_allocated(self.device)
-                    else:
-                        memory_bytes = psutil.Process().memory_info().rss
-                    speed = {"tokens_per_s": tokens / seconds, "step_s": seconds}
-                    cached = {name: now - before[name] for name, now in self._cache_counts().items()}
-                    tracker.step(
-                        self.state.step, metrics | speed | {"memory_gib": memory_bytes / 2**30} | cached
-                    )
-                    self.offload.show_decisions()
-                if self.state.step == self.config.steps or self.state.step % self.config.save_every == 0:
-                    self.save()
-            self.saver.wait()
-            stopping = any_rank(stop.requested) or profiler is not None
-        if profiler is not None:
-            dist.barrier()  # whoever reads the records finds those of all ranks
-        if not stopping:
-            self._write_results()
+        with tracker or nullcontext():
+            with StopRequest() as stop, profiler or nullcontext(), watching:
+                while self.state.step < last:
+                    started, before = time.perf_counter(), self._cache_counts()
+                    # A save that failed beside the training ends it here, on all ranks.
+                    with self._explained():
+                        metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
+                    seconds = time.perf_counter() - started
+                    if metrics is None:
+                        self.saver.wait()
+                        self._save_and_say_how_to_go_on()
+                        show_cache(self.disk_cache, self.output)
+                        return losses
+                    losses.append(metrics["loss"])
+                    if profiler is not None:
+                        # Its tokens are those of this rank.
+                        profiler.step(**metrics | {"tokens": metrics["tokens"] / self.config.plan.sequence})
+                    if tracker is not None:
+                        self._show_step(tracker, metrics, seconds, before)
+                    if self._is_due(self.config.save_every) or self.state.step == self.config.steps:
+                        self.save()
+                    if profiler is None and self._is_due(self.config.sample_every):
+                        self.write_samples(tracker)
+                self.saver.wait()
+                stopping = any_rank(stop.requested) or profiler is not None
+            if profiler is not None:
+                dist.barrier()  # whoever reads the records finds those of all ranks
+            if not stopping:
+                self._write_results(tracker)
         show_cache(self.disk_cache, self.output)
         return losses
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that is done every so many steps (0: never) is done after this one, and not at the end."""
+        return every > 0 and self.state.step % every == 0 and self.state.step < self.config.steps
+
+    def _show_step(
+        self, tracker: Tracker, metrics: dict[str, float], seconds: float, before: dict[str, int]
+    ) -> None:
+        """Tells rank 0's tracker of a step that took so long, since the cache had these counts."""
+        if self.device.type == "cuda":
+            memory_bytes = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory_bytes = psutil.Process().memory_info().rss
+        # Tokens of all data ranks.
+        speed = {"tokens_per_s": metrics["tokens"] / seconds, "step_s": seconds}
+        cached = {name: now - before[name] for name, now in self._cache_counts().items()}
+        tracker.step(self.state.step, metrics | speed | {"memory_gib": memory_bytes / 2**30} | cached)
+        self.offload.show_decisions()
 
     def _explained(self) -> AbstractContextManager[Any]:
         """Around a step of a watched run on a GPU: where memory runs out it is told what filled it, and what would fit.
@@ -246,7 +272,7 @@ class Trainer:
             model, self.state.optimizer, self.config.plan, blocks=blocks_of(model), mlps=mlps
         )
 
-    def _write_results(self) -> None:
+    def _write_results(self, tracker: Tracker | None) -> None:
         """What a whole run leaves beside its saved states: the adapter, and sampled clips."""
         if self.config.lora.rank:
             # The averaged ones, which the samples are made with.
@@ -254,10 +280,16 @@ class Trainer:
                 path = save_lora(self.state.model, self.output / LORA)
             if self.is_first:
                 print(f"the adapter for pipelines of diffusers: {path}", flush=True)
-        if self.config.num_samples:
-            strip = self.write_samples()
+                try:
+                    print(f"for ComfyUI: {write_comfyui_lora(path, path.parent / COMFYUI)}", flush=True)
+                except ValueError as error:  # layers that have no name there
+                    logger.warning("no adapter for ComfyUI: %s", error)
+        if self.config.num_samples or self.config.sample_captions:
+            strip = self.write_samples(tracker)
             if self.is_first:
-                print(f"sampled clips beside their sources: {strip}", flush=True)
+                print(f"sampled clips: {strip}", flush=True)
+        if self.is_first:
+            print(f"the page of the run: {write_run_page(self.output)}", flush=True)
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks.
@@ -276,7 +308,7 @@ class Trainer:
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
         total, files = torch.zeros((), dtype=torch.float64, device=self.device), list[str]()
-        num_tokens = 0
+        num_tokens, num_clips = 0, Counter[str]()
         for micro in range(config.accumulation):
             if interrupted():
                 state.optimizer.zero_grad()
@@ -285,7 +317,9 @@ class Trainer:
             with region("data"):
                 batch = next(self.loader)
             files += batch.files
-            num_tokens += len(batch.files) * self.num_tokens[batch.bucket] * self.config.plan.data
+            of_all_ranks = len(batch.files) * self.config.plan.data
+            num_tokens += of_all_ranks * self.num_tokens[batch.bucket]
+            num_clips[str(batch.bucket)] += of_all_ranks
             total += self._backward(batch, is_last=micro == config.accumulation - 1)
         own_loss = total.clone()
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
@@ -312,6 +346,8 @@ class Trainer:
             "lr": rate,
             "tokens": num_tokens,
         }
+        if self.config.data.buckets:
+            metrics |= {f"clips/{size}": count for size, count in num_clips.items()}
         if self.watch is not None:
             if self.watch.last_look == state.step:
                 metrics |= {f"grad_norm/{name}": each for name, each in self.watch.block_norms.items()}
@@ -359,42 +395,15 @@ class Trainer:
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
         """Adds the gradients of a batch; its part of the loss."""
         # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
+        forward = self.objective.forward
         local: AbstractContextManager[Any] = nullcontext()
-        if isinstance(self.forward, nn.parallel.DistributedDataParallel) and not is_last:
-            local = self.forward.no_sync()
+        if isinstance(forward, nn.parallel.DistributedDataParallel) and not is_last:
+            local = forward.no_sync()
         set_last_microbatch(self.state.model, is_last)
         with local:
-            loss = self.loss(batch) / self.config.optim.accumulation
+            loss = self.objective.loss(batch) / self.config.optim.accumulation
             loss.backward()
         return loss.detach()
-
-    def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of this data rank's samples, a scalar; draws depend on the samples' positions only."""
-        config, seed = self.config.flow, self.config.seed
-        frames = batch.frames.to(self.device)
-        with region("encode", "clips"):
-            if isinstance(self.codec, CachedLatents):
-                clean = self.codec.encode(frames, batch.clips)
-            else:
-                clean = self.codec.encode(frames)
-        clean = clean.to(self.dtype)
-        captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
-        times = draw_times(config, self._time_shift(batch.bucket), seed, batch.positions).to(self.device)
-        noise = draw_noise(clean, seed, batch.positions)
-        return flow_loss(lambda x, t: self.predict(x, t, captions), clean, noise, times)
-
-    def _time_shift(self, bucket: Bucket) -> float:
-        num_frames = self.latent_shapes[bucket][1]
-        return time_shift(self.config.flow, self.num_tokens[bucket] // num_frames, num_frames)
-
-    def predict(self, noisy: Tensor, timestep: Tensor, captions: Sequence[str]) -> Tensor:
-        """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B]."""
-        with region("encode", "captions"):
-            text = self.text.encode(captions, self.device, self.dtype)
-        (velocity,) = self.forward(
-            hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
-        )
-        return velocity
 
     def _save_and_say_how_to_go_on(self) -> None:
         step = self.state.step
@@ -422,6 +431,7 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "data": self.loader.state_dict(),
             "norms": list(self._norms),
+            "optimizer": numbers_of(self.state.optimizer),
         }
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         with region("save"):
@@ -432,84 +442,30 @@ class Trainer:
             self.offload.write()
         return folder
 
-    def write_samples(self) -> Path:
-        """Samples clips by the captions of the first videos, on the averaged weights; every rank has to call.
+    def write_samples(self, tracker: Tracker | None = None) -> Path:
+        """Samples clips into the output, on the averaged weights; every rank has to call.
 
-        Each has the size that its video is trained with.
+        Args:
+            tracker: rank 0's, which shows them.
         """
-        videos = self.loader.videos[: self.config.num_samples]
-        clips: dict[int, Tensor] = {}
-        # Every rank runs the model, because its attention spans them; rank 0 writes.
         model = self.state.model.eval()
         with self._averaged(), torch.no_grad():
-            for bucket in dict.fromkeys(video.bucket for video in videos):
-                captions = {n: video.caption for n, video in enumerate(videos) if video.bucket == bucket}
-                sampled = sample_clips(
-                    self.predict,
-                    captions,
-                    self.latent_shapes[bucket],
-                    self.codec,
-                    self.config.flow,
-                    self._time_shift(bucket),
-                    torch.empty(0, device=self.device, dtype=self.dtype),
-                    self.config.seed,
-                )
-                clips |= zip(captions, sampled, strict=True)
+            samples = sample_clips(self.objective, self.loader.videos[: self.config.num_samples])
         model.train()
         folder = self.output / SAMPLES / f"step_{self.state.step:06d}"
         if self.is_first:
-            stride = self.config.data.frame_stride
-            rates = [max(1.0, video.info.fps / stride) for video in videos if video.info is not None]
-            sources = [self._source(video) for video in videos]
-            sampled_clips = [clips[number] for number in range(len(videos))]
-            write_comparison(folder, sources, sampled_clips, [video.caption for video in videos], rates)
+            paths = write_comparison(folder, samples)
+            if tracker is not None:
+                tracker.clips(self.state.step, samples, paths)
+                write_run_page(self.output)
         # Whoever gets the path, on whichever rank, finds the file written.
         dist.barrier()
-        return folder / "strip.png"
+        return folder / STRIP
 
     def _averaged(self) -> AbstractContextManager[None]:
         """Within it the model has the averaged weights, where there are any."""
         self.saver.wait_for_copy()
         return self.state.ema.applied() if self.state.ema is not None else nullcontext()
-
-    def _source(self, video: Video) -> Tensor:
-        """The middle of a video; grey where it cannot be read, which training may never have tried."""
-        data, bucket = self.config.data, video.bucket
-        assert video.info is not None
-        start = (video.info.num_frames - bucket.frames_needed(data.frame_stride)) // 2
-        size = {"height": bucket.height, "width": bucket.width}
-        try:
-            return read_clip(
-                Path(data.folder) / video.file, start, bucket.num_frames, stride=data.frame_stride, **size
-            )
-        except UnreadableVideo as error:
-            logger.warning("no source beside the sample: %s", error)
-            return torch.full((bucket.num_frames, bucket.height, bucket.width, 3), 128, dtype=torch.uint8)
-
-    def _cache_latents(self) -> None:
-        """From now on every clip is encoded once.
-
-        Communication: at most three object all-gathers.
-
-        Raises:
-            ValueError: on all ranks, where the latents of one of them do not fit.
-        """
-        config = self.config
-        clips = self.loader.next_clips((config.steps - self.state.step) * config.optim.accumulation)
-        num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip in clips)
-        needed_bytes = num_elements * torch.float32.itemsize
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available = psutil.virtual_memory().available
-        if config.codec.cache and any(from_all_ranks(needed_bytes * num_ranks > available)):
-            raise ValueError(
-                f"codec.cache keeps the latents of every clip of the run: {len(clips):,} clips, "
-                f"{needed_bytes / 2**30:.1f} GiB on this rank, are more than this machine has free; cut the videos to "
-                "data.num_frames, so that each has one clip, or set codec.cache to False (cache_folder keeps them on "
-                "disk)"
-            )
-        build = partial(build_codec, config.codec, self.device, self.dtype)
-        stored = Stored.latents(self.disk_cache, config, self.device) if self.disk_cache is not None else None
-        self.codec = CachedLatents(self.codec, build, clips, in_memory=config.codec.cache, stored=stored)
 
     def _cache_counts(self) -> dict[str, int]:
         """What this rank has found in the folder so far, and what not; nothing where there is no folder."""

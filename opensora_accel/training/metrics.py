@@ -1,47 +1,57 @@
-"""What a run shows and records while it runs: a progress bar or lines, metrics.jsonl, tensorboard, offload.json."""
+"""What a run shows and records while it runs: a progress bar or lines, metrics.jsonl, trackers, offload.json."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import Counts, DiskCache
 from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
+from opensora_accel.training.pretrained import in_one_line
 from opensora_accel.training.ranks import from_all_ranks
+from opensora_accel.training.samples import SampledClip, gif_of
 
 # Smoothing of the loss that a person sees; the files hold the loss of every step.
 _SMOOTHING = 0.95
 
 
 class Tracker:
-    """Records each step on rank 0. Everything is flushed, so that a killed run keeps its metrics.
+    """Records each step on rank 0, and shows it. Everything is flushed, so that a killed run keeps its metrics.
 
     Args:
-        folder: gets metrics.jsonl (one object a step; those after `start` are dropped) and tensorboard/.
+        config: the output gets metrics.jsonl (one object a step; those after `start` are dropped), tensorboard/ and
+            what other trackers keep.
+        run_id: the same for a run that goes on, so that wandb and trackio show it as one.
         start, total: steps done before this run, and at its end.
-        log_every: steps between lines where stderr is no terminal.
 
     Raises:
-        ValueError: a row of metrics.jsonl is none of a run.
+        ValueError: a row of metrics.jsonl is none of a run, or a tracker cannot be started.
     """
 
-    def __init__(self, folder: Path, start: int, total: int, log_every: int):
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, config: TrainConfig, run_id: str, start: int, total: int):
+        folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
         _forget_after(folder / METRICS, start)
         self._file = (folder / METRICS).open("a", encoding="utf-8")
-        # TensorBoard hides the points of steps that are trained again.
-        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=start + 1 if start else None)
+        self._boards: list[_Board] = []
+        for name in config.trackers:
+            if name == "tensorboard":
+                self._boards.append(_TensorBoard(folder / TENSORBOARD, start))
+            else:
+                self._boards.append(_Service(name, config, run_id))
+        log_every = config.log_every
         self._total, self._log_every = total, log_every
         self._start, self._start_time = start, time.monotonic()
         self._loss: float | None = None
@@ -69,7 +79,8 @@ class Tracker:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
-        self._board.close()
+        for board in self._boards:
+            board.close()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Records one step. `step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
@@ -78,8 +89,8 @@ class Tracker:
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         # At once, so that a run that is killed keeps every step, and others can read along.
         self._file.flush()
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        for board in self._boards:
+            board.step(step, metrics)
         loss = metrics["loss"]
         if math.isfinite(loss):  # a skipped step would stay in the mean for ever
             self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
@@ -93,6 +104,98 @@ class Tracker:
             seconds_a_step = (time.monotonic() - self._start_time) / (step - self._start)
             left = int(seconds_a_step * (self._total - step))
             print(f"step {step}/{self._total}  {shown}  {left // 60}:{left % 60:02d} left", flush=True)
+
+    def clips(self, step: int, samples: Sequence[SampledClip], paths: Sequence[Path]) -> None:
+        """Shows clips that were sampled after a step; `paths` are those of their mp4 files."""
+        for board in self._boards:
+            board.clips(step, samples, paths)
+
+
+class _Board(Protocol):
+    """Where a run is looked at."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def clips(self, step: int, samples: Sequence[SampledClip], paths: Sequence[Path]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, start: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides the points of steps that are trained again.
+        self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def clips(self, step: int, samples: Sequence[SampledClip], paths: Sequence[Path]) -> None:
+        """As moving GIFs: `add_video` makes the same of them, by a library (moviepy) that is not here."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for number, sample in enumerate(samples, start=1):
+            gif, width, height = gif_of(sample)
+            image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
+            named = Summary.Value(tag=f"samples/{number}: {sample.caption[:60]}", image=image)
+            assert self._writer.file_writer is not None
+            self._writer.file_writer.add_summary(Summary(value=[named]), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Service:
+    """wandb, or trackio, which has the same functions."""
+
+    def __init__(self, name: str, config: TrainConfig, run_id: str):
+        self._module = importlib.import_module(name)
+        # trackio knows a run by its name.
+        options = {"id": run_id} if name == "wandb" else {}
+        try:
+            self._module.init(
+                project=config.tracker_project,
+                name=f"{Path(config.output).name}-{run_id[:6]}",
+                config=dataclasses.asdict(config),
+                resume="allow",
+                **options,
+            )
+        except Exception as error:  # whatever it raises where it has no account, or no network
+            raise ValueError(
+                f"{name} cannot be started ({in_one_line(error)}); set it up as its guide says, or leave it out of "
+                "trackers"
+            ) from error
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._module.log(dict(metrics), step=step)
+
+    def clips(self, step: int, samples: Sequence[SampledClip], paths: Sequence[Path]) -> None:
+        shown = zip(samples, paths, strict=True)
+        videos = {
+            f"samples/{number}": self._module.Video(str(path), caption=sample.caption, format="mp4")
+            for number, (sample, path) in enumerate(shown, start=1)
+        }
+        self._module.log(videos, step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Checks that what `config.trackers` names is installed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for name in config.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"trackers names {name}, which is not installed; pip install 'opensora-accel[trackers]', or leave it "
+                "out"
+            )
 
 
 def _forget_after(path: Path, step: int) -> None:

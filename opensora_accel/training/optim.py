@@ -1,10 +1,12 @@
-"""AdamW, its schedule, gradient clipping and averaged weights, for whole and for sharded parameters."""
+"""AdamW, with a schedule or without, gradient clipping and averaged weights, for whole and for sharded parameters."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     ]
     if config.state != "fp32":
         return low_bit_adamw(groups, config)
+    if config.schedule == "free":
+        import schedulefree
+
+        free: Any = schedulefree.AdamWScheduleFree(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        free.train()  # for good: `FreeAverage` leaves its weights alone
+        optimizer: torch.optim.Optimizer = free
+        return optimizer
     # On a GPU one kernel steps all parameters, where a loop would launch several for each.
     fused = trained[0].is_cuda
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
@@ -42,7 +51,7 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     """The rate of a step counted from 0: a linear warm-up, then constant or cosine down to a thousandth."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
+    if config.schedule != "cosine":
         return config.lr
     progress = (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps)
     return config.lr * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
@@ -102,3 +111,93 @@ class EMA:
             live = parameter.detach().clone()
             parameter.copy_(self.weights[name])
             self.weights[name].copy_(live)
+
+
+class FreeAverage:
+    """The average that a schedule-free optimizer makes of its steps, with what `EMA` offers.
+
+    It steps in z, takes gradients at y = (1 − β) z + β x, which are the model's weights, and x is the average that one
+    samples with. It keeps z; x follows from both. With β = 0.9, y = 1.9 and z = 1 there is x = 2.
+
+    Source: Defazio et al., The Road Less Scheduled (arXiv:2405.15682).
+    """
+
+    # Of steps that an average counts itself.
+    num_updates = 0
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self._model, self._optimizer = model, optimizer
+        self._live = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """x, made anew."""
+        beta = self._optimizer.param_groups[0]["betas"][0]
+        found = {}
+        for name, parameter in self._live.items():
+            y = parameter.detach()
+            z = self._optimizer.state.get(parameter, {}).get("z", y)
+            found[name] = torch.lerp(y, z, 1 - 1 / beta)
+        return found
+
+    def update(self) -> None:
+        """Nothing: the optimizer's step has done it."""
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it the model runs on x."""
+        live = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+        self._fill(self.weights)
+        try:
+            yield
+        finally:
+            reshard(self._model)
+            self._fill(live)
+
+    @torch.no_grad()
+    def _fill(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self._live.items():
+            parameter.copy_(weights[name])
+
+
+# What schedule-free AdamW keeps of all parameters together.
+_FREE_NUMBERS = ("k", "weight_sum", "lr_max")
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """What the optimizer keeps beside tensors, for each group of parameters."""
+    return [
+        {name: group[name] for name in _FREE_NUMBERS if name in group} for group in optimizer.param_groups
+    ]
+
+
+def set_numbers(optimizer: torch.optim.Optimizer, numbers: list[dict[str, float]]) -> None:
+    """Gives the optimizer what `numbers_of` gave of another.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    for group, saved in zip(optimizer.param_groups, numbers, strict=True):
+        if {name for name in _FREE_NUMBERS if name in group} != set(saved):
+            kind, other = ("not free", "free") if saved == {} else ("free", "not free")
+            raise ValueError(
+                f"the saved state was trained with an optim.schedule that is {kind}, and this one is {other}, whose "
+                "optimizer keeps other values; resume with the schedule it had, or begin a new run with --model.path "
+                "set to its transformer"
+            )
+        group.update(saved)
+
+
+def check_schedule_free(config: OptimConfig) -> None:
+    """Checks that schedulefree is there, if the configuration needs it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if config.schedule == "free" and importlib.util.find_spec("schedulefree") is None:
+        raise ValueError(
+            'optim.schedule="free" needs schedulefree (pip install "opensora-accel[schedulefree]"); install it, or '
+            "choose cosine or constant"
+        )

@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import IO
 
 from opensora_accel.files import replacing
+from opensora_accel.profiler.run_page import CONFIG, METRICS, PAGE, SAMPLES
 from opensora_accel.training import saved_state
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.ranks import from_first_rank
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
-METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 OFFLOAD = "offload.json"
-SAMPLES = "samples"
-LORA = "lora"
+LORA, COMFYUI = "lora", "comfyui.safetensors"
 PROFILE = "profile"
-WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA, PROFILE)
+WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA, PROFILE, PAGE)
 _LOCK = ".opensora-accel.lock"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,80 +18,165 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from opensora_accel.files import replacing
-from opensora_accel.training.config import FlowConfig
-from opensora_accel.training.encoders import Codec, LatentShape
+from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.conditions import weights_of
+from opensora_accel.training.config import DataConfig
+from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import generator, sample
+from opensora_accel.training.objective import Objective
+from opensora_accel.training.video import UnreadableVideo, Video, read_clip
+
+logger = logging.getLogger(__name__)
+
+STRIP = "strip.png"
 
 _LEAST_HEIGHT = 240
+# Of clips that no video stands beside.
+_FPS = 16.0
+_GIF_WIDTH, _GIF_FRAMES = 640, 48
 _STRIP_MARGIN = 6
 _STRIP_FONT_SIZE = 15
 
-# (x_t, timestep, captions) -> velocity.
-Predict = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
+
+@dataclass(frozen=True)
+class SampledClip:
+    """A sampled clip: `clip` uint8 [T, H, W, 3], and `source` of the same shape, where a video has its caption."""
+
+    caption: str
+    clip: Tensor
+    source: Tensor | None
+    # Frames a second.
+    fps: float
+    # What was given of the source (`conditions.KINDS`).
+    kind: str = "t2v"
+
+    @property
+    def shown(self) -> Tensor:
+        """uint8 [T, H', W', 3]: the source on the left, the clip on the right, in pixels large enough to look at."""
+        pair = self.clip if self.source is None else torch.cat([self.source, self.clip], dim=2)
+        # Whole pixels are repeated.
+        factor = max(1, _LEAST_HEIGHT // pair.size(1))
+        return pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
 
 
-def sample_clips(
-    predict: Predict,
+def sample_clips(objective: Objective, videos: Sequence[Video]) -> list[SampledClip]:
+    """A clip for each video's caption and each of `config.sample_captions`; every rank has to call, and gets the same.
+
+    A video's has the size that the video is trained with. Where frames are given in training, those of the kind with
+    the greatest weight are given of the video. Clips of other captions have the size with the most tokens, and nothing
+    is given of them.
+    """
+    config = objective.config
+    sources = [_middle_of(video, config.data) for video in videos]
+    rates = [max(1.0, (video.info.fps if video.info else 0) / config.data.frame_stride) for video in videos]
+    samples: dict[int, SampledClip] = {}
+    for bucket in dict.fromkeys(video.bucket for video in videos):
+        numbers = [number for number, video in enumerate(videos) if video.bucket == bucket]
+        weights = weights_of(config.conditions, bucket.num_frames, objective.codec.temporal)
+        kind = max(weights, key=weights.__getitem__)
+        clips = [
+            Clip(videos[number].file, _middle(videos[number], config.data), bucket) for number in numbers
+        ]
+        shown = torch.stack([sources[number] for number in numbers])
+        captions = {number: videos[number].caption for number in numbers}
+        sampled = _sample(objective, captions, bucket, kind, shown, clips)
+        for number, clip in zip(numbers, sampled, strict=True):
+            samples[number] = SampledClip(captions[number], clip, sources[number], rates[number], kind)
+    captions = dict(enumerate(config.sample_captions, start=len(videos)))
+    if captions:
+        bucket = max(objective.num_tokens, key=objective.num_tokens.__getitem__)
+        for number, clip in zip(captions, _sample(objective, captions, bucket), strict=True):
+            samples[number] = SampledClip(captions[number], clip, None, rates[0] if rates else _FPS)
+    return [samples[number] for number in sorted(samples)]
+
+
+def _sample(
+    objective: Objective,
     captions: Mapping[int, str],
-    shape: LatentShape,
-    codec: Codec,
-    config: FlowConfig,
-    alpha: float,
-    like: Tensor,
-    seed: int,
+    bucket: Bucket,
+    kind: str = "t2v",
+    frames: Tensor | None = None,
+    clips: Sequence[Clip] = (),
 ) -> Tensor:
-    """One clip per caption, uint8 [N, T, H, W, 3]; every rank has to call, and gets the same.
+    """One clip per caption, uint8 [N, T, H, W, 3].
 
     Args:
-        predict: gives the velocity [N, C, t, h, w] for latents of that shape, timesteps [N] and N captions.
         captions: each under the number that its noise is drawn by.
-        shape: [C, t, h, w] of the latents of one clip.
-        like: a tensor of the dtype and on the device that latents have.
+        kind: what is given of `frames`, uint8 [N, T, H, W, 3] of `clips`.
     """
+    config, shape = objective.config, objective.latent_shapes[bucket]
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
     noise = torch.stack(
-        [torch.randn(shape, generator=generator(seed, "sample", number)) for number in captions]
-    ).to(like)
+        [torch.randn(shape, generator=generator(config.seed, "sample", number)) for number in captions]
+    ).to(objective.device, objective.dtype)
+    condition = None
+    if config.conditions.are_used:
+        if frames is None:
+            size = bucket.num_frames, bucket.height, bucket.width
+            frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
+        frames = frames.to(objective.device)
+        condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips)
     texts = list(captions.values())
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
-        velocity = predict(latents, timestep, texts)
+        velocity = objective.predict(latents, timestep, texts, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
-        if config.guidance == 1.0:
+        if config.flow.guidance == 1.0:
             return velocity
-        unconditional = predict(latents, timestep, [""] * len(texts))
-        return unconditional + config.guidance * (velocity - unconditional)
+        unconditional = objective.predict(latents, timestep, [""] * len(texts), condition)
+        return unconditional + config.flow.guidance * (velocity - unconditional)
 
-    return codec.decode(sample(guided, noise, config.sample_steps, alpha))
+    latents = sample(guided, noise, config.flow.sample_steps, objective.time_shift(bucket))
+    return objective.codec.decode(latents)
 
 
-def write_comparison(
-    folder: Path,
-    sources: Sequence[Tensor],
-    sampled: Sequence[Tensor],
-    captions: Sequence[str],
-    fps: Sequence[float],
-) -> Path:
-    """Writes one mp4 per clip, the source on the left and the sample on the right, and strip.png of them all.
+def _middle(video: Video, config: DataConfig) -> int:
+    """The first frame of a clip in the middle of the video."""
+    assert video.info is not None
+    return (video.info.num_frames - video.bucket.frames_needed(config.frame_stride)) // 2
 
-    Args:
-        sources, sampled: a clip uint8 [T, H, W, 3] for each caption.
-        fps: frames a second of each.
-    """
+
+def _middle_of(video: Video, config: DataConfig) -> Tensor:
+    """Frames uint8 [T, H, W, 3] in the middle of a video; grey where it cannot be read, which nobody may have tried."""
+    bucket, start = video.bucket, _middle(video, config)
+    size = {"height": bucket.height, "width": bucket.width}
+    try:
+        path = Path(config.folder) / video.file
+        return read_clip(path, start, bucket.num_frames, stride=config.frame_stride, **size)
+    except UnreadableVideo as error:
+        logger.warning("no source beside the sample: %s", error)
+        return torch.full((bucket.num_frames, bucket.height, bucket.width, 3), 128, dtype=torch.uint8)
+
+
+def write_comparison(folder: Path, samples: Sequence[SampledClip]) -> list[Path]:
+    """Writes one mp4 per clip, on its left the source where there is one, and strip.png of them all; the mp4 files."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for index, (source, clip, rate) in enumerate(zip(sources, sampled, fps, strict=True), start=1):
-        pair = torch.cat([source, clip], dim=2)
-        # Whole pixels are repeated until the picture is large enough to look at.
-        factor = max(1, _LEAST_HEIGHT // pair.size(1))
-        pair = pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
-        write_video(folder / f"clip_{index}.mp4", pair, rate)
-        rows += [(f"source {index}", source), (f"sampled {index}", clip)]
-    (folder / "captions.txt").write_text("".join(f"{c}\n" for c in captions), encoding="utf-8")
-    strip = folder / "strip.png"
-    write_strip(strip, rows)
-    return strip
+    rows, paths = [], []
+    for number, each in enumerate(samples, start=1):
+        paths.append(folder / f"clip_{number}.mp4")
+        write_video(paths[-1], each.shown, each.fps)
+        if each.source is not None:
+            rows.append((f"source {number}", each.source))
+        given = "" if each.kind == "t2v" else f", {each.kind}"
+        rows.append((f"sampled {number}{given}", each.clip))
+    (folder / "captions.txt").write_text("".join(f"{each.caption}\n" for each in samples), encoding="utf-8")
+    write_strip(folder / STRIP, rows)
+    return paths
+
+
+def gif_of(sampled: SampledClip) -> tuple[bytes, int, int]:
+    """A moving GIF of what is shown, at most 640 pixels wide and of 48 frames, evenly spaced; its width and height."""
+    shown = sampled.shown
+    picks = torch.linspace(0, len(shown) - 1, min(len(shown), _GIF_FRAMES)).round().long()
+    pictures = [Image.fromarray(frame.numpy()) for frame in shown[picks]]
+    for picture in pictures:
+        picture.thumbnail((_GIF_WIDTH, picture.height))
+    # Browsers show no frame for less than 20 ms.
+    frame_ms = max(20, round(1000 * len(shown) / len(picks) / sampled.fps))
+    file = BytesIO()
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=frame_ms, loop=0)
+    return file.getvalue(), *pictures[0].size
 
 
 def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.adapters import add_adapters
-from opensora_accel.training.config import CodecConfig, ModelConfig, TextConfig, TrainConfig
+from opensora_accel.training.config import CodecConfig, ConditionsConfig, ModelConfig, TextConfig, TrainConfig
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.ranks import from_all_ranks
@@ -63,6 +63,14 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     optim = dataclasses.replace(
         config.optim, clip_norm=0.0, state="fp32", accumulation=min(2, config.optim.accumulation)
     )
+    # Of 5 frames, what is given of longer clips is the first or the last.
+    given = config.conditions
+    conditions = ConditionsConfig(
+        t2v=given.t2v,
+        i2v_head=given.i2v_head + given.v2v_head + given.v2v_head_easy,
+        i2v_tail=given.i2v_tail + given.v2v_tail + given.v2v_tail_easy,
+        i2v_loop=given.i2v_loop,
+    )
     return dataclasses.replace(
         config,
         output=str(folder / "run"),
@@ -75,18 +83,16 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         model=_tiny_model(config.model),
         codec=CodecConfig(patch=4),
         text=TextConfig(length=8, width=32),
+        conditions=conditions,
         optim=optim,
     )
 
 
 def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls = build.model_class(config)
-    derived = build.derived_arguments(0, 0)
-    arguments = {
-        name: value
-        for name, value in build.model_arguments(config, 0, 0).items()
-        if name not in derived and not name.startswith("_")
-    }
+    # Those that follow from codec and text encoder follow here from the small ones.
+    derived = ("in_channels", "out_channels", "text_dim")
+    arguments = {name: value for name, value in build.given_arguments(config).items() if name not in derived}
     known = inspect.signature(cls.__init__).parameters
     arguments |= {name: value for name, value in (TINY | _NO_IMAGES).items() if name in known}
     return ModelConfig(class_name=cls.__name__, config=arguments)
@@ -137,6 +143,8 @@ class TrueSize:
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
     latents: tuple[int, int, int, int]
+    # Channels that tell of given frames.
+    condition_channels: int
     # Clips of all data ranks together.
     batch_size: int
     text_width: int
@@ -149,8 +157,10 @@ class TrueSize:
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
         width = text_width(config.text)
-        arguments = build.model_arguments(config.model, codec.channels, width)
-        return cls(config, arguments, latents, largest.batch_size or config.data.batch_size, width)
+        arguments = build.model_arguments(config, codec, width)
+        in_channels = build.derived_arguments(config, codec, width)["in_channels"]
+        batch_size = largest.batch_size or config.data.batch_size
+        return cls(config, arguments, latents, in_channels - codec.channels, batch_size, width)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -167,12 +177,16 @@ class TrueSize:
         model, forward = build.parallelize(model, run.plan, torch.device("cpu"))
         batch = max(1, self.batch_size // run.data_size)
         clean = torch.randn(batch, *self.latents)
+        condition = torch.randn(batch, self.condition_channels, *self.latents[1:])
         text = torch.randn(batch, self.config.text.length, self.text_width)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
             (velocity,) = forward(
-                hidden_states=noisy, timestep=timestep, encoder_hidden_states=text, return_dict=False
+                hidden_states=torch.cat([noisy, condition], dim=1),
+                timestep=timestep,
+                encoder_hidden_states=text,
+                return_dict=False,
             )
             return velocity
 

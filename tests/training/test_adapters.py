@@ -70,7 +70,7 @@ PLANS = [
 def test_adapters_alone_are_trained_and_what_is_exported_predicts_the_same(
     ranks, clips, base, tmp_path, plan
 ):
-    from diffusers import WanTransformer3DModel
+    from diffusers import WanPipeline, WanTransformer3DModel
 
     config = lora_config(clips, base, tmp_path / "run", plan)
     losses, moved, kept, prediction, _, _ = ranks(plan.world_size, trained, config)[0]
@@ -83,6 +83,11 @@ def test_adapters_alone_are_trained_and_what_is_exported_predicts_the_same(
     plain.load_lora_adapter(str(tmp_path / "run" / "lora"), use_safetensors=True)
     assert torch.allclose(predicted(plain), prediction, atol=1e-5)
     assert not torch.allclose(untrained, prediction, atol=1e-3)
+    # ComfyUI's file has Wan's own names; diffusers knows the way back.
+    WanPipeline(
+        None, None, None, None, again := WanTransformer3DModel.from_pretrained(base)
+    ).load_lora_weights(tmp_path / "run" / "lora" / "comfyui.safetensors")
+    assert torch.allclose(predicted(again), prediction, atol=1e-5)
 
 
 def test_a_saved_state_holds_the_adapters_and_goes_on_bit_for_bit(ranks, clips, base, tmp_path):

@@ -64,7 +64,7 @@ def die():
 def die_after(config, rank, num_batches, delay_s):
     """The rank is killed so long after it began its n-th batch."""
     trainer = Trainer(config)
-    loss, begun = trainer.loss, []
+    loss, begun = trainer.objective.loss, []
 
     def timed(batch):
         begun.append(batch)
@@ -72,7 +72,7 @@ def die_after(config, rank, num_batches, delay_s):
             threading.Timer(delay_s, die).start()
         return loss(batch)
 
-    trainer.loss = timed
+    trainer.objective.loss = timed
     trainer.train()
 
 
@@ -110,7 +110,7 @@ def test_a_rank_killed_at_a_random_moment(
 def hang(config, how):
     """In its fifth batch rank 1 is stopped, or never comes back; what both ranks say, after how many seconds."""
     trainer = Trainer(config)
-    loss, begun, store = trainer.loss, [], dist.distributed_c10d._get_default_store()
+    loss, begun, store = trainer.objective.loss, [], dist.distributed_c10d._get_default_store()
 
     def stuck(batch):
         begun.append(time.monotonic())
@@ -121,7 +121,7 @@ def hang(config, how):
             store.wait(["told"])
         return loss(batch)
 
-    trainer.loss = stuck
+    trainer.objective.loss = stuck
     with pytest.raises(RuntimeError) as caught, waiting("a step", dist.group.WORLD):
         trainer.train()
     seconds = time.monotonic() - begun[-1]

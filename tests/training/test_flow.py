@@ -12,6 +12,7 @@ from opensora_accel.training.flow import (
     draw_times,
     drop_captions,
     flow_loss,
+    loss_weights,
     sample,
     shifted,
     time_shift,
@@ -29,6 +30,42 @@ def test_the_shift_keeps_the_ends_and_grows_with_resolution_and_length():
     assert time_shift(auto, 256, 1) == 1.0 and time_shift(auto, 4096, 1) == 3.0
     assert time_shift(auto, 4096, 9) == pytest.approx(9.0)
     assert time_shift(FlowConfig(shift=2.5), 4096, 9) == 2.5
+    # LTX-Video's: a mean of 0.95 at 1,024 tokens and of 2.05 at 4,096.
+    ltx = FlowConfig(shift="ltx")
+    assert math.log(time_shift(ltx, 64, 16)) == pytest.approx(0.95)
+    assert math.log(time_shift(ltx, 256, 16)) == pytest.approx(2.05)
+
+
+def test_a_shift_is_a_mean_of_the_normal_distribution():
+    plain, moved = FlowConfig(), FlowConfig(logit_mean=1.3)
+    assert torch.allclose(
+        draw_times(plain, math.exp(1.3), 0, range(100)), draw_times(moved, 1.0, 0, range(100)), atol=1e-12
+    )
+    wide = draw_times(FlowConfig(logit_std=2.0), 1.0, 0, range(4000))
+    assert wide.logit().std().item() == pytest.approx(2.0, rel=0.05)
+    with pytest.raises(ValueError, match="logit_std are for"):
+        FlowConfig(time_distribution="uniform", logit_std=2.0)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "logit-normal"])
+def test_weights_are_a_bell_that_is_one_in_the_mean(distribution):
+    config = FlowConfig(time_distribution=distribution, weighting="bell", shift=5.0)
+    times = draw_times(config, 5.0, 0, range(20_000))
+    weights = loss_weights(config, 5.0, times)
+    assert weights.mean().item() == pytest.approx(1.0, rel=0.02)
+    ends = loss_weights(config, 5.0, torch.tensor([0.0, 0.5, 0.25, 0.75, 1.0], dtype=torch.float64))
+    assert ends[0].item() == pytest.approx(0, abs=1e-12) and ends[4].item() == pytest.approx(0, abs=1e-12)
+    assert ends[2].item() == pytest.approx(ends[3].item()) and ends.argmax() == 1
+    assert loss_weights(FlowConfig(), 5.0, times) is None
+
+
+def test_the_bell_is_that_of_wans_training():
+    """DiffSynth-Studio's, over its thousand times with shift 5 (fed7b18, `set_training_weight`)."""
+    times = shifted(torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1], 5.0)
+    heights = torch.exp(-2 * ((1000 * times - 500) / 1000) ** 2)
+    heights = (heights - heights.min()) * 1000 / (heights - heights.min()).sum()
+    ours = loss_weights(FlowConfig(time_distribution="uniform", weighting="bell"), 5.0, times)
+    assert torch.allclose(ours, heights, rtol=2e-3, atol=2e-3)
 
 
 def test_draws_depend_on_the_position_alone():

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training import encoders, kept
+from opensora_accel.training.conditions import KINDS
 from opensora_accel.training.config import TrainConfig, config_from_dict
 from opensora_accel.training.data import Clip, VideoFolder
 from opensora_accel.training.disk_cache import DiskCache, entries
@@ -93,6 +94,7 @@ CHOICES = {
     "stride": [1, 2],
     "height": [16, 24],
     "width": [16, 24],
+    "given": [KINDS["i2v_head"], None, KINDS["i2v_loop"]],
     "vae": ["vae_a", "vae_b", "vae_config", "vae_copy"],
     "vae_dtype": ["fp32", "bf16"],
     "caption": CAPTIONS,
@@ -102,7 +104,7 @@ CHOICES = {
 }
 # What is no other value: a copy of a file, or of a folder, that computes the same.
 SAME = {"vae_copy": "vae_a", "text_copy": "text_a"}
-OF_LATENTS = ("content", "start", "num_frames", "stride", "height", "width", "vae", "vae_dtype")
+OF_LATENTS = ("content", "start", "num_frames", "stride", "height", "width", "given", "vae", "vae_dtype")
 OF_EMBEDDINGS = ("caption", "text", "length", "text_dtype")
 
 
@@ -156,10 +158,10 @@ class World:
         stored = Stored.latents(self.cache, config, CPU)
         cached = CachedLatents(codec, lambda: codec, [], in_memory=False, stored=stored)
         hits = self.cache.counts.hits
-        found = cached.encode(
-            sample.frames[None], [Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest)]
-        )
-        return found, codec.encode(sample.frames[None]), self.cache.counts.hits > hits
+        clip, given = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest), chosen["given"]
+        found = cached.encode(sample.frames[None], [clip], [given])
+        shown = None if given is None else given.frames(len(sample.frames))[None]
+        return found, codec.encode(sample.frames[None], shown), self.cache.counts.hits > hits
 
     def embedding(self, chosen):
         config = self.config(chosen)

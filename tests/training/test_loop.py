@@ -32,7 +32,7 @@ def whole(tensor):
 
 
 def first_gradients(trainer):
-    trainer.loss(next(trainer.loader)).backward()
+    trainer.objective.loss(next(trainer.loader)).backward()
     grads = {
         name.removeprefix("module."): whole(p.grad).clone()
         for name, p in trainer.state.model.named_parameters()
@@ -226,7 +226,7 @@ def stopped(config, at_loss, signals, checkpoint=None):
     from opensora_accel.training.saved_state import read_record
 
     trainer = Trainer(config, checkpoint, None if checkpoint is None else read_record(checkpoint))
-    original, count, one_press_s = trainer.loss, itertools.count(1), ranks_of_training.ONE_PRESS_S
+    original, count, one_press_s = trainer.objective.loss, itertools.count(1), ranks_of_training.ONE_PRESS_S
     ranks_of_training.ONE_PRESS_S = 0.2
 
     def loss(batch):
@@ -236,7 +236,7 @@ def stopped(config, at_loss, signals, checkpoint=None):
                 time.sleep(pause_s)
         return original(batch)
 
-    trainer.loss = loss
+    trainer.objective.loss = loss
     before = [signal.getsignal(number) for number, _ in signals]
     try:
         losses = trainer.train()
@@ -327,14 +327,14 @@ def not_finite(config):
 
     trainer = Trainer(config)
     before = {n: p.detach().clone() for n, p in trainer.state.model.named_parameters()}
-    original = trainer.loss
-    trainer.loss = lambda batch: original(batch) * float("nan")
+    original = trainer.objective.loss
+    trainer.objective.loss = lambda batch: original(batch) * float("nan")
     trainer.step()
     assert all(torch.equal(p, before[n]) for n, p in trainer.state.model.named_parameters())
     with pytest.raises(ValueError, match="10 steps in a row"):
         for _ in range(10):
             trainer.step()
-    trainer.loss = original
+    trainer.objective.loss = original
     trainer.skipped_in_a_row = 5
     trainer.step()
     return trainer.skipped_in_a_row
@@ -351,7 +351,7 @@ def told_of(config, steps, spoil):
     from opensora_accel.training import loop
 
     trainer, told = loop.Trainer(config), []
-    original, warning = trainer.loss, loop.logger.warning
+    original, warning = trainer.objective.loss, loop.logger.warning
     loop.logger.warning = lambda text, *values: told.append(text % values)
 
     def loss(batch):
@@ -359,7 +359,7 @@ def told_of(config, steps, spoil):
         is_broken = trainer.state.step in steps and dist.get_rank() == 1
         return original(batch) * (spoil if is_broken else 1.0)
 
-    trainer.loss = loss
+    trainer.objective.loss = loss
     try:
         for _ in range(25):
             trainer.step()
@@ -396,12 +396,12 @@ def watched(config, spoil):
     handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("opensora_accel")
     logger.addHandler(handler)
-    original = trainer.loss
+    original = trainer.objective.loss
 
     def loss(batch):
         return original(batch) * spoil(trainer)
 
-    trainer.loss = loss
+    trainer.objective.loss = loss
     try:
         trainer.train()
     except ValueError as error:

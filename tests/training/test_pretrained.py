@@ -282,6 +282,14 @@ def test_the_vae_is_released_once_every_clip_is_encoded(ranks, short_clips, tmp_
         assert plan.world_size > 1 or first_without == 2
 
 
+def test_what_is_given_of_a_clip_is_encoded_once_too(ranks, short_clips, tmp_path):
+    given = {"conditions.i2v_head": 2, "conditions.i2v_loop": 1, "flow.sample_steps": 2}
+    ((losses, *_),) = ranks(1, losses_with_vae, vae_config(short_clips, tmp_path, "a", **given))
+    given["codec.cache"] = True
+    ((cached, *_),) = ranks(1, losses_with_vae, vae_config(short_clips, tmp_path, "b", **given))
+    assert cached == pytest.approx(losses, rel=1e-5)
+
+
 def test_a_clip_that_nobody_foresaw_loads_the_vae_again():
     loads = []
 
@@ -290,7 +298,7 @@ def test_a_clip_that_nobody_foresaw_loads_the_vae_again():
         return loads[-1]
 
     frames = torch.randint(0, 256, (2, 1, 4, 4, 3), dtype=torch.uint8)
-    cached = CachedLatents(build(), build, {("a", 0)})
+    cached = CachedLatents(build(), build, {(("a", 0), None)})
     expected = SpaceToDepth(2, torch.float32).encode(frames)
     assert torch.equal(cached.encode(frames[:1], [("a", 0)]), expected[:1]) and len(loads) == 1
     assert torch.equal(cached.encode(frames, [("a", 0), ("b", 3)]), expected) and len(loads) == 2

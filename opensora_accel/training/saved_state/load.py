@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from opensora_accel.deferred import region_of
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.lowbit import new_moment
+from opensora_accel.training.optim import EMA
 from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM
-from opensora_accel.training.saved_state.save import TrainState, class_name
+from opensora_accel.training.saved_state.save import ENTRIES, TrainState, class_name
 from opensora_accel.weights import Stored, find_stored
 
 
@@ -33,16 +34,18 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
     moments = find_stored(folder, OPTIMIZER_STEM)
     fused = state.optimizer.defaults.get("fused")
     for name, parameter in state.model.named_parameters():
-        if f"{name}.step" in moments:
+        for entry in ENTRIES:
+            stored = moments.get(f"{name}.{entry}")
+            if stored is None:
+                continue
             entries = state.optimizer.state[parameter]
-            # The fused kernel counts steps on the device, the others on the host.
-            entries["step"] = (
-                moments[f"{name}.step"].read(torch.float32).to(parameter.device if fused else "cpu")
-            )
-            for entry in ("exp_avg", "exp_avg_sq"):
+            if entry == "step":
+                # The fused kernel counts steps on the device, the others on the host.
+                entries[entry] = stored.read(torch.float32).to(parameter.device if fused else "cpu")
+            else:
                 entries[entry] = new_moment(state.optimizer, parameter, entry)
-                _fill(entries[entry], moments[f"{name}.{entry}"])
-    if state.ema is not None:
+                _fill(entries[entry], stored)
+    if isinstance(state.ema, EMA):
         # A run without averages goes on with them from its weights.
         averaged = find_stored(folder / AVERAGED, WEIGHTS_STEM) if (folder / AVERAGED).is_dir() else weights
         for name, weight in state.ema.weights.items():

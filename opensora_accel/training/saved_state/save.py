@@ -39,7 +39,7 @@ from opensora_accel.deferred import region_of
 from opensora_accel.files import retried, sha256_of
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.lowbit import is_quantized, saved_values
-from opensora_accel.training.optim import EMA
+from opensora_accel.training.optim import EMA, FreeAverage
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
     AVERAGED,
@@ -58,7 +58,8 @@ from opensora_accel.watch import BACKGROUND
 
 # The name of the threads that write.
 SAVING = "saved state"
-_ADAM_ENTRIES = ("exp_avg", "exp_avg_sq", "step")
+# What AdamW keeps of a parameter; z is of the one without a schedule.
+ENTRIES = ("exp_avg", "exp_avg_sq", "z", "step")
 _POLL_S = 0.05
 
 
@@ -68,7 +69,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    ema: EMA | None
+    ema: EMA | FreeAverage | None
     step: int = 0
 
 
@@ -380,7 +381,7 @@ def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
     moments = {
         f"{name}.{entry}": state.optimizer.state[parameter][entry]
         for name, parameter in state.model.named_parameters()
-        for entry in _ADAM_ENTRIES
+        for entry in ENTRIES
         if entry in state.optimizer.state.get(parameter, {})
     }
     found = {f"{MODEL}/{WEIGHTS_STEM}": weights, OPTIMIZER_STEM: moments}

@@ -1,0 +1,176 @@
+"""What is learned: the velocity from a clip to noise, at a time, by a caption, and by the frames that are given.
+
+    clip ──► codec ──► latents ──┬──► x_t = (1 − t) latents + t noise ──► model ──► velocity ──► loss
+    caption ──► text encoder ────┼──────────────────────────────────────►
+    frames that are given ───────┴──► mask and latents ─────────────────►
+
+Everything that is drawn (what is given, time, noise, whether the caption is dropped) follows from the seed and the
+sample's position in the job (`flow.py`), so that the same samples give the same loss on any mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from opensora_accel.regions import region
+from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.conditions import KINDS, Given, draw_conditions, encode_condition
+from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.data import Batch, Clip
+from opensora_accel.training.disk_cache import DiskCache
+from opensora_accel.training.encoders import Codec, LatentShape, TextEncoder, build_codec
+from opensora_accel.training.flow import (
+    draw_noise,
+    draw_times,
+    drop_captions,
+    flow_loss,
+    loss_weights,
+    time_shift,
+)
+from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, Stored, StoredCaptions
+from opensora_accel.training.ranks import from_all_ranks
+
+
+class Objective:
+    """The loss of a batch, and what it is made of.
+
+    Args:
+        forward: the sharded model, as a step calls it.
+        latent_shapes, num_tokens: of a clip of each size.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        codec: Codec,
+        text: TextEncoder | StoredCaptions | EmbeddedCaptions,
+        forward: Callable[..., Any],
+        latent_shapes: Mapping[Bucket, LatentShape],
+        num_tokens: Mapping[Bucket, int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.config, self.text, self.forward = config, text, forward
+        self.codec: Codec | CachedLatents = codec
+        self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
+        self.device, self.dtype = device, dtype
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of this data rank's samples, a scalar."""
+        config, seed = self.config.flow, self.config.seed
+        frames = batch.frames.to(self.device)
+        condition, learned = None, None
+        with region("encode", "clips"):
+            clean = self._encode(frames, batch.clips).to(self.dtype)
+            if self.config.conditions.are_used:
+                kinds = self._draw_conditions(batch.bucket, batch.positions)
+                condition, learned = self.encode_condition(kinds, frames, clean, batch.clips)
+        captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
+        alpha = self.time_shift(batch.bucket)
+        times = draw_times(config, alpha, seed, batch.positions)
+        return flow_loss(
+            partial(self.predict, captions=captions, condition=condition),
+            clean,
+            draw_noise(clean, seed, batch.positions),
+            times.to(self.device),
+            weights=loss_weights(config, alpha, times),
+            learned=learned,
+        )
+
+    def predict(
+        self, noisy: Tensor, timestep: Tensor, captions: Sequence[str], condition: Tensor | None = None
+    ) -> Tensor:
+        """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B].
+
+        Args:
+            condition: [B, C', t, h, w], what is given of the clips, where the model takes it.
+        """
+        with region("encode", "captions"):
+            text = self.text.encode(captions, self.device, self.dtype)
+        (velocity,) = self.forward(
+            hidden_states=noisy if condition is None else torch.cat([noisy, condition], dim=1),
+            timestep=timestep,
+            encoder_hidden_states=text,
+            return_dict=False,
+        )
+        return velocity
+
+    def time_shift(self, bucket: Bucket) -> float:
+        """α of clips of this size."""
+        num_frames = self.latent_shapes[bucket][1]
+        return time_shift(self.config.flow, self.num_tokens[bucket] // num_frames, num_frames)
+
+    def encode_condition(
+        self, kinds: Sequence[str], frames: Tensor, like: Tensor, clips: Sequence[Clip]
+    ) -> tuple[Tensor, Tensor]:
+        """What the model is told of clips, of which frames of these kinds are given, and what it learns of them.
+
+        Args:
+            frames: uint8 [B, T, H, W, 3] of these B clips.
+            like: of the shape [B, C, t, h, w] of their latents.
+
+        Returns:
+            [B, C', t, h, w], and bool [B, t].
+        """
+        given = [KINDS[kind] for kind in kinds]
+
+        def encode(rows: list[int]) -> Tensor:
+            return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
+
+        return encode_condition(encode, given, frames.size(1), self.codec.temporal, like)
+
+    def cache_latents(self, clips: Mapping[int, Clip], disk_cache: DiskCache | None) -> None:
+        """From now on every clip is encoded once.
+
+        Args:
+            clips: those that this rank will ask for, by their positions in the job.
+
+        Communication: at most three object all-gathers.
+
+        Raises:
+            ValueError: on all ranks, where the latents of one of them do not fit.
+        """
+        config = self.config.codec
+        needed: set[tuple[Clip, Given | None]] = {(clip, None) for clip in clips.values()}
+        if self.config.conditions.are_used:
+            for position, clip in clips.items():
+                (kind,) = self._draw_conditions(clip.bucket, [position])
+                if kind != "t2v":
+                    needed.add((clip, KINDS[kind]))
+        num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in needed)
+        needed_bytes = num_elements * torch.float32.itemsize
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        available = psutil.virtual_memory().available
+        if config.cache and any(from_all_ranks(needed_bytes * num_ranks > available)):
+            raise ValueError(
+                f"codec.cache keeps the latents of every clip of the run: {len(needed):,} clips, "
+                f"{needed_bytes / 2**30:.1f} GiB on this rank, are more than this machine has free; cut the videos to "
+                "data.num_frames, so that each has one clip, or set codec.cache to False (cache_folder keeps them on "
+                "disk)"
+            )
+        build = partial(build_codec, config, self.device, self.dtype)
+        stored = None if disk_cache is None else Stored.latents(disk_cache, self.config, self.device)
+        assert not isinstance(self.codec, CachedLatents)
+        self.codec = CachedLatents(self.codec, build, needed, in_memory=config.cache, stored=stored)
+
+    def _encode(self, frames: Tensor, clips: Sequence[Clip], given: Sequence[Given] | None = None) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3] of these clips, and what is shown of each → latents [B, C, t, h, w]."""
+        if isinstance(self.codec, CachedLatents):
+            return self.codec.encode(frames, clips, given)
+        if given is None:
+            return self.codec.encode(frames)
+        return self.codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
+
+    def _draw_conditions(self, bucket: Bucket, positions: Sequence[int]) -> list[str]:
+        config = self.config
+        return draw_conditions(
+            config.conditions, bucket.num_frames, self.codec.temporal, config.seed, positions
+        )
