@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
@@ -54,14 +54,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def sha256_of(path: Path) -> str:
-    """The SHA-256 sum of a file's content, in hexadecimal."""
+def sha256_of(path: Path, opened: Callable[[], BinaryIO] | None = None) -> str:
+    """The SHA-256 sum of a file's content, in hexadecimal.
+
+    Args:
+        opened: opens it, where it is part of another file.
+    """
 
     def read() -> str:
-        summed, buffer = hashlib.sha256(), bytearray(2**20)
-        with path.open("rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                summed.update(memoryview(buffer)[:size])
+        summed = hashlib.sha256()
+        with path.open("rb", buffering=0) if opened is None else opened() as file:
+            while data := file.read(2**20):
+                summed.update(data)
         return summed.hexdigest()
 
     return retried(read, f"reading {path}")

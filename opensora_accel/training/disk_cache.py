@@ -42,6 +42,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from opensora_accel.files import replacing, retried, sha256_of
+from opensora_accel.training.shards import open_file, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -341,20 +342,20 @@ def file_digest(path: str | Path) -> str | None:
     read again each time: its second write would go unnoticed. The sum of a file that lies still is read once.
     """
     try:
-        status = os.stat(path)
+        status = status_of(path)
         if not stat.S_ISREG(status.st_mode):
             return None
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if time.time() - status.st_ctime > _SETTLED_AFTER_S:
             return _digest_of_settled(os.path.abspath(path), *identity)
-        return sha256_of(Path(path))
-    except OSError:
+        return sha256_of(Path(path), partial(open_file, path))
+    except (OSError, ValueError):  # it is gone, or its shard is damaged
         return None
 
 
 @lru_cache(maxsize=2**17)
 def _digest_of_settled(path: str, *identity: int) -> str:
-    return sha256_of(Path(path))
+    return sha256_of(Path(path), partial(open_file, path))
 
 
 def code_version(modules: Sequence[ModuleType]) -> str:

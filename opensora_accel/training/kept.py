@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.files import sha256_of
-from opensora_accel.training import conditions, encoders, pretrained, video
+from opensora_accel.training import conditions, encoders, pretrained, shards, video
 from opensora_accel.training.conditions import Given
 from opensora_accel.training.config import TextConfig, TrainConfig
 from opensora_accel.training.data import Clip
@@ -320,7 +320,7 @@ class Stored:
     @classmethod
     def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
         """Of the VAE. The common part has all that decides latents, but the video, the first frame and the size."""
-        modules = (video, encoders, conditions, pretrained)
+        modules = (video, shards, encoders, conditions, pretrained)
         made_with = _made_with(device, modules, ("torch", "diffusers", "av", "pillow", "numpy"))
         made_with["versions"] |= {name: list(number) for name, number in av.library_versions.items()}
         common = {

@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -29,14 +29,14 @@ from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket, bucket_of
 from opensora_accel.training.config import DataConfig
+from opensora_accel.training.shards import IMAGES, find_samples, open_file, place_of, size_of, status_of
 
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
 # FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
 # patterns and devices are not among them: they open other files and addresses, wherever these lie.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpegpipe"
-# A file that ends so is one frame; by Pillow, because FFmpeg has no end of image formats.
-_IMAGES = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
+
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file", "enable_drefs": "0"}
 
 
@@ -134,14 +134,15 @@ def read_clip(
 
 
 def _is_image(path: str | os.PathLike[str]) -> bool:
-    return Path(path).suffix.lower() in _IMAGES
+    # A file that ends so is one frame; by Pillow, because FFmpeg has no end of image formats.
+    return Path(path).suffix.lower() in IMAGES
 
 
 @contextmanager
 def _open_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
     """The image, not yet decoded; every error of decoding inside becomes UnreadableVideo."""
     try:
-        with Image.open(path, formats=sorted(set(_IMAGES.values()))) as image:
+        with open_file(path) as file, Image.open(file, formats=sorted(set(IMAGES.values()))) as image:
             # Pillow itself only warns of pictures that would fill the memory, up to twice that size. Its warning is not
             # made an error here: filters of warnings are not a thread's own, and headers are read by several.
             num_pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
@@ -156,16 +157,18 @@ def _open_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
 def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream; every decoding error inside becomes UnreadableVideo."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for without end
+        if not stat.S_ISREG(status_of(path).st_mode):  # a pipe would be waited for without end
             raise UnreadableVideo(f"{path}: is no regular file")
-        try:
-            # Absolute: what stands before a colon would be taken for a protocol.
-            opened = av.open(os.path.abspath(path), options=_OPTIONS)
-        except av.error.ArgumentError as error:
-            raise UnreadableVideo(
-                f"{path}: is no video container that is read here ({_CONTAINERS}; mov is mp4 too)"
-            ) from error
-        with opened as container:
+        with ExitStack() as undo:
+            try:
+                # Absolute: what stands before a colon would be taken for a protocol.
+                whole = place_of(path) is None
+                opened = os.path.abspath(path) if whole else undo.enter_context(open_file(path))
+                container = undo.enter_context(av.open(opened, options=_OPTIONS))
+            except av.error.ArgumentError as error:
+                raise UnreadableVideo(
+                    f"{path}: is no video container that is read here ({_CONTAINERS}; mov is mp4 too)"
+                ) from error
             if not container.streams.video:
                 raise UnreadableVideo(f"{path}: holds no video stream")
             stream = container.streams.video[0]
@@ -186,7 +189,7 @@ def _count_in_header(path: str | os.PathLike[str], stream: Any) -> int:
     entries = list(stream.index_entries)
     if not stream.frames or len(entries) != stream.frames:
         return stream.frames
-    size_bytes = os.path.getsize(path)
+    size_bytes = size_of(path)
     end_bytes = max(entry.pos + entry.size for entry in entries)
     if end_bytes > size_bytes:
         raise UnreadableVideo(
@@ -199,7 +202,7 @@ def _count_in_header(path: str | os.PathLike[str], stream: Any) -> int:
 
 def _identity(path: str | os.PathLike[str]) -> tuple[str, int, int]:
     """Path, size and time of change: what a cached table of packets is valid for."""
-    status = os.stat(path)
+    status = status_of(path)
     return os.fspath(path), status.st_size, status.st_mtime_ns
 
 
@@ -325,17 +328,23 @@ class Video:
 def read_metadata(folder: str | os.PathLike[str]) -> list[Entry]:
     """The entries of `folder`/metadata.jsonl, in the order of its lines; blank lines are skipped.
 
+    Without that file, every video and image in the folder's shards (`shards.py`), with its caption.
+
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is neither.
         ValueError: a line is no object with the texts `file` and `caption`, or its file lies outside the folder; the
             message names file and line.
     """
     path = Path(folder) / "metadata.jsonl"
+    if os.fspath(folder) and not path.is_file() and path.parent.is_dir():
+        samples = find_samples(path.parent)
+        if samples:
+            return [Entry(file, _checked(caption, file)) for file, caption in samples]
     if not os.fspath(folder) or not path.is_file():
         missing = f"there is no {path}" if os.fspath(folder) else "no folder of videos is given"
         raise FileNotFoundError(
             f"{missing}; point --data.folder at a folder with videos and a metadata.jsonl that has one line "
-            f"per video, for example {METADATA_EXAMPLE}"
+            f"per video, for example {METADATA_EXAMPLE}, or with shards (.tar of WebDataset, .parquet)"
         )
     lines = enumerate(path.read_bytes().splitlines(), start=1)
     entries = [_parse_line(line, f"{path}:{number}") for number, line in lines if line.strip()]
@@ -353,23 +362,32 @@ def _parse_line(line: bytes, place: str) -> Entry:
         raise ValueError(
             f"{place}: is a JSON {type(record).__name__}, not an object; write {METADATA_EXAMPLE}"
         )
-    for name in ("file", "caption"):
-        if not isinstance(record.get(name), str):
+    # As the video folders of Hugging Face's datasets have them.
+    texts = []
+    for name, other in (("file", "file_name"), ("caption", "text")):
+        value = record.get(name, record.get(other))
+        if not isinstance(value, str):
             raise ValueError(
                 f"{place}: needs a text under {name!r}, has {record!r}; write {METADATA_EXAMPLE}"
             )
-    if len(record["caption"]) > _LONGEST_CAPTION:
-        raise ValueError(
-            f"{place}: the caption has {len(record['caption']):,} characters, and {_LONGEST_CAPTION:,} are the most; "
-            "shorten it; what follows the first --text.length tokens is not read anyway"
-        )
-    file = os.path.normpath(record["file"])
+        texts.append(value)
+    named, caption = texts
+    file = os.path.normpath(named)
     # By name only: a link inside the folder may well lead to larger storage.
     if os.path.isabs(file) or file.split(os.sep)[0] == os.pardir or file == os.curdir:
         raise ValueError(
-            f"{place}: file {record['file']!r} must lie inside the folder; move or link the video into it"
+            f"{place}: file {named!r} must lie inside the folder; move or link the video into it"
         )
-    return Entry(file, record["caption"])
+    return Entry(file, _checked(caption, place))
+
+
+def _checked(caption: str, place: str) -> str:
+    if len(caption) > _LONGEST_CAPTION:
+        raise ValueError(
+            f"{place}: the caption has {len(caption):,} characters, and {_LONGEST_CAPTION:,} are the most; "
+            "shorten it; what follows the first --text.length tokens is not read anyway"
+        )
+    return caption
 
 
 def index_videos(
