@@ -287,7 +287,8 @@ class Trainer:
         if self.config.num_samples or self.config.sample_captions:
             strip = self.write_samples(tracker)
             if self.is_first:
-                print(f"sampled clips: {strip}", flush=True)
+                beside = " beside their sources" if self.config.num_samples else ""
+                print(f"sampled clips{beside}: {strip}", flush=True)
         if self.is_first:
             print(f"the page of the run: {write_run_page(self.output)}", flush=True)
 
