@@ -336,9 +336,9 @@ def train(config):
     encoders.load_pretrained = watched
     sampled, write_samples = [], Trainer.write_samples
 
-    def samples(self):
+    def samples(self, tracker):
         sampled.extend(loaded)
-        return write_samples(self)
+        return write_samples(self, tracker)
 
     Trainer.write_samples = samples
     started = time.perf_counter()

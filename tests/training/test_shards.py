@@ -112,7 +112,7 @@ def test_a_run_on_shards_is_the_run_on_files(ranks, files, tmp_path, kind):
     def of(place):
         config = tiny_config(place, tmp_path / place.name, Plan(ulysses=2))
         buckets = ("5x24x40", "1x24x40")
-        data = DataConfig(folder=str(place), buckets=buckets, batch_size=4, num_workers=1)
+        data = DataConfig(folder=str(place), buckets=buckets, batch_size=4)
         return dataclasses.replace(config, data=data)
 
     assert ranks(2, losses, of(folder)) == ranks(2, losses, of(files[0]))
