@@ -40,7 +40,7 @@ train: .venv/.train data/bunny/metadata.jsonl
 test: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m "not prove and not alone" $(ARGS)
 
-prove: .venv/.dev .venv/.kernels .venv/.deepspeed data/bunny/metadata.jsonl
+prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.trackers data/bunny/metadata.jsonl
 	$(PYTEST) -m "not alone" tests/$(PART) $(ARGS)
 	@# What measures time has nothing beside it. A PART may have none: status 5.
 	$(BIN)/python -m pytest -m alone tests/$(PART) $(ARGS) || test $$? -eq 5
@@ -76,7 +76,7 @@ lint: .venv/.dev
 
 .venv/.dev: .venv/.train
 	@echo "installing what the tests need"
-	@$(PIP) install -c constraints.txt -e '.[train,plot,dev]'
+	@$(PIP) install -c constraints.txt -e '.[train,plot,schedulefree,dev]'
 	@# Apart, because with it diffusers warns of missing GPU libraries whenever it is imported.
 	@$(PIP) install -c constraints.txt --no-deps --target .venv/lowbit torchao
 	@touch $@
@@ -94,6 +94,12 @@ lint: .venv/.dev
 	@$(PIP) install -c constraints.txt --no-deps --no-build-isolation --target .venv/deepspeed \
 	  deepspeed einops hjson msgpack py-cpuinfo || \
 	  echo "there is no DeepSpeed for this machine; the tests of its loop will be skipped"
+	@touch $@
+
+.venv/.trackers: .venv/.dev constraints.txt
+	@echo "installing wandb, and pyarrow for clips in parquet"
+	@# trackio needs another Pillow than the one that is pinned: where it is installed, its test runs.
+	@$(PIP) install -c constraints.txt wandb pyarrow
 	@touch $@
 
 data/bunny/metadata.jsonl: | .venv/.train

@@ -437,7 +437,7 @@ def test_an_interrupt_says_what_is_left(run, monkeypatch, command, hint):
 # Whatever is given: it runs, or one line says what is wrong
 
 # A few by default; in `make prove` every value of every option, which takes about five minutes.
-NUM_CASES = 660
+NUM_CASES = 700
 CASES = configurations(int(os.environ.get("OPENSORA_ACCEL_FUZZ_SEED", "0")), NUM_CASES)
 
 
@@ -484,6 +484,7 @@ def test_every_option_is_fuzzed():
         "text",
         "lora",
         "flow",
+        "conditions",
         "optim",
         "plan",
         "model.config",

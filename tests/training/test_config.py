@@ -51,7 +51,10 @@ def test_toml_and_defaults(tmp_path):
         ('steps = "many"', "steps must be a valid integer; got 'many'"),
         ("steps = true", "steps must be a valid integer; got True"),
         ("[optim]\nbetas = [0.9]", "optim.betas.1 field required; got [0.9]"),
-        ('[optim]\nschedule = "linear"', "optim.schedule must be 'constant', 'cosine' or 'free'; got 'linear'"),
+        (
+            '[optim]\nschedule = "linear"',
+            "optim.schedule must be 'constant', 'cosine' or 'free'; got 'linear'",
+        ),
         ("plan = 3", "plan must be an object; got 3"),
         ("memory_target_gib = 8", "is 0.0; set it to auto, or leave memory_target_gib out"),
         ("[plan]\noffload = 0.5", 'checkpoint is none; set checkpoint="full"'),

@@ -257,7 +257,9 @@ def test_a_file_that_changes_under_the_same_size_and_time_has_another_digest(tmp
 def test_a_file_that_lies_still_is_read_once(tmp_path, monkeypatch):
     path, reads, read = tmp_path / "clip.mp4", [], disk_cache.sha256_of
     path.write_bytes(b"a")
-    monkeypatch.setattr(disk_cache, "sha256_of", lambda path, opened: reads.append(path) or read(path, opened))
+    monkeypatch.setattr(
+        disk_cache, "sha256_of", lambda path, opened: reads.append(path) or read(path, opened)
+    )
     assert file_digest(path) == file_digest(path) and len(reads) == 2, "it was written just now"
     later = time.time() + 100
     monkeypatch.setattr(disk_cache.time, "time", lambda: later)

@@ -1,6 +1,7 @@
 """Clips that are sampled while a run trains: where they are written, who shows them, and the page of the run."""
 
 import json
+import os
 import re
 import sys
 import types
@@ -35,6 +36,11 @@ def trained(config):
     trainer = Trainer(config)
     losses = trainer.train()
     return losses, [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
+
+
+def trained_with(config, environment):
+    os.environ.update(environment)
+    return trained(config)
 
 
 @pytest.fixture(scope="module")
@@ -214,14 +220,12 @@ def test_options_that_contradict_each_other(values, told):
 
 
 @pytest.mark.parametrize("name", [pytest.param("wandb", marks=PROVE), pytest.param("trackio", marks=PROVE)])
-def test_the_libraries_themselves_take_a_run(ranks, clips, tmp_path, monkeypatch, name):
+def test_the_libraries_themselves_take_a_run(ranks, clips, tmp_path, name):
     """In their offline forms: every step and every clip is in what they keep."""
     pytest.importorskip(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    places = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
     config = tiny_config(clips, tmp_path / "run", Plan(), **{**EVERY, "trackers": [name]})
-    ranks(1, trained, config)
+    ranks(1, trained_with, config, places)
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and (tmp_path / "run") not in path.parents]
     assert any(path.suffix == ".mp4" for path in kept), "clips"
     assert any(path.suffix in (".wandb", ".db") for path in kept), "steps"
