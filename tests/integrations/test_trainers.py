@@ -1,0 +1,107 @@
+"""The patches of docs/integrations for other people's trainers, and the policy that one of them comes with.
+
+The trainers' code is not here. With OPENSORA_ACCEL_TRAINERS, a folder of their checkouts by the names of their
+repositories, `make prove` sees that each patch applies to its trainer.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.verify.on_cpu import LiftOperations
+from tests.authors_models.diffsynth import WanTrainingModule
+from tests.authors_models.wan import TEXT
+from tests.integrations.pages import ROOT, programs
+from tests.tiers import PROVE, some
+from tests.tolerances import RELATIVE, relative_errors
+
+CHECKOUTS = os.environ.get("OPENSORA_ACCEL_TRAINERS")
+REPOSITORIES = {
+    "diffsynth_studio.md": "DiffSynth-Studio",
+    "videox_fun.md": "VideoX-Fun",
+    "diffusers_examples.md": "diffusers",
+}
+MOST_LINES_OF_A_PATCH, MOST_LINES_OF_A_POLICY = 15, 40
+
+
+def patch_of(page):
+    (patch,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/integrations" / page).read_text("utf-8"), re.S)
+    return patch
+
+
+def git_apply(patch, *options, folder):
+    command = ["git", "apply", *options, "-"]
+    # A folder that is no repository may lie in one, and git would look for the files there.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).resolve().parent)}
+    return subprocess.run(command, input=patch, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+@pytest.mark.parametrize("page", REPOSITORIES)
+def test_a_patch_is_well_formed_and_changes_few_lines(page, tmp_path):
+    read = git_apply(patch_of(page), "--numstat", folder=tmp_path)
+    assert read.returncode == 0, read.stderr
+    # Lines added and lines removed, of each file.
+    counts = [int(count) for line in read.stdout.splitlines() for count in line.split("\t")[:2]]
+    assert 0 < sum(counts) <= MOST_LINES_OF_A_PATCH
+
+
+@pytest.mark.parametrize("page", REPOSITORIES)
+def test_what_a_patch_imports_of_this_toolkit_is_there(page):
+    imports = re.findall(r"^\+(from (?:opensora_accel|shardformer)\S* import .*)$", patch_of(page), re.M)
+    assert imports
+    for line in imports:
+        exec(line, {})
+
+
+@PROVE
+@pytest.mark.skipif(CHECKOUTS is None, reason="OPENSORA_ACCEL_TRAINERS names no folder of checkouts")
+@pytest.mark.parametrize("page", REPOSITORIES)
+def test_a_patch_applies_to_its_trainer(page):
+    checked = git_apply(patch_of(page), "--check", folder=Path(CHECKOUTS) / REPOSITORIES[page])
+    assert checked.returncode == 0, checked.stderr
+
+
+# The policy for DiffSynth-Studio, on a stand-in of the same names
+
+
+def policy_of(page):
+    (program,) = programs(page)
+    assert len(program.splitlines()) <= MOST_LINES_OF_A_POLICY
+    scope = {}
+    exec(compile(program, page, "exec"), scope)
+    return scope["POLICY"]
+
+
+def step(plan, time_per_token):
+    """Every parameter's gradient of a step, averaged over the ranks as DDP does."""
+    init_parallel(plan)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"latents": (1, 4, 5, 6, 10), "text": (1, 7, TEXT), "time": (1,)}
+    data = {name: torch.randn(*shape, generator=generator).double() for name, shape in shapes.items()}
+    with LiftOperations():
+        module = WanTrainingModule(time_per_token).double()
+        shardformer.shard(module, plan, policy=policy_of("diffsynth_studio.md"))
+        module(data).backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gradients
+
+
+@pytest.mark.parametrize("time_per_token", some([False, True]))
+@pytest.mark.parametrize("plan", some([Plan(ulysses=2), Plan(ring=3), Plan(ulysses=3)]), ids=str)
+def test_a_policy_about_the_whole_step_gives_one_devices_gradients(ranks, plan, time_per_token):
+    """75 tokens in one loss that calls the blocks by itself; DiffSynth-Studio's checkpoint stays as it is."""
+    (expected,) = ranks(1, step, Plan(), time_per_token)
+    assert all(gradient.any() for gradient in expected.values())
+    for found in ranks(plan.world_size, step, plan, time_per_token):
+        errors = relative_errors(found, expected)
+        assert max(errors.values()) < RELATIVE[torch.float64], max(errors, key=errors.get)
