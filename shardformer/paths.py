@@ -34,7 +34,7 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
     if not found:
         for name, module in model.named_modules():
-            if type(module).__name__ in _TRANSPARENT:
+            if _is_transparent(module):
                 raise ValueError(_wrapped_already(name, module))
         raise ValueError(
             f"the policy names {path!r}, which fits no module of {type(model).__name__}{_near(model, path)}"
@@ -55,7 +55,7 @@ def check_still_there(model: nn.Module, hooked: Mapping[str, nn.Module]) -> None
             now: nn.Module | None = model.get_submodule(name)
         except AttributeError:
             now = None
-        if now is not module and type(now).__name__ not in _TRANSPARENT:
+        if now is not module and not _is_transparent(now):
             raise ValueError(
                 f"{name} was replaced after shard() (by {type(now).__name__}); call shardformer.unshard(model), add "
                 "adapters before it, then shard again"
@@ -75,13 +75,18 @@ def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signa
     """
     signature = inspect.signature(module.forward)
     if argument not in signature.parameters:
-        if type(module).__name__ in _TRANSPARENT:
+        if _is_transparent(module):
             raise ValueError(_wrapped_already(name, module))
         raise ValueError(
             f"the policy names {name or 'the model'}'s argument {argument!r}, but the forward of "
             f"{type(module).__name__} takes {', '.join(signature.parameters)}"
         )
     return signature
+
+
+def _is_transparent(module: nn.Module | None) -> bool:
+    # fully_shard makes a class of its own of each that it shards, FSDPCheckpointWrapper, whose base is the wrapper's.
+    return any(cls.__name__ in _TRANSPARENT for cls in type(module).__mro__)
 
 
 def _wrapped_already(name: str, module: nn.Module) -> str:

@@ -27,6 +27,9 @@ REPOSITORIES = {
     "diffsynth_studio.md": "DiffSynth-Studio",
     "videox_fun.md": "VideoX-Fun",
     "diffusers_examples.md": "diffusers",
+    "simpletuner.md": "SimpleTuner",
+    "nemo_automodel.md": "Automodel",
+    "fastvideo.md": "FastVideo",
 }
 MOST_LINES_OF_A_PATCH, MOST_LINES_OF_A_POLICY = 15, 40
 

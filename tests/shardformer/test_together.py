@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import opensora_accel.checkpoint
@@ -159,6 +161,27 @@ def checkpointed_by(kind, model, case):
     else:
         for block in shardformer.blocks_of(model):
             by_hand(block, opensora_accel.checkpoint.checkpoint if "ours" in kind else checkpoint)
+
+
+def wrapped_and_sharded_by_torch():
+    """Checkpoint wrappers around the blocks, and FSDP2 around those, as torch's own trainers do."""
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    case, inputs = CASES["Wan"], in_double(CASES["Wan"].inputs())
+    expected, model = (fp64_model(case) for _ in range(2))
+    checkpointed_by("torch's wrapper", shardformer.shard(model, plan), case)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    for each in (expected, model):
+        each(**inputs, return_dict=False)[0].square().mean().backward()
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    found = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
+    return compare(found, {name: parameter.grad for name, parameter in expected.named_parameters()})
+
+
+def test_checkpoint_wrappers_under_fully_shard(ranks):
+    for found in ranks(2, wrapped_and_sharded_by_torch):
+        assert max(found.values()) < EXACT
 
 
 def by_hand(block, function):
