@@ -255,3 +255,20 @@ def test_chromium_draws_light_and_dark(compared, tmp_path, width):
         assert image.width == width
         backgrounds.append(image.getpixel((2, 2)))
     assert backgrounds[0] < 60 and backgrounds[1] > 220
+
+
+@PROVE
+def test_chromium_shows_the_page_of_a_training_run_and_its_clips(tmp_path):
+    import torch
+
+    from opensora_accel.profiler.run_page import write_run_page
+    from opensora_accel.training.samples import SampledClip, write_comparison
+
+    rows = [{"step": step, "loss": 1 / step, "step_s": 1.0, "tokens": 8} for step in (1, 2)]
+    (tmp_path / "config.json").write_text('{"steps": 2}')
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    clip = torch.randint(0, 256, (5, 24, 40, 3), dtype=torch.uint8)
+    write_comparison(tmp_path / "samples" / "step_000002", [SampledClip("a clip", clip, clip, 8.0)])
+    # What the page's policy keeps from being loaded is told in the console.
+    text, messages = browse("--dump-dom", "--virtual-time-budget=3000", write_run_page(tmp_path).as_uri())
+    assert messages == [] and "samples/step_000002/clip_1.mp4" in text
