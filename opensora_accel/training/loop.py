@@ -97,7 +97,7 @@ class Trainer:
         self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
         self.dtype = build.DTYPES[config.plan.precision]
-        check_trackers(config)
+        from_first_rank(lambda: check_trackers(config))  # which alone uses them
         check_schedule_free(config.optim)
         check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
         self.disk_cache = open_disk_cache(config.cache_folder) if config.cache_folder else None

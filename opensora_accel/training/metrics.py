@@ -51,8 +51,7 @@ class Tracker:
                 self._boards.append(_TensorBoard(folder / TENSORBOARD, start))
             else:
                 self._boards.append(_Service(name, config, run_id))
-        log_every = config.log_every
-        self._total, self._log_every = total, log_every
+        self._total, self._log_every = total, config.log_every
         self._start, self._start_time = start, time.monotonic()
         self._loss: float | None = None
         self._bar: Any = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
 from opensora_accel.training.lowbit import low_bit_adamw
+from opensora_accel.training.ranks import from_all_ranks
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -193,10 +194,14 @@ def set_numbers(optimizer: torch.optim.Optimizer, numbers: list[dict[str, float]
 def check_schedule_free(config: OptimConfig) -> None:
     """Checks that schedulefree is there, if the configuration needs it.
 
+    Communication: an object all-gather, where it does.
+
     Raises:
-        ValueError: it is not installed.
+        ValueError: on all ranks, where it is not installed on one of their machines.
     """
-    if config.schedule == "free" and importlib.util.find_spec("schedulefree") is None:
+    if config.schedule == "free" and not all(
+        from_all_ranks(importlib.util.find_spec("schedulefree") is not None)
+    ):
         raise ValueError(
             'optim.schedule="free" needs schedulefree (pip install "opensora-accel[schedulefree]"); install it, or '
             "choose cosine or constant"

@@ -67,6 +67,7 @@ def sample_clips(objective: Objective, videos: Sequence[Video]) -> list[SampledC
     is given of them.
     """
     config = objective.config
+    # On every rank, because what is given of them goes into the model.
     sources = [_middle_of(video, config.data) for video in videos]
     rates = [max(1.0, (video.info.fps if video.info else 0) / config.data.frame_stride) for video in videos]
     samples: dict[int, SampledClip] = {}
