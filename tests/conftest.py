@@ -20,6 +20,20 @@ from opensora_accel.verify.pool import RankPool, set_modules_aside
 
 torch.set_num_threads(1)
 
+PRELOAD = [
+    "diffusers.models.transformers.transformer_wan",
+    "opensora_accel.integrations.check_loop",
+    "opensora_accel.profiler",
+    "opensora_accel.training.loop",
+    "pytest",
+    "shardformer",
+    "tests.conftest",
+    "tests.models",
+    "tests.training.runs",
+    "tests.verify.mutants",
+    "tests.verify.steps",
+]
+
 
 def pytest_runtest_setup(item):
     set_modules_aside()
@@ -28,8 +42,8 @@ def pytest_runtest_setup(item):
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n, function, *args)` runs a module-level function on n gloo ranks, started once per session."""
-    # A model of diffusers takes seconds to import: once, and not in every process that replaces one that failed.
-    pool = RankPool(preload=["diffusers.models.transformers.transformer_wan"])
+    # What jobs need takes seconds to import: once, and not in every process that replaces one that failed.
+    pool = RankPool(preload=PRELOAD)
     yield pool
     pool.close()
 

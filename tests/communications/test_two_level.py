@@ -156,6 +156,7 @@ def links_and_choices():
     return (within.latency_s, between.bandwidth_bytes_per_s), taken
 
 
+@pytest.mark.prove
 def test_auto_measures_links_and_takes_what_is_faster_for_a_size(ranks):
     found = ranks(4, links_and_choices)
     (latency_s, bandwidth), taken = found[0]

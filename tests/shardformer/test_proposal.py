@@ -61,7 +61,7 @@ def attention_of(policy):
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:CPU Autocast")  # Mochi
 @pytest.mark.parametrize(
-    "name", some(KNOWN, "WanModel, its authors'", "HunyuanVideo, its authors'", "FLUX.2")
+    "name", some(KNOWN, "HunyuanVideo, its authors'", "FLUX.2")
 )
 def test_a_known_models_policy_is_found_again(ranks, name):
     proposal = propose_policy(partial(make, name), partial(inputs, name), pool=ranks)

@@ -64,6 +64,7 @@ def test_the_best_ring_is_right_on_four_ranks():
     assert run(4, each)[0]["right"]
 
 
+@pytest.mark.prove
 def test_bytes_of_known_exchanges_are_counted_exactly():
     options = {"dtype": "float32", "batch": 1}
     share = 4 * 4 * 8 * torch.float32.itemsize  # [1, 12 / 3, 4, 8]

@@ -69,7 +69,7 @@ PLANS = [
 @pytest.mark.parametrize(
     ("precision", "plans", "steps"),
     [
-        ("fp64", [PLANS[0], PLANS[4], PLANS[6]], 8),
+        ("fp64", [PLANS[0], PLANS[4], PLANS[6]], 5),
         pytest.param("fp64", PLANS, 20, marks=PROVE),
         pytest.param("fp32", PLANS, 20, marks=PROVE),
     ],
