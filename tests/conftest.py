@@ -27,12 +27,14 @@ PRELOAD = [
     "opensora_accel.training.loop",
     "pytest",
     "shardformer",
-    "tests.conftest",
     "tests.models",
     "tests.training.runs",
     "tests.verify.mutants",
     "tests.verify.steps",
+    "tests.conftest",
 ]
+# This file is the last of them: what the pool's processes are forked with, none of them searches for garbage.
+set_modules_aside()
 
 
 def pytest_runtest_setup(item):

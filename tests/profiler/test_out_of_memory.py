@@ -191,7 +191,8 @@ def sharded_on_two_ranks(index):
     return peaks, printed.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("index", some([0, 1]))
+@pytest.mark.prove
+@pytest.mark.parametrize("index", [0, 1])
 def test_where_weights_fill_the_memory_the_named_sharding_fits(ranks, index):
     for peaks, lines in ranks(2, sharded_on_two_ranks, index):
         assert peaks == sorted(peaks, reverse=True)
@@ -219,12 +220,16 @@ def under_ddp():
     teller = tell_of_out_of_memory(model, optimizer, plan)
     with teller:
         step()
-    return teller.memory("", {}).work, sum(p.nbytes for p in model.parameters())
+    # What was the largest in each block is shown by a failure.
+    largest = dict(teller.timeline.counter.largest)
+    return teller.memory("", {}).work, sum(p.nbytes for p in model.parameters()), largest
 
 
+# Beside other work on the cores gloo may hold a message for longer than a step takes.
+@pytest.mark.prove
 def test_a_bucket_that_is_reduced_is_nothing_that_a_block_computes(ranks):
-    for work, weights in ranks(2, under_ddp):
-        assert work < weights / 4
+    for work, weights, largest in ranks(2, under_ddp):
+        assert work < weights / 4, largest
 
 
 def test_one_screen_and_the_exception_is_what_it_was():
