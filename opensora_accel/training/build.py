@@ -23,9 +23,10 @@ from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.conditions import num_channels
-from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig, check_argument
+from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig
 from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
+from opensora_accel.training.options import check_argument
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import lift_casts
