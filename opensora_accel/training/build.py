@@ -279,14 +279,22 @@ def tokens_per_sample(shape: LatentShape, model: Any) -> int:
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
 
 
-def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
+def parallelize(
+    model: nn.Module, plan: Plan, device: torch.device, plans: Mapping[Bucket, Plan] | None = None
+) -> tuple[nn.Module, Callable[..., Any]]:
     """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*.
+
+    `shardformer.run_blocks(model, str(bucket))` runs it by the plan of a bucket in `plans`.
 
     In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
     several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
     """
+    alternatives = {str(bucket): other for bucket, other in (plans or {}).items()}
     if plan.precision == "bf16" and plan.sharding == "none":
-        plan = plan.replace(sharding="zero3", sharding_factor=1)
+        plan, *others = (
+            each.replace(sharding="zero3", sharding_factor=1) for each in (plan, *alternatives.values())
+        )
+        alternatives = dict(zip(alternatives, others, strict=True))
     model.train()
     if model.dtype != DTYPES[plan.precision]:
         with resume_recording(model):  # of a model that waits for its weights
@@ -295,7 +303,7 @@ def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.
         model.to(device)
     if plan.precision == "fp64":
         lift_casts(model)
-    shardformer.shard(model, plan)
+    shardformer.shard(model, plan, alternatives=alternatives)
     if plan.sharding != "none" or plan.mixed == 1:
         return model, model  # FSDP2 averages by itself, and one rank has nothing to average
     group = get_parallel_group("mixed")
@@ -309,11 +317,7 @@ def describe(
     """What is about to run, for a person: three lines, and one for each bucket."""
     size = sum(parameter.numel() for parameter in model.parameters())
     plan = config.plan
-    degrees = ", ".join(
-        f"{field.name}={getattr(plan, field.name)}"
-        for field in dataclasses.fields(plan)
-        if getattr(plan, field.name) != field.default
-    )
+    degrees = _settings(plan, Plan())
     lines = [
         f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {dist.get_world_size()} rank(s)",
         f"plan: {degrees or 'one device'}",
@@ -324,9 +328,22 @@ def describe(
         f"{portion.batch_size} per step"
         for portion in portions
     ]
+    for number, portion in enumerate(portions):
+        own = _settings(config.plans.get(portion.bucket, plan), plan)
+        clips[number] += f", with {own}" if own else ""
     if not config.data.buckets:
         return "\n".join([*lines, f"data: {clips[0]}"])
     filled = {portion.bucket for portion in portions}
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
     told = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
     return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *told])])
+
+
+def _settings(plan: Plan, usual: Plan) -> str:
+    """The fields in which a plan differs from the usual one."""
+    differing = [
+        field.name
+        for field in dataclasses.fields(plan)
+        if getattr(plan, field.name) != getattr(usual, field.name)
+    ]
+    return ", ".join(f"{name}={getattr(plan, name)}" for name in differing)

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from opensora_accel.plan import Plan
-from opensora_accel.training.buckets import Bucket, parse_buckets
+from opensora_accel.training.buckets import Bucket, parse_buckets, parse_plans
 from opensora_accel.training.options import first_refused, options
 
 JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")]
@@ -309,6 +309,9 @@ class TrainConfig:
     conditions: ConditionsConfig = field(default_factory=ConditionsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
+    bucket_plans: JsonTable = field(default_factory=dict)
+    """Plan settings that batches of a bucket have of their own (checkpoint, offload, mlp_chunks), as JSON (a table each
+    in the file): {"81x480x832": {"checkpoint": "full", "offload": "auto"}}."""
 
     def __post_init__(self) -> None:
         if self.optim.state != "fp32" and self.plan.precision == "fp64":
@@ -338,11 +341,17 @@ class TrainConfig:
             )
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers names one twice: {', '.join(self.trackers)}; leave one out")
-        if self.memory_target_gib and self.plan.offload != "auto":
+        plans = [self.plan, *self.plans.values()]
+        if self.memory_target_gib and all(plan.offload != "auto" for plan in plans):
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '
                 f"is {self.plan.offload}; set it to auto, or leave memory_target_gib out"
             )
+
+    @property
+    def plans(self) -> dict[Bucket, Plan]:
+        """The plans of the buckets that have settings of their own."""
+        return parse_plans(self.bucket_plans, self.plan, self.data.sizes if self.data.buckets else ())
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,12 @@ class Trainer:
         }
         self.loader.balance(self.num_tokens)
         self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
-        model, forward = build.parallelize(model, config.plan, self.device)
+        model, forward = build.parallelize(model, config.plan, self.device, config.plans)
         self.objective = Objective(
-            config, codec, encoder, forward, latent_shapes, self.num_tokens, self.device, self.dtype
+            config, codec, encoder, model, forward, latent_shapes, self.num_tokens, self.device, self.dtype
         )
+        # Of the batch that ran last, for what is told when memory runs out.
+        self._batch_plan = config.plan
         optimizer = build_optimizer(model, config.optim)
         ema: EMA | FreeAverage | None = None
         if config.optim.schedule == "free":
@@ -269,7 +271,7 @@ class Trainer:
         model = self.state.model
         mlps = [mlp for path in find_policy(model).mlps for _, mlp in find(model, path)]
         return tell_of_out_of_memory(
-            model, self.state.optimizer, self.config.plan, blocks=blocks_of(model), mlps=mlps
+            model, self.state.optimizer, lambda: self._batch_plan, blocks=blocks_of(model), mlps=mlps
         )
 
     def _write_results(self, tracker: Tracker | None) -> None:
@@ -395,6 +397,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
         """Adds the gradients of a batch; its part of the loss."""
+        self._batch_plan = self.config.plans.get(batch.bucket, self.config.plan)
         # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
         forward = self.objective.forward
         local: AbstractContextManager[Any] = nullcontext()

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_accel.regions import region
 from opensora_accel.training.buckets import Bucket
@@ -37,13 +37,15 @@ from opensora_accel.training.flow import (
 )
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, Stored, StoredCaptions
 from opensora_accel.training.ranks import from_all_ranks
+from shardformer import run_blocks
 
 
 class Objective:
     """The loss of a batch, and what it is made of.
 
     Args:
-        forward: the sharded model, as a step calls it.
+        model: the sharded one, whose blocks run by the plan of a clip's bucket, where that has its own.
+        forward: the same, as a step calls it.
         latent_shapes, num_tokens: of a clip of each size.
     """
 
@@ -52,13 +54,15 @@ class Objective:
         config: TrainConfig,
         codec: Codec,
         text: TextEncoder | StoredCaptions | EmbeddedCaptions,
+        model: nn.Module,
         forward: Callable[..., Any],
         latent_shapes: Mapping[Bucket, LatentShape],
         num_tokens: Mapping[Bucket, int],
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self.config, self.text, self.forward = config, text, forward
+        self.config, self.text = config, text
+        self.model, self.forward = model, forward
         self.codec: Codec | CachedLatents = codec
         self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
         self.device, self.dtype = device, dtype
@@ -77,7 +81,7 @@ class Objective:
         alpha = self.time_shift(batch.bucket)
         times = draw_times(config, alpha, seed, batch.positions)
         return flow_loss(
-            partial(self.predict, captions=captions, condition=condition),
+            partial(self.predict, bucket=batch.bucket, captions=captions, condition=condition),
             clean,
             draw_noise(clean, seed, batch.positions),
             times.to(self.device),
@@ -86,21 +90,28 @@ class Objective:
         )
 
     def predict(
-        self, noisy: Tensor, timestep: Tensor, captions: Sequence[str], condition: Tensor | None = None
+        self,
+        noisy: Tensor,
+        timestep: Tensor,
+        bucket: Bucket,
+        captions: Sequence[str],
+        condition: Tensor | None = None,
     ) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B].
 
         Args:
+            bucket: of all B clips.
             condition: [B, C', t, h, w], what is given of the clips, where the model takes it.
         """
         with region("encode", "captions"):
             text = self.text.encode(captions, self.device, self.dtype)
-        (velocity,) = self.forward(
-            hidden_states=noisy if condition is None else torch.cat([noisy, condition], dim=1),
-            timestep=timestep,
-            encoder_hidden_states=text,
-            return_dict=False,
-        )
+        with run_blocks(self.model, str(bucket) if bucket in self.config.plans else None):
+            (velocity,) = self.forward(
+                hidden_states=noisy if condition is None else torch.cat([noisy, condition], dim=1),
+                timestep=timestep,
+                encoder_hidden_states=text,
+                return_dict=False,
+            )
         return velocity
 
     def time_shift(self, bucket: Bucket) -> float:

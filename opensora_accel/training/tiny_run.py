@@ -85,6 +85,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         text=TextConfig(length=8, width=32),
         conditions=conditions,
         optim=optim,
+        bucket_plans={},
     )
 
 
@@ -129,9 +130,11 @@ def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def proof_meshes(plan: Plan, max_ranks: int) -> list[Plan]:
-    """Small meshes of the run's plan, in fp64."""
-    return meshes_of(plan.replace(precision="fp64"), max_ranks)
+def proof_meshes(config: TrainConfig, max_ranks: int) -> list[Plan]:
+    """Small meshes of the run's plan, and of each that a bucket has, in fp64."""
+    plans = [config.plan, *config.plans.values()]
+    meshes = [mesh for plan in plans for mesh in meshes_of(plan.replace(precision="fp64"), max_ranks)]
+    return list(dict.fromkeys(meshes))
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class TrueSize:
     """The configured transformer and its step at their true sizes, for `record_step`: nothing is computed."""
 
     config: TrainConfig
+    plan: Plan
     # Arguments of the transformer.
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
@@ -160,7 +164,8 @@ class TrueSize:
         arguments = build.model_arguments(config, codec, width)
         in_channels = build.derived_arguments(config, codec, width)["in_channels"]
         batch_size = largest.batch_size or config.data.batch_size
-        return cls(config, arguments, latents, in_channels - codec.channels, batch_size, width)
+        plan = config.plans.get(largest, config.plan)
+        return cls(config, plan, arguments, latents, in_channels - codec.channels, batch_size, width)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)

@@ -96,6 +96,7 @@ BAD: dict[str, list[Any]] = {
     "memory_target_gib": [-1, NAN, INF, 8.0],
     "watch": [-1, 0.5, "yes"],
     "timeout_s": [-1, NAN, INF, 1e30, "soon"],
+    "bucket_plans": [{"9x24x40": {"checkpoint": "full"}}, {"9x24x40": 3}, "9x24x40", 3],
     "cache_folder": ["cache", "/dev/null", "\0", 3],
     "resume": ["/nowhere", "newest", "/dev/null", "\0", 3],
     "data.folder": ["", "/nowhere", "/dev/null", "\0", 3, ["a"], "y" * 300],
