@@ -60,7 +60,7 @@ def test_an_unknown_command_or_option(run):
         (["--data.height", "28"], "multiple of 8 for codec (4) × model patch (2); use 24 or 32"),
         (["--data.num-frames", "50"], "too short"),
         (["--model.config", '{"num_layer": 2}'], "has no argument 'num_layer'; did you mean 'num_layers'?"),
-        (["--model.config", '{"in_channels": 3}'], "the model's in_channels is 3, but the codec"),
+        (["--model.config", '{"in_channels": 3}'], "the model's in_channels is 3, but the encoders"),
         (["--model.config", '{"num_layers": 400}'], "140.8 B parameters: 524 GiB for"),
         (
             ["--model.class-name", "Wan"],
@@ -438,7 +438,7 @@ def test_an_interrupt_says_what_is_left(run, monkeypatch, command, hint):
 # Whatever is given: it runs, or one line says what is wrong
 
 # A few by default; in `make prove` every value of every option, which takes about five minutes.
-NUM_CASES = 700
+NUM_CASES = 720
 CASES = configurations(int(os.environ.get("OPENSORA_ACCEL_FUZZ_SEED", "0")), NUM_CASES)
 
 
@@ -486,6 +486,7 @@ def test_every_option_is_fuzzed():
         "lora",
         "flow",
         "conditions",
+        "image",
         "optim",
         "plan",
         "model.config",

@@ -30,6 +30,8 @@ AboveZero = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
+# diffusers' Wan, SkyReels-V2 and ChronoEdit take the last 512 of all tokens for the text, and the others for pictures.
+_TOKENS_BESIDE_PICTURES = 512
 
 
 @options
@@ -138,6 +140,34 @@ class TextConfig:
 
 
 @options
+class ImageConfig:
+    """The first frame as a CLIP image encoder sees it, which Wan 2.1's image-to-video models take beside latents."""
+
+    path: str = ""
+    """Local folder of a CLIP image encoder (image_encoder of Wan 2.1's); the model then takes its states."""
+    width: Annotated[int, Field(ge=0, le=8192, multiple_of=8)] = 0
+    """Embedding width of a small encoder in its place; 0 has none."""
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    """What the encoder of `path` is loaded and computed in; the small one has the type of the run."""
+    cache: bool = False
+    """Encode each first frame once, and keep its states in host memory."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.width:
+            raise ValueError("image.width is for the small encoder; leave it out, or leave image.path out")
+        if not self.path and self.dtype != "fp32":
+            raise ValueError("image.dtype is for an encoder from image.path; leave it out, or set image.path")
+        if not self.is_used and self.cache:
+            raise ValueError(
+                "image.cache is for a run with image.path or image.width; set one, or leave it out"
+            )
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.path or self.width)
+
+
+@options
 class LoraConfig:
     """Adapters that are trained in place of the model."""
 
@@ -208,6 +238,11 @@ class ConditionsConfig:
     def __post_init__(self) -> None:
         if not any(dataclasses.astuple(self)):
             raise ValueError("all weights of conditions are 0; set one above 0, as conditions.t2v = 1")
+
+    @property
+    def give_first_frame(self) -> bool:
+        """Whether the first frame is given of some clips."""
+        return any((self.i2v_head, self.i2v_loop, self.v2v_head, self.v2v_head_easy))
 
     @property
     def are_used(self) -> bool:
@@ -304,6 +339,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    image: ImageConfig = field(default_factory=ImageConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionsConfig = field(default_factory=ConditionsConfig)
@@ -319,10 +355,21 @@ class TrainConfig:
                 f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
                 "them to fp32"
             )
-        if self.cache_folder and not (self.codec.path or self.text.path):
+        if self.cache_folder and not (self.codec.path or self.text.path or self.image.path):
             raise ValueError(
                 "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "
                 "neither; set one of them, or leave cache_folder out"
+            )
+        if self.image.is_used and not self.conditions.give_first_frame:
+            raise ValueError(
+                "image encodes the first frame where that is given, and conditions give it of no clip; set "
+                "conditions.i2v_head above 0, or leave image.path and image.width out"
+            )
+        if self.image.is_used and self.text.length != _TOKENS_BESIDE_PICTURES:
+            raise ValueError(
+                f"a model that takes pictures' states counts on {_TOKENS_BESIDE_PICTURES} tokens of text behind them; "
+                f"text.length is {self.text.length}: set it to {_TOKENS_BESIDE_PICTURES}, or leave image.path and "
+                "image.width out"
             )
         if self.sample_every and not (self.num_samples or self.sample_captions):
             raise ValueError(

@@ -37,13 +37,7 @@ from opensora_accel.training.encoders import (
     build_text_encoder,
     train_tokenizer,
 )
-from opensora_accel.training.kept import (
-    EmbeddedCaptions,
-    Stored,
-    StoredCaptions,
-    free_unused,
-    open_disk_cache,
-)
+from opensora_accel.training.kept import EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.lowbit import check_low_bit
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
 from opensora_accel.training.objective import Objective
@@ -59,6 +53,7 @@ from opensora_accel.training.optim import (
     set_numbers,
 )
 from opensora_accel.training.output import COMFYUI, CONFIG, LORA, PROFILE, SAMPLES, write_text
+from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
@@ -69,6 +64,7 @@ from opensora_accel.training.saved_state import (
     load_state,
     set_newer_aside,
 )
+from opensora_accel.training.stored import Stored, open_disk_cache
 from shardformer import blocks_of, save_lora
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.paths import find
@@ -109,7 +105,7 @@ class Trainer:
             data_rank=data_group.rank(),
             data_size=data_group.size(),
             group=dist.group.WORLD,
-            digests=self.disk_cache is not None and bool(config.codec.path),
+            digests=self.disk_cache is not None and bool(config.codec.path or config.image.path),
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
@@ -126,6 +122,11 @@ class Trainer:
             stored = Stored.embeddings(self.disk_cache, config.text, self.device)
             text = StoredCaptions(outline, build_text, captions, stored)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
+        pictures: PictureEncoder | None = None
+        if config.image.is_used:
+            pictures = build_picture_encoder(
+                config.image, config.seed, self.device, self.dtype, outline=self.disk_cache is not None
+            )
         # The model takes no memory yet, and the text encoder is gone before it does.
         model, latent_shapes = build.build_model(config, codec, text.width, self.dtype)
         encoder: TextEncoder | StoredCaptions | EmbeddedCaptions = text
@@ -141,7 +142,16 @@ class Trainer:
         self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
         model, forward = build.parallelize(model, config.plan, self.device, config.plans)
         self.objective = Objective(
-            config, codec, encoder, model, forward, latent_shapes, self.num_tokens, self.device, self.dtype
+            config,
+            codec,
+            encoder,
+            pictures,
+            model,
+            forward,
+            latent_shapes,
+            self.num_tokens,
+            self.device,
+            self.dtype,
         )
         # Of the batch that ran last, for what is told when memory runs out.
         self._batch_plan = config.plan
@@ -159,9 +169,9 @@ class Trainer:
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, saved
-        if config.codec.path and (config.codec.cache or self.disk_cache is not None):
+        if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation
-            self.objective.cache_latents(self.loader.next_clips(batches), self.disk_cache)
+            self.objective.keep(self.loader.next_clips(batches), self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
         first = self.state.step + 1

@@ -22,9 +22,17 @@ from torch import nn
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.adapters import add_adapters
-from opensora_accel.training.config import CodecConfig, ConditionsConfig, ModelConfig, TextConfig, TrainConfig
+from opensora_accel.training.config import (
+    CodecConfig,
+    ConditionsConfig,
+    ImageConfig,
+    ModelConfig,
+    TextConfig,
+    TrainConfig,
+)
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import Run, meshes_of
 
@@ -37,8 +45,6 @@ TINY = {
     "freq_dim": 32,
     "rope_max_seq_len": 32,
 }
-# Branches for images beside the text, which the trainer gives none.
-_NO_IMAGES = {"image_dim": None, "added_kv_proj_dim": None}
 
 
 def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -82,7 +88,8 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         data=data,
         model=_tiny_model(config.model),
         codec=CodecConfig(patch=4),
-        text=TextConfig(length=8, width=32),
+        text=TextConfig(length=512 if config.image.is_used else 8, width=32),
+        image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
         optim=optim,
         bucket_plans={},
@@ -92,10 +99,17 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
 def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls = build.model_class(config)
     # Those that follow from codec and text encoder follow here from the small ones.
-    derived = ("in_channels", "out_channels", "text_dim")
+    derived = (
+        "in_channels",
+        "out_channels",
+        "text_dim",
+        "image_dim",
+        "added_kv_proj_dim",
+        "pos_embed_seq_len",
+    )
     arguments = {name: value for name, value in build.given_arguments(config).items() if name not in derived}
     known = inspect.signature(cls.__init__).parameters
-    arguments |= {name: value for name, value in (TINY | _NO_IMAGES).items() if name in known}
+    arguments |= {name: value for name, value in TINY.items() if name in known}
     return ModelConfig(class_name=cls.__name__, config=arguments)
 
 
@@ -184,6 +198,9 @@ class TrueSize:
         clean = torch.randn(batch, *self.latents)
         condition = torch.randn(batch, self.condition_channels, *self.latents[1:])
         text = torch.randn(batch, self.config.text.length, self.text_width)
+        pictures = {}
+        if self.config.image.is_used:
+            pictures["encoder_hidden_states_image"] = torch.randn(batch, *picture_shape(self.config.image))
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
@@ -191,6 +208,7 @@ class TrueSize:
                 hidden_states=torch.cat([noisy, condition], dim=1),
                 timestep=timestep,
                 encoder_hidden_states=text,
+                **pictures,
                 return_dict=False,
             )
             return velocity
