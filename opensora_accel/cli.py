@@ -62,10 +62,10 @@ def _verify(arguments: Sequence[str]) -> int:
         return Proof(
             step=TrainerStep(tiny),
             model_fn=None,
-            meshes=proof_meshes(config.plan, max_ranks),
+            meshes=proof_meshes(config, max_ranks),
             reference="whole",
             preload=("diffusers.models.transformers", "opensora_accel.training.loop"),
-            world=config.plan if config.plan.world_size > 1 else None,
+            world=true.plan if true.plan.world_size > 1 else None,
             true_step=true.step,
             true_model_fn=true.model,
         )

@@ -1,6 +1,6 @@
 """Applies a Plan to a model from outside: sequence parallelism, checkpointing, sharding, norms."""
 
-from shardformer.engine import blocks_of, norms_of, parallelize, shard, unshard
+from shardformer.engine import blocks_of, norms_of, parallelize, run_blocks, shard, unshard
 from shardformer.engine.tokens import local_tokens
 from shardformer.lora import save_lora
 from shardformer.modeling import SwapReport, swap_norms
@@ -13,6 +13,7 @@ __all__ = [
     "local_tokens",
     "norms_of",
     "parallelize",
+    "run_blocks",
     "save_lora",
     "shard",
     "swap_norms",

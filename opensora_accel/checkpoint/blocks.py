@@ -33,6 +33,7 @@ def checkpoint_blocks(
     *,
     boundary: Sequence[str] | Callable[[nn.Module], Sequence[str]] = (),
     keep_last: int = KEEP_LAST,
+    when: Callable[[], bool] | None = None,
 ) -> Callable[[], None]:
     """Checkpoints every block's forward in place; returns the function that undoes it.
 
@@ -52,6 +53,8 @@ def checkpoint_blocks(
         boundary: names of the forward arguments that are moved, for all blocks or as a function of the block;
             by default the first one. What shares its memory goes along.
         keep_last: blocks at the end that never leave, whatever `offload` says.
+        when: says at each forward of a block whether it is checkpointed so; by default it always is. Blocks may be
+            given to several calls, of which at most one says yes at a time.
 
     Raises:
         ValueError: an option that does not exist, a boundary that is no argument, or a block compiled already.
@@ -74,12 +77,17 @@ def checkpoint_blocks(
         share = OffloadShare(engine, offload, len(blocks), keep_last)
         for index, block in enumerate(blocks):
             names = boundary(block) if callable(boundary) else boundary
-            undo.callback(_checkpoint_block(block, index, mode, names, share))
+            undo.callback(_checkpoint_block(block, index, mode, names, share, when))
         return undo.pop_all().close
 
 
 def _checkpoint_block(
-    block: nn.Module, index: int, mode: Mode, boundary: Sequence[str], share: OffloadShare
+    block: nn.Module,
+    index: int,
+    mode: Mode,
+    boundary: Sequence[str],
+    share: OffloadShare,
+    when: Callable[[], bool] | None,
 ) -> Callable[[], None]:
     original = block.forward
     signature = inspect.signature(original)
@@ -98,13 +106,14 @@ def _checkpoint_block(
             "region; checkpoint first (shardformer.shard), then call block.compile()"
         )
     inside = original  # what is recomputed: the block's own forward, or what block.compile() makes of it
+    compile_before = vars(block).get("compile")  # of a checkpoint inside of this one
     compile_options: tuple[Any, Any] | None = None
 
     @torch.compiler.disable(
         reason="a checkpoint is no part of a compiled region; compile what is inside by block.compile()"
     )
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (when is not None and not when()):
             return inside(*args, **kwargs)
         # Tensors passed by keyword become positional: torch's engine keeps only those where hooks can see them.
         bound = signature.bind(*args, **kwargs)
@@ -127,11 +136,17 @@ def _checkpoint_block(
                 'checkpoint="selective" has to see the attention kernels, which a compiled block hides; compile '
                 'parts of the block (block.ffn.compile()), or use checkpoint="full"'
             )
+        if compile_before is not None:
+            compile_before(*args, **kwargs)
+            return
         compile_options = args, kwargs
         inside = torch.compile(original, *args, **kwargs)
 
     def undo() -> None:
         undo_forward()
+        if compile_before is not None:
+            block.compile = compile_before  # type: ignore[method-assign]
+            return
         del block.compile
         if compile_options is not None:
             args, kwargs = compile_options

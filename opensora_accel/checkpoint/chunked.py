@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from opensora_accel.wrapping import Forward, wrap_forward
 
 
-def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[[], None]:
+def chunk_tokens(
+    module: nn.Module, num_chunks: int, dim: int = -2, *, when: Callable[[], bool] | None = None
+) -> Callable[[], None]:
     """Runs `module` on pieces of its first argument, cut along `dim`, one after the other; returns the undo.
 
     Each piece is recomputed in backward, so that of the hidden layer (4 C wide or more) only 1/`num_chunks` is
@@ -24,6 +26,7 @@ def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[
         module: must treat every token alone: an MLP, not a norm over tokens or an attention.
         num_chunks: how many pieces; at most one a token.
         dim: of the tokens, by default that of [B, S, C] or [S, C].
+        when: says at each forward whether it runs in pieces; by default it always does.
 
     Raises:
         ValueError: fewer than one chunk, or dropout, whose draws would depend on the chunks.
@@ -40,6 +43,8 @@ def chunk_tokens(module: nn.Module, num_chunks: int, dim: int = -2) -> Callable[
     def wrap(original: Forward) -> Forward:
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """hidden: [..., S at dim, ...], run in pieces along dim and joined again."""
+            if when is not None and not when():
+                return original(hidden, *args, **kwargs)
             run: Forward = original
             if torch.is_grad_enabled():
                 # A piece is computed again in backward: the wide hidden layer is in memory for one piece at a time.

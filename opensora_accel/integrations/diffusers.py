@@ -19,6 +19,7 @@ something else is an error. docs/integrations/diffusers.md has the list. diffuse
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 import shardformer
 from opensora_accel.communications.checks import gather_objects
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
         ParallelConfig,
         TensorParallelConfig,
     )
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["disable_parallelism", "enable_parallelism", "install", "uninstall"]
 
@@ -126,6 +130,7 @@ def enable_parallelism(
         undo.callback(shardformer.unshard, shardformer.shard(model, asked.plan))
         if asked.plan.sequence > 1:
             _decide_together(model, get_parallel_group("sequence"), undo)
+            _tell_of_ranks_left_out(model, get_parallel_group("sequence"), undo)
         setattr(model, _NOTE, config)
         undo.callback(delattr, model, _NOTE)
         setattr(model, _UNDO, undo.pop_all())
@@ -330,6 +335,37 @@ def _without_cache(model: Any) -> Iterator[None]:
     finally:
         if config is not None:
             model.enable_cache(config)
+
+
+def _tell_of_ranks_left_out(model: nn.Module, group: dist.ProcessGroup, undo: ExitStack) -> None:
+    """Warns in the first training forward where FSDP2's mesh is without the ranks that share a sample.
+
+    FSDP2 averages over its mesh alone. It may be put on before or after `enable_parallelism`.
+    """
+    sequence = set(dist.get_process_group_ranks(group))
+
+    @uncompiled
+    def look(_model: nn.Module, _args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        hook.remove()
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            state: Any = unit._get_fsdp_state()
+            for sharded in state._fsdp_param_groups:
+                averaged = set(sharded.mesh_info.mesh.mesh.flatten().tolist())
+                if not sequence <= averaged:
+                    logger.warning(
+                        "FSDP2 averages gradients over its mesh, here ranks %s, but ranks %s share a sample, and a "
+                        "gradient is the mean over all of them too; give fully_shard a mesh of all ranks, as "
+                        'mesh["fsdp", "ring", "ulysses"]._flatten("all"), or average over the others by hand',
+                        sorted(averaged),
+                        sorted(sequence),
+                    )
+                    return
+
+    hook = model.register_forward_pre_hook(look)
+    undo.callback(hook.remove)
 
 
 def _decide_together(model: nn.Module, group: dist.ProcessGroup, undo: ExitStack) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -40,7 +40,7 @@ class tell_of_out_of_memory:
     The exception is the same object with the same traceback. From Python 3.11 on the change is added to it as a note.
 
     Args:
-        plan: that the model runs under.
+        plan: that the model runs under, or what gives it at the end, where batches have their own.
         blocks: the blocks that the plan checkpoints (`shardformer.blocks_of(model)`), by default the items of the
             model's outermost lists of modules.
         mlps: their MLPs, which `mlp_chunks` cuts; without them that change is not considered.
@@ -55,14 +55,14 @@ class tell_of_out_of_memory:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        plan: Plan | None = None,
+        plan: Plan | Callable[[], Plan] | None = None,
         *,
         blocks: Sequence[nn.Module] | None = None,
         mlps: Sequence[nn.Module] = (),
         limit_bytes: int | None = None,
         file: TextIO | None = None,
     ):
-        self.plan = plan or Plan()
+        self._plan = plan or Plan()
         self.timeline = MemoryTimeline(model, optimizer, blocks=blocks, moved=self._moved)
         self._optimizer, self._limit_bytes, self._file = optimizer, limit_bytes, file
         self._blocks = self.timeline.places.blocks
@@ -81,6 +81,10 @@ class tell_of_out_of_memory:
         # Storages that were inputs of a block in this forward, which a checkpoint keeps once.
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._hooks: list[Any] = []
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan if isinstance(self._plan, Plan) else self._plan()
 
     def __enter__(self) -> MemoryTimeline:
         for name, block in self._blocks.items():

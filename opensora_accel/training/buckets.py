@@ -19,7 +19,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from opensora_accel.plan import Plan
+
+# What a bucket may have of its own; the rest of the plan is how the model is spread over the ranks.
+_PLAN_SETTINGS = ("checkpoint", "offload", "mlp_chunks")
 _PATTERN = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})(?::([1-9]\d{0,6}))?")
 
 
@@ -61,6 +66,36 @@ def parse_buckets(texts: Sequence[str]) -> tuple[Bucket, ...]:
         if sizes.count(size) > 1:
             raise ValueError(f"data.buckets has {size} more than once; leave one of them out")
     return tuple(buckets)
+
+
+def parse_plans(table: Mapping[str, Any], plan: Plan, buckets: Sequence[Bucket]) -> dict[Bucket, Plan]:
+    """The plans of the buckets that have settings of their own, as they stand in a configuration.
+
+    Args:
+        plan: that of the run.
+        buckets: those of the run; none, where its clips are of one size.
+
+    Raises:
+        ValueError: a name is no bucket, a setting is none that a bucket may have, or it does not work.
+    """
+    by_size = {str(bucket): bucket for bucket in buckets}
+    plans = {}
+    for size, settings in table.items():
+        if size not in by_size:
+            raise ValueError(
+                f"bucket_plans has {size!r}, which is none of data.buckets ({', '.join(by_size) or 'there are none'}); "
+                "name one of them as FRAMESxHEIGHTxWIDTH, or leave it out"
+            )
+        if not isinstance(settings, Mapping) or not settings or not set(settings) <= set(_PLAN_SETTINGS):
+            raise ValueError(
+                f"bucket_plans.{size} is a table of one or more of {', '.join(_PLAN_SETTINGS)}, which the batches of a "
+                f"bucket may have of their own; got {settings!r}: put the others into plan, for the whole run"
+            )
+        try:
+            plans[by_size[size]] = plan.replace(**settings)
+        except ValueError as error:
+            raise ValueError(f"bucket_plans.{size}: {error}") from error
+    return plans
 
 
 def bucket_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,15 @@ from torch import nn
 
 from opensora_accel.deferred import deferred_init
 from opensora_accel.parallel_states import get_mesh
+from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.conditions import num_channels
-from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig, check_argument
+from opensora_accel.training.config import DataConfig, ImageConfig, ModelConfig, TrainConfig
 from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
+from opensora_accel.training.options import check_argument
+from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.weights import load_weights
@@ -72,13 +76,23 @@ def build_model(
     for argument, needed in derived.items():
         if outline.config[argument] != needed:
             hint = ""
+            if argument in ("image_dim", "added_kv_proj_dim"):
+                hint = (
+                    " (pictures' states, as Wan 2.1's image-to-video models take them, come from image.path)"
+                )
             if argument == "in_channels":
                 told = num_channels(codec.channels, codec.temporal)
                 hint = f" (conditions, as --conditions.i2v_head 1, take {told} of {codec.channels + told})"
             raise ValueError(
-                f"the model's {argument} is {outline.config[argument]}, but the codec and text encoder give {needed}"
-                f"{hint}; leave model.config.{argument} out, or choose a codec and text encoder that fit"
+                f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
+                f"{hint}; leave model.config.{argument} out, or choose encoders that fit"
             )
+    if config.image.is_used and outline.config.pos_embed_seq_len is not None:
+        raise ValueError(
+            f"the model takes the states of two pictures (pos_embed_seq_len is {outline.config.pos_embed_seq_len}), "
+            "as Wan 2.1's for first and last frames do, and this trainer makes those of one; choose a model whose "
+            "pos_embed_seq_len is null"
+        )
     shapes: dict[Bucket, LatentShape] = {}
     for bucket in config.data.sizes:
         with _named(bucket, config.data):
@@ -89,7 +103,8 @@ def build_model(
     for bucket, shape in shapes.items():
         with _named(bucket, config.data):
             in_channels = derived["in_channels"]
-            _try_shapes(outline, (in_channels, *shape[1:]), config.text.length, text_width, source)
+            text_shape = config.text.length, text_width
+            _try_shapes(outline, (in_channels, *shape[1:]), text_shape, config.image, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -114,15 +129,19 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
 
 
 def _try_shapes(
-    outline: nn.Module, shape: LatentShape, text_length: int, text_width: int, source: str
+    outline: nn.Module, shape: LatentShape, text_shape: tuple[int, int], image: ImageConfig, source: str
 ) -> None:
     """One pass with inputs [1, *shape], no memory and no data: what does not fit is found before there are weights."""
+    pictures = {}
+    if image.is_used:
+        pictures["encoder_hidden_states_image"] = torch.empty(1, *picture_shape(image), device="meta")
     try:
         with torch.no_grad():
             outline(
                 hidden_states=torch.empty(1, *shape, device="meta"),
                 timestep=torch.empty(1, device="meta"),
-                encoder_hidden_states=torch.empty(1, text_length, text_width, device="meta"),
+                encoder_hidden_states=torch.empty(1, *text_shape, device="meta"),
+                **pictures,
                 return_dict=False,
             )
     except Exception as error:
@@ -179,13 +198,27 @@ def given_arguments(config: ModelConfig) -> dict[str, Any]:
     return _checked_arguments(cls, config.config)
 
 
-def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, int]:
-    """Arguments that follow from the codec, the text encoder, and whether frames are given."""
+def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
+    """Arguments that follow from the encoders, and whether frames are given."""
     of_condition = num_channels(codec.channels, codec.temporal) if config.conditions.are_used else 0
+    image_dim, added_dim = None, None
+    if config.image.is_used:
+        _, image_dim = picture_shape(config.image)
+        given, parameters = (
+            given_arguments(config.model),
+            inspect.signature(model_class(config.model)).parameters,
+        )
+        # The states are projected to the width of the transformer.
+        added_dim = math.prod(
+            given.get(name, parameters[name].default)
+            for name in ("num_attention_heads", "attention_head_dim")
+        )
     return {
         "in_channels": codec.channels + of_condition,
         "out_channels": codec.channels,
         "text_dim": text_width,
+        "image_dim": image_dim,
+        "added_kv_proj_dim": added_dim,
     }
 
 
@@ -278,11 +311,7 @@ def describe(
     """What is about to run, for a person: three lines, and one for each bucket."""
     size = sum(parameter.numel() for parameter in model.parameters())
     plan = config.plan
-    degrees = ", ".join(
-        f"{field.name}={getattr(plan, field.name)}"
-        for field in dataclasses.fields(plan)
-        if getattr(plan, field.name) != field.default
-    )
+    degrees = _settings(plan, Plan())
     lines = [
         f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {dist.get_world_size()} rank(s)",
         f"plan: {degrees or 'one device'}",
@@ -293,9 +322,22 @@ def describe(
         f"{portion.batch_size} per step"
         for portion in portions
     ]
+    for number, portion in enumerate(portions):
+        own = _settings(config.plans.get(portion.bucket, plan), plan)
+        clips[number] += f", with {own}" if own else ""
     if not config.data.buckets:
         return "\n".join([*lines, f"data: {clips[0]}"])
     filled = {portion.bucket for portion in portions}
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
     told = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
     return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *told])])
+
+
+def _settings(plan: Plan, usual: Plan) -> str:
+    """The fields in which a plan differs from the usual one."""
+    differing = [
+        field.name
+        for field in dataclasses.fields(plan)
+        if getattr(plan, field.name) != getattr(usual, field.name)
+    ]
+    return ", ".join(f"{name}={getattr(plan, name)}" for name in differing)

@@ -29,6 +29,15 @@ from opensora_accel.training.config import ConditionsConfig
 from opensora_accel.training.flow import generator
 
 
+class Condition(NamedTuple):
+    """What the model is told of clips whose frames are given."""
+
+    # [B, C', t, h, w], behind the channels of the noisy clips.
+    channels: Tensor
+    # [B, N, width], states of the first frames, where the model takes them.
+    pictures: Tensor | None = None
+
+
 class Given(NamedTuple):
     """How many frames of a clip are given, at its beginning and at its end."""
 

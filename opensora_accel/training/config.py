@@ -8,22 +8,21 @@ A bound of an option is part of its type, and pydantic checks it wherever a conf
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
-import types
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tomllib
 import tyro
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from opensora_accel.plan import Plan
-from opensora_accel.training.buckets import Bucket, parse_buckets
+from opensora_accel.training.buckets import Bucket, parse_buckets, parse_plans
+from opensora_accel.training.options import first_refused, options
 
 JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -31,24 +30,8 @@ AboveZero = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-Class = TypeVar("Class", bound=type)
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def options(cls: Class) -> Class:
-    """Makes a frozen dataclass whose fields pydantic checks when it is made; an error is one line of ours."""
-    checked = dataclass(frozen=True, config=_STRICT)(cls)
-    make = checked.__init__
-
-    def make_or_explain(self: Any, *args: Any, **values: Any) -> None:
-        try:
-            make(self, *args, **values)
-        except ValidationError as error:
-            raise ValueError(_in_one_line(error, cls)) from error
-
-    setattr(checked, "__init__", make_or_explain)  # noqa: B010 — mypy refuses the assignment
-    return checked  # type: ignore[return-value]
+# diffusers' Wan, SkyReels-V2 and ChronoEdit take the last 512 of all tokens for the text, and the others for pictures.
+_TOKENS_BESIDE_PICTURES = 512
 
 
 @options
@@ -157,6 +140,34 @@ class TextConfig:
 
 
 @options
+class ImageConfig:
+    """The first frame as a CLIP image encoder sees it, which Wan 2.1's image-to-video models take beside latents."""
+
+    path: str = ""
+    """Local folder of a CLIP image encoder (image_encoder of Wan 2.1's); the model then takes its states."""
+    width: Annotated[int, Field(ge=0, le=8192, multiple_of=8)] = 0
+    """Embedding width of a small encoder in its place; 0 has none."""
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    """What the encoder of `path` is loaded and computed in; the small one has the type of the run."""
+    cache: bool = False
+    """Encode each first frame once, and keep its states in host memory."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.width:
+            raise ValueError("image.width is for the small encoder; leave it out, or leave image.path out")
+        if not self.path and self.dtype != "fp32":
+            raise ValueError("image.dtype is for an encoder from image.path; leave it out, or set image.path")
+        if not self.is_used and self.cache:
+            raise ValueError(
+                "image.cache is for a run with image.path or image.width; set one, or leave it out"
+            )
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.path or self.width)
+
+
+@options
 class LoraConfig:
     """Adapters that are trained in place of the model."""
 
@@ -227,6 +238,11 @@ class ConditionsConfig:
     def __post_init__(self) -> None:
         if not any(dataclasses.astuple(self)):
             raise ValueError("all weights of conditions are 0; set one above 0, as conditions.t2v = 1")
+
+    @property
+    def give_first_frame(self) -> bool:
+        """Whether the first frame is given of some clips."""
+        return any((self.i2v_head, self.i2v_loop, self.v2v_head, self.v2v_head_easy))
 
     @property
     def are_used(self) -> bool:
@@ -323,11 +339,15 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    image: ImageConfig = field(default_factory=ImageConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionsConfig = field(default_factory=ConditionsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
+    bucket_plans: JsonTable = field(default_factory=dict)
+    """Plan settings that batches of a bucket have of their own (checkpoint, offload, mlp_chunks), as JSON (a table each
+    in the file): {"81x480x832": {"checkpoint": "full", "offload": "auto"}}."""
 
     def __post_init__(self) -> None:
         if self.optim.state != "fp32" and self.plan.precision == "fp64":
@@ -335,10 +355,21 @@ class TrainConfig:
                 f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
                 "them to fp32"
             )
-        if self.cache_folder and not (self.codec.path or self.text.path):
+        if self.cache_folder and not (self.codec.path or self.text.path or self.image.path):
             raise ValueError(
                 "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "
                 "neither; set one of them, or leave cache_folder out"
+            )
+        if self.image.is_used and not self.conditions.give_first_frame:
+            raise ValueError(
+                "image encodes the first frame where that is given, and conditions give it of no clip; set "
+                "conditions.i2v_head above 0, or leave image.path and image.width out"
+            )
+        if self.image.is_used and self.text.length != _TOKENS_BESIDE_PICTURES:
+            raise ValueError(
+                f"a model that takes pictures' states counts on {_TOKENS_BESIDE_PICTURES} tokens of text behind them; "
+                f"text.length is {self.text.length}: set it to {_TOKENS_BESIDE_PICTURES}, or leave image.path and "
+                "image.width out"
             )
         if self.sample_every and not (self.num_samples or self.sample_captions):
             raise ValueError(
@@ -357,11 +388,17 @@ class TrainConfig:
             )
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers names one twice: {', '.join(self.trackers)}; leave one out")
-        if self.memory_target_gib and self.plan.offload != "auto":
+        plans = [self.plan, *self.plans.values()]
+        if self.memory_target_gib and all(plan.offload != "auto" for plan in plans):
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '
                 f"is {self.plan.offload}; set it to auto, or leave memory_target_gib out"
             )
+
+    @property
+    def plans(self) -> dict[Bucket, Plan]:
+        """The plans of the buckets that have settings of their own."""
+        return parse_plans(self.bucket_plans, self.plan, self.data.sizes if self.data.buckets else ())
 
 
 @dataclass(frozen=True)
@@ -410,73 +447,7 @@ def config_from_dict(values: Mapping[str, Any], source: str) -> TrainConfig:
         # As JSON, where a list may stand for a tuple also under strict checks.
         return TypeAdapter(TrainConfig).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ValueError(f"{source}: {_in_one_line(error, TrainConfig)}") from error
-
-
-def check_argument(hint: Any, value: Any, name: str) -> Any:
-    """The value of a model's argument as the type that its class asks for.
-
-    Raises:
-        ValueError: the value has another type.
-    """
-    # Types of a model's constructor are what its authors wrote, which is not always what they meant.
-    if get_origin(hint) is tuple and len(get_args(hint)) == 1:
-        # diffusers writes tuple[int] for a tuple of any length.
-        hint = types.GenericAlias(tuple, (get_args(hint)[0], ...))
-    try:
-        return TypeAdapter(hint, config=_STRICT).validate_json(json.dumps(value))
-    except ValidationError as error:
-        rule = " or ".join(_rule(each["msg"]) for each in error.errors())
-        raise ValueError(f"{name} {rule}; got {value!r}") from error
-
-
-def _in_one_line(error: ValidationError, cls: Any) -> str:
-    """The first option of `cls` that pydantic refuses, the rule and the value."""
-    names = set(option_names(cls))
-    named = []
-    for each in error.errors():
-        # Its path through nested tables, as far as it names options.
-        name = ""
-        for part in map(str, each["loc"]):
-            full = f"{name}.{part}".lstrip(".")
-            # The others are names that pydantic gives the alternatives of a type.
-            if full in names or part.isdigit() or each["type"] == "unexpected_keyword_argument":
-                name = full
-        named.append((name, each))
-    # The first is enough to go on with, and a line has no room for all.
-    name, first = named[0]
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    if first["type"] == "unexpected_keyword_argument":
-        table, _, key = name.rpartition(".")
-        every = option_names(cls)
-        here = [full for full in every if full.rpartition(".")[0] == table]
-        # A key in the wrong table is found in the right one; one of this table goes before the others of its name.
-        nearest_of = {full.rpartition(".")[2]: full for full in [*every, *here]}
-        nearest = difflib.get_close_matches(key, nearest_of, n=1, cutoff=0.5)
-        hint = f"did you mean {nearest_of[nearest[0]]!r}? " if nearest else ""
-        choice = ", ".join(full.rpartition(".")[2] for full in here)
-        return f"there is no option {name!r}; {hint}The options here are {choice}"
-    rule = " or ".join(_rule(each["msg"]) for other, each in named if other == name)
-    return f"{name or 'the file'} {rule}; got {first['input']!r}"
-
-
-def _rule(message: str) -> str:
-    return (
-        message[0].lower() + message[1:]
-        if "should" not in message
-        else message.replace("Input should", "must")
-    )
-
-
-def option_names(cls: Any = TrainConfig, prefix: str = "") -> list[str]:
-    """The full name of every option, and of every table of options."""
-    names = []
-    for name, hint in get_type_hints(cls).items():
-        names.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            names += option_names(hint, f"{prefix}{name}.")
-    return names
+        raise ValueError(f"{source}: {first_refused(error, TrainConfig)}") from error
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -1,7 +1,8 @@
 """What the frozen encoders gave, kept: in memory for this run, in a folder for every run, or in both.
 
-    codec.cache, text.cache    each clip, or all captions, in memory; the encoder is released once all are there
-    cache_folder               each clip and caption on disk (`disk_cache.py`); an encoder is loaded for what is missing
+    codec.cache, image.cache, text.cache    each clip, or all captions, in memory; then the encoder is released
+    cache_folder                            each clip and caption on disk (`disk_cache.py`); an encoder is loaded for
+                                            what is missing
 
 With a folder nothing is loaded for a run whose clips and captions are all in it; sampling, at the end, loads the VAE to
 decode. That the models could be loaded is checked at the start all the same, by their outlines.
@@ -13,62 +14,28 @@ and no collective depends on what was found. Ranks that compute the same at the 
 
 from __future__ import annotations
 
-import errno
 import gc
 import hashlib
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-import av
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.files import sha256_of
-from opensora_accel.training import conditions, encoders, pretrained, shards, video
 from opensora_accel.training.conditions import Given
-from opensora_accel.training.config import TextConfig, TrainConfig
 from opensora_accel.training.data import Clip
-from opensora_accel.training.disk_cache import DiskCache, code_version
-from opensora_accel.training.encoders import TEXT_STEM, VAE_STEM, Codec, TextEncoder
-from opensora_accel.training.ranks import from_all_ranks, from_first_of_machine, from_first_rank
-from opensora_accel.weights import find_stored
+from opensora_accel.training.encoders import Codec, TextEncoder
+from opensora_accel.training.pictures import PictureEncoder
+from opensora_accel.training.ranks import from_all_ranks
+from opensora_accel.training.stored import Stored
 
 T = TypeVar("T")
-
-
-def open_disk_cache(folder: str) -> DiskCache:
-    """The folder of a run, which rank 0 makes.
-
-    Communication: one object broadcast.
-
-    Raises:
-        ValueError: on all ranks, where the path can be no folder. One that cannot be written to is told when something
-            is to be stored.
-    """
-
-    def make() -> None:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except PermissionError:
-            return
-        except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-                raise ValueError(
-                    f"cache_folder {folder!r} cannot be a folder ({pretrained.in_one_line(error)}); name another"
-                ) from error
-
-    from_first_rank(make)
-    return DiskCache(folder)
 
 
 class OnDemand(Generic[T]):
@@ -95,15 +62,104 @@ def free_unused() -> None:
         torch.cuda.empty_cache()
 
 
-# Latents
+# Latents, and states of pictures
+
+
+class _KeptByClip(Generic[T]):
+    """What an encoder gives for each clip, computed once, and kept on the host, in a folder, or in both.
+
+    It lets go of the encoder as soon as all clips of the run are there. A clip that was not foreseen, because another
+    file turned out bad, and clips that are sampled at the end load the encoder again, for as long as it takes.
+    """
+
+    def __init__(
+        self,
+        encoder: T,
+        build: Callable[[], T],
+        needed: Iterable[tuple[Clip, Given | None]],
+        *,
+        in_memory: bool,
+        stored: Stored | None,
+    ):
+        """`encoder` and what `build` gives are the same; `needed` are the clips that this rank will ask for, whole
+        (None) or with what is given of them.
+
+        Args:
+            stored: the folder, with what its keys have beside the clip. `encoder` may then be an outline.
+        """
+        assert in_memory or stored is not None
+        if stored is None:
+            self._encoder = OnDemand(build, encoder)
+        else:
+            self._encoder = OnDemand(lambda: stored.files.unchanged(build))
+        self._needed, self._in_memory, self._stored = set(needed), in_memory, stored
+        self._values: dict[tuple[Clip, Given | None], Tensor] = {}
+
+    def value_of(
+        self, clip: Clip, given: Given | None, key: Mapping[str, Any], compute: Callable[[T], Tensor]
+    ) -> Tensor:
+        """What `compute` gives with the encoder, or gave before.
+
+        Args:
+            key: what its value depends on beside the video, its first frame, and what `stored` has.
+        """
+        if (clip, given) in self._values:
+            return self._values[clip, given]
+
+        def encode() -> Tensor:
+            return compute(self._encoder.get()).cpu()
+
+        if self._stored is not None and clip.digest is not None:
+            key = {"video": clip.digest, "start": clip.start, **key}
+            value, is_kept = self._stored.get_or_compute(key, f"{clip.file} from frame {clip.start}", encode)
+        else:
+            value, is_kept = encode(), False
+        if self._in_memory:
+            self._values[clip, given] = value
+        if self._in_memory or is_kept:
+            self._needed.discard((clip, given))
+        return value
+
+    def encoder(self) -> T:
+        return self._encoder.get()
+
+    def release_unneeded(self) -> None:
+        if not self._needed:
+            self._encoder.release()
+
+
+class KeptPictures:
+    """A picture encoder whose states of clips' first frames are kept, as `CachedLatents` keeps latents."""
+
+    def __init__(
+        self,
+        encoder: PictureEncoder,
+        build: Callable[[], PictureEncoder],
+        needed: Iterable[Clip],
+        *,
+        in_memory: bool = True,
+        stored: Stored | None = None,
+    ):
+        self.num_states, self.width = encoder.num_states, encoder.width
+        each = [(clip, None) for clip in needed]
+        self._kept = _KeptByClip(encoder, build, each, in_memory=in_memory, stored=stored)
+
+    def encode(self, pictures: Tensor, clips: Sequence[Clip]) -> Tensor:
+        """pictures: uint8 [B, H, W, 3], the first frames of these B clips → states [B, N, width]."""
+        states = []
+        for picture, clip in zip(pictures.split(1), clips, strict=True):
+
+            def encode(encoder: PictureEncoder, picture: Tensor = picture) -> Tensor:
+                return encoder.encode(picture)[0]
+
+            key = {"height": clip.bucket.height, "width": clip.bucket.width}
+            states.append(self._kept.value_of(clip, None, key, encode))
+        self._kept.release_unneeded()
+        return torch.stack(states).to(pictures.device)
 
 
 class CachedLatents:
-    """A codec that encodes each clip once, and keeps its latents on the host, in a folder, or in both.
-
-    It lets go of the VAE as soon as all clips of the run are there. A clip that was not foreseen, because another file
-    turned out bad, and clips that are decoded at the end load the VAE again, for as long as it takes.
-    """
+    """A codec that encodes each clip once, and keeps its latents on the host, in a folder, or in both."""
 
     def __init__(
         self,
@@ -114,20 +170,9 @@ class CachedLatents:
         in_memory: bool = True,
         stored: Stored | None = None,
     ):
-        """`codec` and what `build` gives are the same; `needed` are the clips that this rank will ask for, whole (None)
-        or with what is given of them.
-
-        Args:
-            stored: the folder, with what its keys have beside the clip. `codec` may then be an outline.
-        """
-        assert in_memory or stored is not None
+        """Arguments are those of `_KeptByClip`."""
         self.channels, self.spatial, self.temporal = codec.channels, codec.spatial, codec.temporal
-        if stored is None:
-            self._codec = OnDemand(build, codec)
-        else:
-            self._codec = OnDemand(lambda: stored.files.unchanged(build))
-        self._needed, self._in_memory, self._stored = set(needed), in_memory, stored
-        self._latents: dict[tuple[Clip, Given | None], Tensor] = {}
+        self._kept = _KeptByClip(codec, build, needed, in_memory=in_memory, stored=stored)
 
     def encode(
         self, frames: Tensor, clips: Sequence[Clip] = (), given: Sequence[Given | None] | None = None
@@ -135,45 +180,29 @@ class CachedLatents:
         """frames: uint8 [B, T, H, W, 3] of these B clips, and what is given of each → latents [B, C, t, h, w]."""
         given = given or [None] * len(clips)
         latents = [self._latents_of(*each) for each in zip(clips, frames, given, strict=True)]
-        if not self._needed:
-            self._codec.release()
+        self._kept.release_unneeded()
         return torch.stack(latents).to(frames.device)
 
     def _latents_of(self, clip: Clip, frames: Tensor, given: Given | None) -> Tensor:
         """frames: uint8 [T, H, W, 3] → latents [C, t, h, w] on the host."""
-        if (clip, given) in self._latents:
-            return self._latents[clip, given]
 
-        def encode() -> Tensor:
+        def encode(codec: Codec) -> Tensor:
             shown = None if given is None else given.frames(len(frames)).unsqueeze(0)
-            return self._codec.get().encode(frames.unsqueeze(0), shown)[0].cpu()
+            return codec.encode(frames.unsqueeze(0), shown)[0]
 
-        if self._stored is not None and clip.digest is not None:
-            size = clip.bucket
-            key = {
-                "video": clip.digest,
-                "start": clip.start,
-                "num_frames": size.num_frames,
-                "height": size.height,
-                "width": size.width,
-                "given": given,
-            }
-            latents, is_kept = self._stored.get_or_compute(
-                key, f"{clip.file} from frame {clip.start}", encode
-            )
-        else:
-            latents, is_kept = encode(), False
-        if self._in_memory:
-            self._latents[clip, given] = latents
-        if self._in_memory or is_kept:
-            self._needed.discard((clip, given))
-        return latents
+        size = clip.bucket
+        key = {
+            "num_frames": size.num_frames,
+            "height": size.height,
+            "width": size.width,
+            "given": given,
+        }
+        return self._kept.value_of(clip, given, key, encode)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, t, h, w] to uint8 [B, T, H, W, 3]."""
-        frames = self._codec.get().decode(latents)
-        if not self._needed:
-            self._codec.release()
+        frames = self._kept.encoder().decode(latents)
+        self._kept.release_unneeded()
         return frames
 
 
@@ -300,131 +329,3 @@ def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, i
             "--text.cache False"
         )
     return shared, ranks.index(own_rank), len(ranks)
-
-
-# The folder, and its keys
-
-
-class Stored:
-    """A folder, and what the keys of all values of one encoder have in common.
-
-    Communication, when one is made: two object all-gathers.
-
-    Raises:
-        ValueError, OSError: on all ranks, where the encoder's files cannot be read on one of their machines.
-    """
-
-    def __init__(self, cache: DiskCache, files: EncoderFiles, common: Mapping[str, Any]):
-        self._cache, self.files, self._common = cache, files, {**common, "encoder": files.key}
-
-    @classmethod
-    def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
-        """Of the VAE. The common part has all that decides latents, but the video, the first frame and the size."""
-        modules = (video, shards, encoders, conditions, pretrained)
-        made_with = _made_with(device, modules, ("torch", "diffusers", "av", "pillow", "numpy"))
-        made_with["versions"] |= {name: list(number) for name, number in av.library_versions.items()}
-        common = {
-            "what": "latents",
-            "stride": config.data.frame_stride,
-            "dtype": config.codec.dtype,
-            "made_with": made_with,
-        }
-        return cls(cache, EncoderFiles.read("codec.path", config.codec.path, VAE_STEM), common)
-
-    @classmethod
-    def embeddings(cls, cache: DiskCache, config: TextConfig, device: torch.device) -> Stored:
-        """Of the text encoder. The common part has all that decides the embedding of a caption, but its tokens."""
-        made_with = _made_with(device, (encoders, pretrained), ("torch", "transformers"))
-        common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
-        return cls(cache, EncoderFiles.read("text.path", config.path, TEXT_STEM), common)
-
-    def get_or_compute(
-        self, key: Mapping[str, Any], about: str, compute: Callable[[], Tensor]
-    ) -> tuple[Tensor, bool]:
-        """What is stored, or what `compute` gives and is stored; whether it is stored now."""
-        key = {**self._common, **key}
-        found = self._cache.get(key)
-        if found is not None:
-            return found, True
-        value = compute()
-        return value, self._cache.put(key, value, about)
-
-
-def _made_with(
-    device: torch.device, modules: Sequence[ModuleType], packages: Sequence[str]
-) -> dict[str, Any]:
-    """What computes: other devices, versions and code give other bits."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
-    versions = {package: version(package) for package in packages}
-    return {"device": name, "versions": versions, "code": code_version(modules)}
-
-
-@dataclass(frozen=True)
-class EncoderFiles:
-    """The files of a pretrained encoder, as they were when the run began."""
-
-    option: str
-    folder: str
-    stem: str
-    # Its class and configuration, and the SHA-256 sum of each file of weights.
-    key: dict[str, Any]
-    statuses: list[tuple[int, ...]]
-
-    @classmethod
-    def read(cls, option: str, folder: str, stem: str) -> EncoderFiles:
-        """Reads all files of the encoder, on the first rank of each machine.
-
-        Communication: two object all-gathers.
-
-        Raises:
-            ValueError, OSError: on all ranks, where they cannot be read on one of their machines.
-        """
-
-        def read() -> EncoderFiles:
-            before = _statuses(folder, stem)
-            return cls(option, folder, stem, _key_of(option, folder, stem), before)
-
-        return from_first_of_machine(read)
-
-    def unchanged(self, build: Callable[[], T]) -> T:
-        """What `build` makes of these files.
-
-        Raises:
-            ValueError: they have changed since the run began.
-        """
-        built = build()
-        # Another name or owner changes the status, too; then the content decides.
-        changed = _statuses(self.folder, self.stem) != self.statuses
-        if changed and _key_of(self.option, self.folder, self.stem) != self.key:
-            raise ValueError(
-                f"{self.option} {self.folder} has changed since this run began, and cache_folder would keep what it "
-                "computes under the name of what was there before; start the run again"
-            )
-        return built
-
-
-def _key_of(option: str, folder: str, stem: str) -> dict[str, Any]:
-    description = pretrained.read_description(option, folder, "a pretrained encoder")
-    # Those with an underscore tell by whom and from where it was saved, and which class it is.
-    config = {name: value for name, value in description.items() if not name.startswith("_")}
-    paths = _weight_files(folder, stem)
-    with ThreadPoolExecutor(8) as pool:
-        sums = dict(zip([path.name for path in paths], pool.map(sha256_of, paths), strict=True))
-    return {
-        "class": description.get("_class_name", description.get("model_type")),
-        "config": config,
-        "files": sums,
-    }
-
-
-def _statuses(folder: str, stem: str) -> list[tuple[int, ...]]:
-    found = [path.stat() for path in [Path(folder) / "config.json", *_weight_files(folder, stem)]]
-    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found]
-
-
-def _weight_files(folder: str, stem: str) -> list[Path]:
-    of_tensors = {stored.path for stored in find_stored(Path(folder), stem).values()}
-    return sorted({*of_tensors, *Path(folder).glob(f"{stem}.safetensors.index.json")})

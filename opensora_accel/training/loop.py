@@ -37,13 +37,7 @@ from opensora_accel.training.encoders import (
     build_text_encoder,
     train_tokenizer,
 )
-from opensora_accel.training.kept import (
-    EmbeddedCaptions,
-    Stored,
-    StoredCaptions,
-    free_unused,
-    open_disk_cache,
-)
+from opensora_accel.training.kept import EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.lowbit import check_low_bit
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
 from opensora_accel.training.objective import Objective
@@ -59,6 +53,7 @@ from opensora_accel.training.optim import (
     set_numbers,
 )
 from opensora_accel.training.output import COMFYUI, CONFIG, LORA, PROFILE, SAMPLES, write_text
+from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
@@ -69,6 +64,7 @@ from opensora_accel.training.saved_state import (
     load_state,
     set_newer_aside,
 )
+from opensora_accel.training.stored import Stored, open_disk_cache
 from shardformer import blocks_of, parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.engine import DTYPES
@@ -110,7 +106,7 @@ class Trainer:
             data_rank=data_group.rank(),
             data_size=data_group.size(),
             group=dist.group.WORLD,
-            digests=self.disk_cache is not None and bool(config.codec.path),
+            digests=self.disk_cache is not None and bool(config.codec.path or config.image.path),
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
@@ -127,6 +123,11 @@ class Trainer:
             stored = Stored.embeddings(self.disk_cache, config.text, self.device)
             text = StoredCaptions(outline, build_text, captions, stored)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
+        pictures: PictureEncoder | None = None
+        if config.image.is_used:
+            pictures = build_picture_encoder(
+                config.image, config.seed, self.device, self.dtype, outline=self.disk_cache is not None
+            )
         # The model takes no memory yet, and the text encoder is gone before it does.
         model, latent_shapes = build.build_model(config, codec, text.width, self.dtype)
         encoder: TextEncoder | StoredCaptions | EmbeddedCaptions = text
@@ -140,10 +141,22 @@ class Trainer:
         }
         self.loader.balance(self.num_tokens)
         self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
-        model, forward = parallelize(model, config.plan, self.device)
+        plans = {str(bucket): plan for bucket, plan in config.plans.items()}
+        model, forward = parallelize(model, config.plan, self.device, plans)
         self.objective = Objective(
-            config, codec, encoder, forward, latent_shapes, self.num_tokens, self.device, self.dtype
+            config,
+            codec,
+            encoder,
+            pictures,
+            model,
+            forward,
+            latent_shapes,
+            self.num_tokens,
+            self.device,
+            self.dtype,
         )
+        # Of the batch that ran last, for what is told when memory runs out.
+        self._batch_plan = config.plan
         optimizer = build_optimizer(model, config.optim)
         ema: EMA | FreeAverage | None = None
         if config.optim.schedule == "free":
@@ -158,9 +171,9 @@ class Trainer:
             load_state(saved, record, self.state)
             self.loader.load_state_dict(record["data"])
             self._saved = self.state.step, saved
-        if config.codec.path and (config.codec.cache or self.disk_cache is not None):
+        if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation
-            self.objective.cache_latents(self.loader.next_clips(batches), self.disk_cache)
+            self.objective.keep(self.loader.next_clips(batches), self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         self.skipped_in_a_row = 0
         first = self.state.step + 1
@@ -270,7 +283,7 @@ class Trainer:
         model = self.state.model
         mlps = [mlp for path in find_policy(model).mlps for _, mlp in find(model, path)]
         return tell_of_out_of_memory(
-            model, self.state.optimizer, self.config.plan, blocks=blocks_of(model), mlps=mlps
+            model, self.state.optimizer, lambda: self._batch_plan, blocks=blocks_of(model), mlps=mlps
         )
 
     def _write_results(self, tracker: Tracker | None) -> None:
@@ -396,6 +409,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
         """Adds the gradients of a batch; its part of the loss."""
+        self._batch_plan = self.config.plans.get(batch.bucket, self.config.plan)
         # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
         forward = self.objective.forward
         local: AbstractContextManager[Any] = nullcontext()

@@ -2,7 +2,7 @@
 
     clip ──► codec ──► latents ──┬──► x_t = (1 − t) latents + t noise ──► model ──► velocity ──► loss
     caption ──► text encoder ────┼──────────────────────────────────────►
-    frames that are given ───────┴──► mask and latents ─────────────────►
+    frames that are given ───────┴──► mask, latents, picture ───────────►
 
 Everything that is drawn (what is given, time, noise, whether the caption is dropped) follows from the seed and the
 sample's position in the job (`flow.py`), so that the same samples give the same loss on any mesh.
@@ -18,11 +18,17 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_accel.regions import region
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.conditions import KINDS, Given, draw_conditions, encode_condition
+from opensora_accel.training.conditions import (
+    KINDS,
+    Condition,
+    Given,
+    draw_conditions,
+    encode_condition,
+)
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.disk_cache import DiskCache
@@ -35,15 +41,19 @@ from opensora_accel.training.flow import (
     loss_weights,
     time_shift,
 )
-from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, Stored, StoredCaptions
+from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, KeptPictures, StoredCaptions
+from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import from_all_ranks
+from opensora_accel.training.stored import Stored
+from shardformer import run_blocks
 
 
 class Objective:
     """The loss of a batch, and what it is made of.
 
     Args:
-        forward: the sharded model, as a step calls it.
+        model: the sharded one, whose blocks run by the plan of a clip's bucket, where that has its own.
+        forward: the same, as a step calls it.
         latent_shapes, num_tokens: of a clip of each size.
     """
 
@@ -52,14 +62,18 @@ class Objective:
         config: TrainConfig,
         codec: Codec,
         text: TextEncoder | StoredCaptions | EmbeddedCaptions,
+        pictures: PictureEncoder | None,
+        model: nn.Module,
         forward: Callable[..., Any],
         latent_shapes: Mapping[Bucket, LatentShape],
         num_tokens: Mapping[Bucket, int],
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self.config, self.text, self.forward = config, text, forward
+        self.config, self.text = config, text
+        self.model, self.forward = model, forward
         self.codec: Codec | CachedLatents = codec
+        self.pictures: PictureEncoder | KeptPictures | None = pictures
         self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
         self.device, self.dtype = device, dtype
 
@@ -77,7 +91,7 @@ class Objective:
         alpha = self.time_shift(batch.bucket)
         times = draw_times(config, alpha, seed, batch.positions)
         return flow_loss(
-            partial(self.predict, captions=captions, condition=condition),
+            partial(self.predict, bucket=batch.bucket, captions=captions, condition=condition),
             clean,
             draw_noise(clean, seed, batch.positions),
             times.to(self.device),
@@ -86,21 +100,34 @@ class Objective:
         )
 
     def predict(
-        self, noisy: Tensor, timestep: Tensor, captions: Sequence[str], condition: Tensor | None = None
+        self,
+        noisy: Tensor,
+        timestep: Tensor,
+        bucket: Bucket,
+        captions: Sequence[str],
+        condition: Condition | None = None,
     ) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B].
 
         Args:
-            condition: [B, C', t, h, w], what is given of the clips, where the model takes it.
+            bucket: of all B clips.
+            condition: what is given of the clips, where the model takes it.
         """
         with region("encode", "captions"):
             text = self.text.encode(captions, self.device, self.dtype)
-        (velocity,) = self.forward(
-            hidden_states=noisy if condition is None else torch.cat([noisy, condition], dim=1),
-            timestep=timestep,
-            encoder_hidden_states=text,
-            return_dict=False,
-        )
+        more = {}
+        if condition is not None:
+            noisy = torch.cat([noisy, condition.channels], dim=1)
+            if condition.pictures is not None:
+                more["encoder_hidden_states_image"] = condition.pictures
+        with run_blocks(self.model, str(bucket) if bucket in self.config.plans else None):
+            (velocity,) = self.forward(
+                hidden_states=noisy,
+                timestep=timestep,
+                encoder_hidden_states=text,
+                **more,
+                return_dict=False,
+            )
         return velocity
 
     def time_shift(self, bucket: Bucket) -> float:
@@ -110,7 +137,7 @@ class Objective:
 
     def encode_condition(
         self, kinds: Sequence[str], frames: Tensor, like: Tensor, clips: Sequence[Clip]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Condition, Tensor]:
         """What the model is told of clips, of which frames of these kinds are given, and what it learns of them.
 
         Args:
@@ -118,48 +145,64 @@ class Objective:
             like: of the shape [B, C, t, h, w] of their latents.
 
         Returns:
-            [B, C', t, h, w], and bool [B, t].
+            What it is told, and bool [B, t].
         """
         given = [KINDS[kind] for kind in kinds]
 
         def encode(rows: list[int]) -> Tensor:
             return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
 
-        return encode_condition(encode, given, frames.size(1), self.codec.temporal, like)
+        channels, learned = encode_condition(encode, given, frames.size(1), self.codec.temporal, like)
+        pictures = None
+        if self.pictures is not None:
+            shape = len(frames), self.pictures.num_states, self.pictures.width
+            # Zeros where the first frame is not given.
+            pictures = torch.zeros(shape, dtype=self.dtype, device=frames.device)
+            shown = [row for row, each in enumerate(given) if each.head]
+            if shown:
+                states = self._encode_pictures(frames[shown, 0], [clips[row] for row in shown])
+                pictures[shown] = states.to(pictures)
+        return Condition(channels, pictures), learned
 
-    def cache_latents(self, clips: Mapping[int, Clip], disk_cache: DiskCache | None) -> None:
-        """From now on every clip is encoded once.
+    def keep(self, clips: Mapping[int, Clip], disk_cache: DiskCache | None) -> None:
+        """From now on every clip is encoded once, and every first frame, where the configuration says so.
 
         Args:
             clips: those that this rank will ask for, by their positions in the job.
 
-        Communication: at most three object all-gathers.
+        Communication: at most three object all-gathers for each of the two encoders.
 
         Raises:
-            ValueError: on all ranks, where the latents of one of them do not fit.
+            ValueError: on all ranks, where what is kept in the memory of one of them does not fit.
         """
-        config = self.config.codec
-        needed: set[tuple[Clip, Given | None]] = {(clip, None) for clip in clips.values()}
+        config, image = self.config.codec, self.config.image
+        whole: set[tuple[Clip, Given | None]] = {(clip, None) for clip in clips.values()}
+        given = set[tuple[Clip, Given]]()
         if self.config.conditions.are_used:
             for position, clip in clips.items():
                 (kind,) = self._draw_conditions(clip.bucket, [position])
                 if kind != "t2v":
-                    needed.add((clip, KINDS[kind]))
-        num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in needed)
-        needed_bytes = num_elements * torch.float32.itemsize
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available = psutil.virtual_memory().available
-        if config.cache and any(from_all_ranks(needed_bytes * num_ranks > available)):
-            raise ValueError(
-                f"codec.cache keeps the latents of every clip of the run: {len(needed):,} clips, "
-                f"{needed_bytes / 2**30:.1f} GiB on this rank, are more than this machine has free; cut the videos to "
-                "data.num_frames, so that each has one clip, or set codec.cache to False (cache_folder keeps them on "
-                "disk)"
-            )
-        build = partial(build_codec, config, self.device, self.dtype)
-        stored = None if disk_cache is None else Stored.latents(disk_cache, self.config, self.device)
-        assert not isinstance(self.codec, CachedLatents)
-        self.codec = CachedLatents(self.codec, build, needed, in_memory=config.cache, stored=stored)
+                    given.add((clip, KINDS[kind]))
+        if config.path and (config.cache or disk_cache is not None):
+            needed = whole | given
+            num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in needed)
+            if config.cache:
+                _check_room("codec.cache keeps the latents of every clip", len(needed), num_elements)
+            build = partial(build_codec, config, self.device, self.dtype)
+            stored = None if disk_cache is None else Stored.latents(disk_cache, self.config, self.device)
+            assert not isinstance(self.codec, CachedLatents)
+            self.codec = CachedLatents(self.codec, build, needed, in_memory=config.cache, stored=stored)
+        encoder = self.pictures
+        if isinstance(encoder, PictureEncoder) and (image.cache or (image.path and disk_cache is not None)):
+            shown = {clip for clip, kind in given if kind.head}
+            if image.cache:
+                num_elements = len(shown) * encoder.num_states * encoder.width
+                _check_room("image.cache keeps the states of every first frame", len(shown), num_elements)
+            again = partial(build_picture_encoder, image, self.config.seed, self.device, self.dtype)
+            in_folder = None
+            if disk_cache is not None and image.path:
+                in_folder = Stored.pictures(disk_cache, image, self.device)
+            self.pictures = KeptPictures(encoder, again, shown, in_memory=image.cache, stored=in_folder)
 
     def _encode(self, frames: Tensor, clips: Sequence[Clip], given: Sequence[Given] | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3] of these clips, and what is shown of each → latents [B, C, t, h, w]."""
@@ -169,8 +212,35 @@ class Objective:
             return self.codec.encode(frames)
         return self.codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
 
+    def _encode_pictures(self, pictures: Tensor, clips: Sequence[Clip]) -> Tensor:
+        """pictures: uint8 [B, H, W, 3], the first frames of these clips → states [B, N, width]."""
+        assert self.pictures is not None
+        if isinstance(self.pictures, KeptPictures):
+            return self.pictures.encode(pictures, clips)
+        return self.pictures.encode(pictures)
+
     def _draw_conditions(self, bucket: Bucket, positions: Sequence[int]) -> list[str]:
         config = self.config
         return draw_conditions(
             config.conditions, bucket.num_frames, self.codec.temporal, config.seed, positions
+        )
+
+
+def _check_room(what: str, count: int, num_elements: int) -> None:
+    """Checks that this rank's clips fit into the memory of its machine.
+
+    Communication: an object all-gather.
+
+    Raises:
+        ValueError: on all ranks, where those of one do not.
+    """
+    needed_bytes = num_elements * torch.float32.itemsize
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available = psutil.virtual_memory().available
+    if any(from_all_ranks(needed_bytes * num_ranks > available)):
+        option = what.split()[0]
+        raise ValueError(
+            f"{what} of the run: {count:,} clips, {needed_bytes / 2**30:.1f} GiB on this rank, are more than this "
+            "machine has free; cut the videos to data.num_frames, so that each has one clip, or set "
+            f"{option} to False (cache_folder keeps them on disk)"
         )

@@ -50,6 +50,7 @@ def load_pretrained(
     stem: str,
     dtype: torch.dtype,
     device: torch.device | None,
+    prefix: str = "",
 ) -> ModelT:
     """The model of a folder in `dtype`, frozen, as `from_pretrained(folder, dtype=dtype)` of its library gives it.
 
@@ -61,6 +62,7 @@ def load_pretrained(
         make: builds the `cls`.
         stem: how the library names the files of weights.
         device: None leaves it without memory: its sizes are known, and that all of its weights are there.
+        prefix: of names in the files, which the model's own may lack.
 
     Raises:
         ValueError: there are no safetensors, they cannot be read, or weights are missing or of another shape.
@@ -77,7 +79,8 @@ def load_pretrained(
         torch.set_default_dtype(before)
     _keep_in_fp32(model)
     try:
-        stored = find_stored(Path(folder), stem)
+        found = find_stored(Path(folder), stem)
+        stored = {name.removeprefix(prefix): each for name, each in found.items()}
     except FileNotFoundError as error:
         raise ValueError(
             f"{option} {folder} has no {stem}.safetensors, and weights are read from safetensors alone; save them once "

@@ -121,11 +121,11 @@ def _sample(
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
-        velocity = objective.predict(latents, timestep, texts, condition)
+        velocity = objective.predict(latents, timestep, bucket, texts, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.flow.guidance == 1.0:
             return velocity
-        unconditional = objective.predict(latents, timestep, [""] * len(texts), condition)
+        unconditional = objective.predict(latents, timestep, bucket, [""] * len(texts), condition)
         return unconditional + config.flow.guidance * (velocity - unconditional)
 
     latents = sample(guided, noise, config.flow.sample_steps, objective.time_shift(bucket))

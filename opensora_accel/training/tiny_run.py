@@ -22,9 +22,17 @@ from torch import nn
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.adapters import add_adapters
-from opensora_accel.training.config import CodecConfig, ConditionsConfig, ModelConfig, TextConfig, TrainConfig
+from opensora_accel.training.config import (
+    CodecConfig,
+    ConditionsConfig,
+    ImageConfig,
+    ModelConfig,
+    TextConfig,
+    TrainConfig,
+)
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import Run, meshes_of
 from shardformer import parallelize
@@ -38,8 +46,6 @@ TINY = {
     "freq_dim": 32,
     "rope_max_seq_len": 32,
 }
-# Branches for images beside the text, which the trainer gives none.
-_NO_IMAGES = {"image_dim": None, "added_kv_proj_dim": None}
 
 
 def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -83,19 +89,28 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         data=data,
         model=_tiny_model(config.model),
         codec=CodecConfig(patch=4),
-        text=TextConfig(length=8, width=32),
+        text=TextConfig(length=512 if config.image.is_used else 8, width=32),
+        image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
         optim=optim,
+        bucket_plans={},
     )
 
 
 def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls = build.model_class(config)
     # Those that follow from codec and text encoder follow here from the small ones.
-    derived = ("in_channels", "out_channels", "text_dim")
+    derived = (
+        "in_channels",
+        "out_channels",
+        "text_dim",
+        "image_dim",
+        "added_kv_proj_dim",
+        "pos_embed_seq_len",
+    )
     arguments = {name: value for name, value in build.given_arguments(config).items() if name not in derived}
     known = inspect.signature(cls.__init__).parameters
-    arguments |= {name: value for name, value in (TINY | _NO_IMAGES).items() if name in known}
+    arguments |= {name: value for name, value in TINY.items() if name in known}
     return ModelConfig(class_name=cls.__name__, config=arguments)
 
 
@@ -130,9 +145,11 @@ def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def proof_meshes(plan: Plan, max_ranks: int) -> list[Plan]:
-    """Small meshes of the run's plan, in fp64."""
-    return meshes_of(plan.replace(precision="fp64"), max_ranks)
+def proof_meshes(config: TrainConfig, max_ranks: int) -> list[Plan]:
+    """Small meshes of the run's plan, and of each that a bucket has, in fp64."""
+    plans = [config.plan, *config.plans.values()]
+    meshes = [mesh for plan in plans for mesh in meshes_of(plan.replace(precision="fp64"), max_ranks)]
+    return list(dict.fromkeys(meshes))
 
 
 @dataclass(frozen=True)
@@ -140,6 +157,7 @@ class TrueSize:
     """The configured transformer and its step at their true sizes, for `record_step`: nothing is computed."""
 
     config: TrainConfig
+    plan: Plan
     # Arguments of the transformer.
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
@@ -161,7 +179,8 @@ class TrueSize:
         arguments = build.model_arguments(config, codec, width)
         in_channels = build.derived_arguments(config, codec, width)["in_channels"]
         batch_size = largest.batch_size or config.data.batch_size
-        return cls(config, arguments, latents, in_channels - codec.channels, batch_size, width)
+        plan = config.plans.get(largest, config.plan)
+        return cls(config, plan, arguments, latents, in_channels - codec.channels, batch_size, width)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -180,6 +199,9 @@ class TrueSize:
         clean = torch.randn(batch, *self.latents)
         condition = torch.randn(batch, self.condition_channels, *self.latents[1:])
         text = torch.randn(batch, self.config.text.length, self.text_width)
+        pictures = {}
+        if self.config.image.is_used:
+            pictures["encoder_hidden_states_image"] = torch.randn(batch, *picture_shape(self.config.image))
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
@@ -187,6 +209,7 @@ class TrueSize:
                 hidden_states=torch.cat([noisy, condition], dim=1),
                 timestep=timestep,
                 encoder_hidden_states=text,
+                **pictures,
                 return_dict=False,
             )
             return velocity

@@ -6,9 +6,9 @@ Order: policy, checkpointing, sharding of parameters. Parameters keep their name
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from itertools import chain, zip_longest
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens
+from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens, preserve_state
 from opensora_accel.deferred import is_deferred, materialize, resume_recording
 from opensora_accel.fsdp import shard_parameters
 from opensora_accel.parallel_states import (
@@ -41,11 +41,57 @@ from shardformer.tensor_parallel import shard_tensors
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_shardformer"
+# What may differ between forwards of one sharded model.
+_OF_BLOCKS = ("checkpoint", "offload", "mlp_chunks")
 
 # The type of the weights in training; bf16 computes in bf16 on fp32 weights.
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 logger = logging.getLogger(__name__)
+
+
+class _Turns:
+    """Which of several plans a model's blocks run as: `now`, also while backward recomputes them."""
+
+    def __init__(self, plan: Plan, alternatives: Mapping[str, Plan]):
+        self.plans: dict[str | None, Plan] = {None: plan}
+        self.plans.update(alternatives)
+        self.now = plan
+        for name, other in alternatives.items():
+            for each in fields(Plan):
+                ours, theirs = getattr(plan, each.name), getattr(other, each.name)
+                if ours != theirs and each.name not in _OF_BLOCKS:
+                    raise ValueError(
+                        f"alternatives {name!r} has {each.name}={theirs!r} and the plan {ours!r}, but only "
+                        f"{', '.join(_OF_BLOCKS)} may differ between forwards of one model; set {each.name} to the "
+                        "plan's"
+                    )
+
+    @contextmanager
+    def to(self, plan: Plan) -> Iterator[None]:
+        def in_this_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.to(plan):  # again, where backward calls it
+                    return function(*args, **kwargs)
+
+            return run
+
+        before, self.now = self.now, plan
+        try:
+            with preserve_state(in_this_turn):
+                yield
+        finally:
+            self.now = before
+
+    def when(self, **settings: Any) -> Callable[[], bool] | None:
+        """Whether the blocks run with these settings now; None where they always do."""
+
+        def has_them(plan: Plan) -> bool:
+            return all(getattr(plan, name) == value for name, value in settings.items())
+
+        if all(map(has_them, self.plans.values())):
+            return None
+        return lambda: has_them(self.now)
 
 
 @dataclass
@@ -55,10 +101,16 @@ class _Applied:
     undo: ExitStack
     has_sharded_parameters: bool
     norms: SwapReport | None
+    turns: _Turns
 
 
 def shard(
-    model: ModelT, plan: Plan, *, policy: Policy | None = None, norms: Literal["strict", "fast"] | None = None
+    model: ModelT,
+    plan: Plan,
+    *,
+    policy: Policy | None = None,
+    norms: Literal["strict", "fast"] | None = None,
+    alternatives: Mapping[str, Plan] | None = None,
 ) -> ModelT:
     """The same model, run as the plan says over the registered groups; one that waits for its values gets them.
 
@@ -73,11 +125,14 @@ def shard(
         policy: a table for a model that `shardformer.policy` does not know.
         norms: swaps norms for lighter kernels: "strict" to the last bit of what they compute, "fast" with other
             rounding too. `shardformer.norms_of(model)` tells what was done and why.
+        alternatives: plans under names of yours, which differ from `plan` in `checkpoint`, `offload` and `mlp_chunks`
+            alone: within `run_blocks(model, name)` the blocks run so, for clips of another size, say.
 
     Raises:
         ValueError: no policy, groups that do not match the plan, or a model that is sharded already.
     """
     _check_kinds(model, plan)
+    turns = _Turns(plan, alternatives or {})
     if hasattr(model, _ATTRIBUTE):
         raise ValueError(
             f"this {type(model).__name__} is sharded already; call shardformer.unshard(model) first"
@@ -104,10 +159,8 @@ def shard(
                 _shard_tensors(model, plan, policy, undo)
         if group is not None:
             spread_tokens(model, plan, policy, Tokens(group), undo)
-        if plan.mlp_chunks > 1:
-            _chunk_mlps(model, plan.mlp_chunks, policy, undo)
-        if plan.checkpoint != "none":
-            _checkpoint(model, plan, policy, undo)
+        _chunk_mlps(model, policy, turns, undo)
+        _checkpoint(model, policy, turns, undo)
         if plan.sharding != "none":
             shard_parameters(model, plan, blocks_of(model, policy))
         if is_deferred(model):
@@ -116,18 +169,29 @@ def shard(
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)
         # From here on the undo belongs to the model, and leaving this block takes nothing back.
-        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report))
+        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report, turns))
     return model
 
 
-def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    device: torch.device,
+    alternatives: Mapping[str, Plan] | None = None,
+) -> tuple[nn.Module, Callable[..., Any]]:
     """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*.
+
+    `alternatives` are `shard`'s: plans that some forwards run the blocks by.
 
     In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
     several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
     """
+    alternatives = dict(alternatives or {})
     if plan.precision == "bf16" and plan.sharding == "none":
-        plan = plan.replace(sharding="zero3", sharding_factor=1)
+        plan, *others = (
+            each.replace(sharding="zero3", sharding_factor=1) for each in (plan, *alternatives.values())
+        )
+        alternatives = dict(zip(alternatives, others, strict=True))
     model.train()
     if model.dtype != DTYPES[plan.precision]:
         with resume_recording(model):  # of a model that waits for its weights
@@ -136,7 +200,7 @@ def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.
         model.to(device)
     if plan.precision == "fp64":
         lift_casts(model)
-    shard(model, plan)
+    shard(model, plan, alternatives=alternatives)
     if plan.sharding != "none" or plan.mixed == 1:
         return model, model  # FSDP2 averages by itself, and one rank has nothing to average
     group = get_parallel_group("mixed")
@@ -176,6 +240,27 @@ def unshard(model: ModelT) -> ModelT:
     applied.undo.close()
     delattr(model, _ATTRIBUTE)
     return model
+
+
+@contextmanager
+def run_blocks(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Within it the model's blocks run as the plan of this name in `shard(…, alternatives=…)`; None is the plan itself.
+
+    It goes around the forward. Backward may come later: what is recomputed runs as it did in its forward.
+
+    Raises:
+        ValueError: the model is not sharded, or without such an alternative.
+    """
+    applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
+    plans = {} if applied is None else applied.turns.plans
+    if applied is None or name not in plans:
+        known = ", ".join(repr(each) for each in plans if each is not None) or "none"
+        raise ValueError(
+            f"this {type(model).__name__} has no alternative plan {name!r} (there are: {known}); name it in "
+            "shardformer.shard(model, plan, alternatives={...})"
+        )
+    with applied.turns.to(plans[name]):
+        yield
 
 
 def norms_of(model: nn.Module) -> SwapReport:
@@ -253,37 +338,46 @@ def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.P
     return group
 
 
-def _checkpoint(model: nn.Module, plan: Plan, policy: Policy, undo: ExitStack) -> None:
-    if not policy.blocks:
-        raise ValueError(f'checkpoint="{plan.checkpoint}" needs a policy that names the model\'s blocks')
-    assert plan.checkpoint != "none"
+def _checkpoint(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack) -> None:
     # Lists of blocks may name their hidden state differently.
     boundaries = {id(block): boundary for block, boundary in _blocks(model, policy)}
-    undo.callback(
-        checkpoint_blocks(
-            blocks_of(model, policy),
-            plan.checkpoint,
-            plan.offload,
-            boundary=lambda block: boundaries[id(block)],
+    for checkpoint, offload in dict.fromkeys(
+        (plan.checkpoint, plan.offload) for plan in turns.plans.values()
+    ):
+        if checkpoint == "none":
+            continue
+        if not policy.blocks:
+            raise ValueError(f'checkpoint="{checkpoint}" needs a policy that names the model\'s blocks')
+        undo.callback(
+            checkpoint_blocks(
+                blocks_of(model, policy),
+                checkpoint,
+                offload,
+                boundary=lambda block: boundaries[id(block)],
+                when=turns.when(checkpoint=checkpoint, offload=offload),
+            )
         )
-    )
 
 
-def _chunk_mlps(model: nn.Module, num_chunks: int, policy: Policy, undo: ExitStack) -> None:
+def _chunk_mlps(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack) -> None:
+    numbers = sorted({plan.mlp_chunks for plan in turns.plans.values()} - {1})
+    if not numbers:
+        return
     if not policy.mlps:
         raise ValueError(
-            f"mlp_chunks={num_chunks} needs a policy that names the model's MLPs; use mlp_chunks=1"
+            f"mlp_chunks={numbers[0]} needs a policy that names the model's MLPs; use mlp_chunks=1"
         )
     mlps = [module for pattern in policy.mlps for _name, module in find(model, pattern)]
-    for module in mlps:
-        undo.callback(chunk_tokens(module, num_chunks))
+    for num_chunks in numbers:
+        for module in mlps:
+            undo.callback(chunk_tokens(module, num_chunks, when=turns.when(mlp_chunks=num_chunks)))
     # Blocks whose MLP shares a layer with attention (single-stream ones) have nothing to run in pieces.
     blocks = blocks_of(model, policy)
     whole = [block for block in blocks if not any(module in mlps for module in block.modules())]
     if whole and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(
-            "mlp_chunks=%d leaves %d of %d blocks as they are (%s): their MLP is no module of its own",
-            num_chunks,
+            "mlp_chunks=%s leaves %d of %d blocks as they are (%s): their MLP is no module of its own",
+            ", ".join(map(str, numbers)),
             len(whole),
             len(blocks),
             ", ".join(sorted({type(block).__name__ for block in whole})),

@@ -1,5 +1,6 @@
 """Clips of several sizes and images in one run: which file goes where, which batch comes when, that nobody waits."""
 
+import collections
 import itertools
 import json
 import statistics
@@ -16,6 +17,8 @@ from opensora_accel.training.buckets import Bucket, batch_sizes, bucket_of, pars
 from opensora_accel.training.config import DataConfig, config_from_dict
 from opensora_accel.training.data import ClipLoader, GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video
+from opensora_accel.training.tiny_run import TrueSize, proof_meshes
+from opensora_accel.training.tiny_run import tiny_config as tiny_config_of
 from opensora_accel.training.video import UnreadableVideo, probe, read_clip
 from tests.tiers import some
 from tests.training.runs import TINY_WAN, tiny_config
@@ -345,6 +348,100 @@ def test_a_mix_trains_alike_on_any_mesh(folder, tmp_path, ranks, plan):
     for found, _ in ranks(plan.world_size, trained, mixed_config(folder, tmp_path, plan)):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+# Three buckets have settings of their own, one has the run's.
+OWN = {
+    "9x24x40": {"checkpoint": "full", "offload": 1.0, "mlp_chunks": 2},
+    "5x24x40": {"checkpoint": "selective"},
+    "1x32x32": {"mlp_chunks": 3},
+}
+
+
+def trained_and_counted(config):
+    """What each step told, and how often its blocks ran attention and each MLP's first layer."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer, steps, counts = Trainer(config), [], collections.Counter()
+    block = trainer.state.model.blocks[0]
+    for name, module in [("attention", block.attn1.to_q), ("MLP", block.ffn.net[0].proj)]:
+        module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+    for _ in range(8):
+        counts.clear()
+        metrics = trainer.step()
+        (bucket,) = (name[len("clips/") :] for name in metrics if name.startswith("clips/"))
+        steps.append((metrics, bucket, dict(counts)))
+    return steps, trainer.summary
+
+
+@pytest.mark.parametrize(
+    "plan", some([Plan(ulysses=2), Plan(dp_shard=2, sharding="zero3"), Plan(ring=2, precision="bf16")], 0)
+)
+def test_buckets_with_their_own_settings_train_as_with_the_runs(folder, tmp_path, ranks, plan):
+    plan = plan if plan.precision == "bf16" else plan.replace(precision="fp64")
+    ran = {
+        "9x24x40": {"attention": 2, "MLP": 6},
+        "5x24x40": {"attention": 2, "MLP": 2},
+        "1x32x32": {"attention": 1, "MLP": 6},
+        "5x40x24": {"attention": 1, "MLP": 1},
+    }
+    plain = ranks(plan.world_size, trained_and_counted, mixed_config(folder, tmp_path, plan))
+    changes = {"bucket_plans": OWN}
+    owned = ranks(plan.world_size, trained_and_counted, mixed_config(folder, tmp_path, plan, **changes))
+    for (ours, summary), (theirs, _) in zip(owned, plain, strict=True):
+        assert "135 tokens each, 4 per step, with checkpoint=full, offload=1.0, mlp_chunks=2" in summary
+        assert {bucket for _, bucket, _ in ours} == set(ran)
+        for (found, bucket, counts), (expected, _, _) in zip(ours, theirs, strict=True):
+            assert counts == ran[bucket]
+            # An MLP in pieces adds up its weights' gradients in another order.
+            assert found == pytest.approx(expected, rel=1e-9 if plan.precision == "fp64" else 1e-2)
+
+
+@pytest.mark.parametrize(
+    "plans,told",
+    [
+        (
+            {"9x24x80": {"checkpoint": "full"}},
+            r"has '9x24x80', which is none of data\.buckets \(1x32x32, 5x24x40",
+        ),
+        ({"9x24x40": {"ulysses": 2}}, r"bucket_plans\.9x24x40 is a table of .* put the others into plan"),
+        (
+            {"9x24x40": {}},
+            r"bucket_plans\.9x24x40 is a table of one or more of checkpoint, offload, mlp_chunks",
+        ),
+        ({"9x24x40": "full"}, "got 'full'"),
+        ({"9x24x40": {"offload": 1.0}}, r'bucket_plans\.9x24x40: offload=1.0 .* set checkpoint="full"'),
+        ({"9x24x40": {"checkpoint": "some"}}, r"bucket_plans\.9x24x40: checkpoint must be one of none, full"),
+    ],
+)
+def test_wrong_settings_of_a_bucket_are_told(plans, told):
+    with pytest.raises(ValueError, match=told):
+        config_from_dict({"data": {"buckets": list(BUCKETS)}, "bucket_plans": plans}, "the test")
+
+
+def test_settings_of_a_bucket_need_buckets():
+    with pytest.raises(ValueError, match=r"none of data\.buckets \(there are none\)"):
+        config_from_dict({"bucket_plans": {"9x48x80": {"checkpoint": "full"}}}, "the test")
+
+
+def test_a_memory_target_is_for_a_buckets_automatic_offload_too():
+    values = {"data": {"buckets": list(BUCKETS)}, "memory_target_gib": 1.0}
+    with pytest.raises(ValueError, match="set it to auto, or leave memory_target_gib out"):
+        config_from_dict(values, "the test")
+    auto = {"9x24x40": {"checkpoint": "full", "offload": "auto"}}
+    config = config_from_dict(values | {"bucket_plans": auto}, "the test")
+    assert [plan.offload for plan in config.plans.values()] == ["auto"]
+
+
+def test_a_buckets_settings_are_proven_as_well(folder, tmp_path):
+    plan = Plan(ulysses=2)
+    config = mixed_config(folder, tmp_path, plan, bucket_plans=OWN)
+    meshes = proof_meshes(config, 4)
+    assert {(mesh.checkpoint, mesh.offload, mesh.mlp_chunks) for mesh in meshes} == {
+        ("none", 0.0, 1), ("full", 1.0, 2), ("selective", 0.0, 1), ("none", 0.0, 3)
+    }  # fmt: skip
+    assert not tiny_config_of(config, tmp_path).bucket_plans
+    assert TrueSize.of(config).plan == config.plans[Bucket(9, 24, 40)]
 
 
 def seconds_of_steps(config):

@@ -14,17 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import encoders, kept
+from opensora_accel.training import encoders, stored
 from opensora_accel.training.conditions import KINDS
-from opensora_accel.training.config import TrainConfig, config_from_dict
+from opensora_accel.training.config import ImageConfig, TrainConfig, config_from_dict
 from opensora_accel.training.data import Clip, VideoFolder
 from opensora_accel.training.disk_cache import DiskCache, entries
 from opensora_accel.training.encoders import build_codec, build_text_encoder, train_tokenizer
-from opensora_accel.training.kept import CachedLatents, EncoderFiles, Stored, StoredCaptions, open_disk_cache
+from opensora_accel.training.kept import CachedLatents, KeptPictures, StoredCaptions
+from opensora_accel.training.pictures import build_picture_encoder
+from opensora_accel.training.stored import EncoderFiles, Stored, open_disk_cache
 from opensora_accel.training.video import Video, probe
 from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 from tests.training.test_disk_cache import rewrite_in_place
+from tests.training.test_pictures import saved_image_encoder
 from tests.training.test_pretrained import vae
 from tests.training.test_text import CAPTIONS, built, saved_encoder
 
@@ -46,7 +49,7 @@ def change_a_weight(folder):
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory):
-    """Videos, VAEs and text encoders, each in two versions of which the second is the first with a small change."""
+    """Videos and encoders of clips, captions and pictures, in versions that differ from the first by a small change."""
     from opensora_accel.training.tiny_run import write_clips
 
     folder = tmp_path_factory.mktemp("materials")
@@ -83,6 +86,14 @@ def materials(tmp_path_factory):
     tokenizer.save_pretrained(folder / "text_words")
     settings = folder / "text_copy" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "of_no_meaning": 1}))
+    saved_image_encoder(folder / "image_a")
+    for name in ("image_b", "image_crop", "image_copy"):
+        shutil.copytree(folder / "image_a", folder / name)
+    change_a_weight(folder / "image_b")
+    # Another preparation of pictures, and another file with the same settings.
+    for name, change in (("image_crop", {"do_normalize": False}), ("image_copy", {})):
+        settings = folder / name / "preprocessor_config.json"
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), **change}))
     return folder, videos
 
 
@@ -101,11 +112,14 @@ CHOICES = {
     "text": ["text_a", "text_b", "text_words", "text_copy"],
     "length": [12, 20],
     "text_dtype": ["fp32", "bf16"],
+    "image": ["image_a", "image_b", "image_crop", "image_copy"],
+    "image_dtype": ["fp32", "bf16"],
 }
 # What is no other value: a copy of a file, or of a folder, that computes the same.
-SAME = {"vae_copy": "vae_a", "text_copy": "text_a"}
+SAME = {"vae_copy": "vae_a", "text_copy": "text_a", "image_copy": "image_a"}
 OF_LATENTS = ("content", "start", "num_frames", "stride", "height", "width", "given", "vae", "vae_dtype")
 OF_EMBEDDINGS = ("caption", "text", "length", "text_dtype")
+OF_PICTURES = ("content", "start", "height", "width", "image", "image_dtype")
 
 
 class World:
@@ -115,7 +129,7 @@ class World:
         self.folder, self.videos = materials
         self.clips, self.cache = tmp_path / "clips", DiskCache(tmp_path / "cache")
         self.clips.mkdir()
-        self._codecs, self._encoders = {}, {}
+        self._codecs, self._encoders, self._pictures = {}, {}, {}
 
     def config(self, chosen) -> TrainConfig:
         return config_from_dict(
@@ -148,28 +162,45 @@ class World:
         name = (chosen["vae"], chosen["vae_dtype"])
         if name not in self._codecs:
             self._codecs[name] = build_codec(config.codec, CPU, torch.float32)
-        codec = self._codecs[name]
-        folder = VideoFolder(
-            [Video(path.name, "", probe(path), config.data.sizes[0])], config.data, seed=0, digests=True
-        )
-        folder.start = lambda video, position: chosen["start"]
-        sample = folder[0, 0]
-        assert sample.error is None and sample.digest is not None
-        stored = Stored.latents(self.cache, config, CPU)
-        cached = CachedLatents(codec, lambda: codec, [], in_memory=False, stored=stored)
+        codec, sample = self._codecs[name], self.sample(path, config, chosen)
+        common = Stored.latents(self.cache, config, CPU)
+        cached = CachedLatents(codec, lambda: codec, [], in_memory=False, stored=common)
         hits = self.cache.counts.hits
         clip, given = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest), chosen["given"]
         found = cached.encode(sample.frames[None], [clip], [given])
         shown = None if given is None else given.frames(len(sample.frames))[None]
         return found, codec.encode(sample.frames[None], shown), self.cache.counts.hits > hits
 
+    def sample(self, path, config, chosen):
+        folder = VideoFolder(
+            [Video(path.name, "", probe(path), config.data.sizes[0])], config.data, seed=0, digests=True
+        )
+        folder.start = lambda video, position: chosen["start"]
+        sample = folder[0, 0]
+        assert sample.error is None and sample.digest is not None
+        return sample
+
+    def picture(self, chosen):
+        path, config = self.write(chosen), self.config(chosen)
+        name = (chosen["image"], chosen["image_dtype"])
+        image = ImageConfig(path=str(self.folder / chosen["image"]), dtype=chosen["image_dtype"])
+        if name not in self._pictures:
+            self._pictures[name] = build_picture_encoder(image, 0, CPU, torch.float32)
+        encoder, sample = self._pictures[name], self.sample(path, config, chosen)
+        common = Stored.pictures(self.cache, image, CPU)
+        kept = KeptPictures(encoder, lambda: encoder, [], in_memory=False, stored=common)
+        hits = self.cache.counts.hits
+        clip = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest)
+        found = kept.encode(sample.frames[:1], [clip])
+        return found, encoder.encode(sample.frames[:1]), self.cache.counts.hits > hits
+
     def embedding(self, chosen):
         config = self.config(chosen)
         name = (chosen["text"], chosen["text_dtype"], chosen["length"])
         if name not in self._encoders:
             self._encoders[name] = build_text_encoder(config.text, "", 0, CPU, torch.float32)
-        encoder, stored = self._encoders[name], Stored.embeddings(self.cache, config.text, CPU)
-        kept = StoredCaptions(encoder, lambda: encoder, [chosen["caption"]], stored)
+        encoder, common = self._encoders[name], Stored.embeddings(self.cache, config.text, CPU)
+        kept = StoredCaptions(encoder, lambda: encoder, [chosen["caption"]], common)
         hits = self.cache.counts.hits
         found = kept.encode([chosen["caption"]], CPU, torch.float32)
         expected = encoder.encode([chosen["caption"]], CPU, torch.float32)
@@ -195,8 +226,12 @@ def test_changes_drawn_at_random_are_never_stale_and_never_lost(materials, tmp_p
     for name, value in changes[:number]:
         changed.add(name)
         chosen[name] = value
-        for ask, names in ((world.latents, OF_LATENTS), (world.embedding, OF_EMBEDDINGS)):
-            state = tuple(SAME.get(chosen[each], chosen[each]) for each in names)
+        for ask, names in (
+            (world.latents, OF_LATENTS),
+            (world.embedding, OF_EMBEDDINGS),
+            (world.picture, OF_PICTURES),
+        ):
+            state = (ask.__name__, *(SAME.get(chosen[each], chosen[each]) for each in names))
             found, fresh, was_hit = ask(chosen)
             stale += not torch.equal(found, fresh)
             needless += not was_hit and state in seen
@@ -219,22 +254,24 @@ CARRIERS = {
     "opensora_accel.training.disk_cache",
     "opensora_accel.training.flow",
     "opensora_accel.training.kept",
+    "opensora_accel.training.options",
+    "opensora_accel.training.stored",
     "opensora_accel.training.ranks",
     "opensora_accel.plan",
 }
 
 
-@pytest.mark.parametrize("what", ["latents", "embedding"])
+@pytest.mark.parametrize("what", ["latents", "embedding", "picture"])
 def test_all_code_that_decides_values_is_in_the_keys(materials, tmp_path, monkeypatch, what):
     """By the functions of ours that run between the files and what is stored."""
-    world, ran, hashed, version = World(materials, tmp_path), set(), set(), kept.code_version
+    world, ran, hashed, version = World(materials, tmp_path), set(), set(), stored.code_version
     chosen = {name: values[0] for name, values in CHOICES.items()}
 
     def note_modules(modules):
         hashed.update(module.__name__ for module in modules)
         return version(modules)
 
-    monkeypatch.setattr(kept, "code_version", note_modules)
+    monkeypatch.setattr(stored, "code_version", note_modules)
     sys.setprofile(lambda frame, event, argument: ran.add(frame.f_globals.get("__name__", "")))
     try:
         getattr(world, what)(chosen)
@@ -248,12 +285,13 @@ def test_code_and_versions_are_in_the_keys(materials, tmp_path, monkeypatch):
     world = World(materials, tmp_path)
     chosen = {name: values[0] for name, values in CHOICES.items()}
     for part, value in (("code_version", lambda modules: "another"), ("version", lambda package: "99.0")):
-        for ask in (world.latents, world.embedding):
+        for ask in (world.latents, world.embedding, world.picture):
             assert ask(chosen)[2] is (part == "version")
             assert ask(chosen)[2]
         with monkeypatch.context() as patch:
-            patch.setattr(kept, part, value)
-            assert not world.latents(chosen)[2] and not world.embedding(chosen)[2]
+            patch.setattr(stored, part, value)
+            for ask in (world.latents, world.embedding, world.picture):
+                assert not ask(chosen)[2]
 
 
 def test_a_video_that_changes_while_it_is_read_is_not_stored(materials, tmp_path, monkeypatch):

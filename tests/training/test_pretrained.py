@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from opensora_accel import Plan
+from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import CodecConfig, TextConfig
+from opensora_accel.training.data import Clip
 from opensora_accel.training.encoders import (
     SpaceToDepth,
     TextEncoder,
@@ -298,11 +300,12 @@ def test_a_clip_that_nobody_foresaw_loads_the_vae_again():
         return loads[-1]
 
     frames = torch.randint(0, 256, (2, 1, 4, 4, 3), dtype=torch.uint8)
-    cached = CachedLatents(build(), build, {(("a", 0), None)})
+    a, b = (Clip(name, 0, Bucket(1, 4, 4)) for name in "ab")
+    cached = CachedLatents(build(), build, {(a, None)})
     expected = SpaceToDepth(2, torch.float32).encode(frames)
-    assert torch.equal(cached.encode(frames[:1], [("a", 0)]), expected[:1]) and len(loads) == 1
-    assert torch.equal(cached.encode(frames, [("a", 0), ("b", 3)]), expected) and len(loads) == 2
-    assert torch.equal(cached.encode(frames.zero_(), [("a", 0), ("b", 3)]), expected), "encoded once"
+    assert torch.equal(cached.encode(frames[:1], [a]), expected[:1]) and len(loads) == 1
+    assert torch.equal(cached.encode(frames, [a, b]), expected) and len(loads) == 2
+    assert torch.equal(cached.encode(frames.zero_(), [a, b]), expected), "encoded once"
     assert len(loads) == 2
 
 
