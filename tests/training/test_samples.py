@@ -55,6 +55,36 @@ def sampled(ranks, clips, tmp_path_factory):
     return ranks(2, trained, tiny_config(clips, output, Plan(ulysses=2), **EVERY))[0], output
 
 
+def read_for_samples(config):
+    """How many clips this rank reads while it samples."""
+    from opensora_accel.training import samples
+    from opensora_accel.training.loop import Trainer
+
+    trainer, count, read = Trainer(config), [], samples.read_clip
+
+    def counted(*arguments, **options):
+        count.append(arguments)
+        return read(*arguments, **options)
+
+    samples.read_clip = counted
+    try:
+        trainer.write_samples()
+    finally:
+        samples.read_clip = read
+    return len(count)
+
+
+@pytest.mark.parametrize(
+    "given,on_the_other",
+    [({}, 0), pytest.param({"conditions.i2v_head": 1}, 2, marks=PROVE)],
+    ids=["", "given"],
+)
+def test_who_shows_a_clip_reads_it(ranks, clips, tmp_path, given, on_the_other):
+    changes = {"num_samples": 2, "flow.sample_steps": 1, **given}
+    config = tiny_config(clips, tmp_path / "run", Plan(ulysses=2), **changes)
+    assert ranks(2, read_for_samples, config) == [2, on_the_other]
+
+
 def test_a_run_samples_every_few_steps_and_at_its_end(sampled):
     _, output = sampled
     folders = sorted(path.name for path in (output / "samples").iterdir())
