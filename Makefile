@@ -40,7 +40,7 @@ train: .venv/.train data/bunny/metadata.jsonl
 test: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m "not prove and not alone" $(ARGS)
 
-prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.trackers data/bunny/metadata.jsonl
+prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.peers .venv/.trackers data/bunny/metadata.jsonl
 	$(PYTEST) -m "not alone" tests/$(PART) $(ARGS)
 	@# What measures time has nothing beside it. A PART may have none: status 5.
 	$(BIN)/python -m pytest -m alone tests/$(PART) $(ARGS) || test $$? -eq 5
@@ -96,10 +96,21 @@ lint: .venv/.dev
 	  echo "there is no DeepSpeed for this machine; the tests of its loop will be skipped"
 	@touch $@
 
+.venv/.peers: .venv/.torch constraints.txt
+	@echo "installing peers whose faults tools/repro shows"
+	@# Apart, because nothing else needs them.
+	@$(PIP) install -c constraints.txt --no-deps --target .venv/peers \
+	  yunchang ring-attention-pytorch beartype einops jaxtyping wadler_lindig || \
+	  echo "yunchang and ring-attention-pytorch cannot be had here; the tests of tools/repro skip their scripts"
+	@touch $@
+
 .venv/.trackers: .venv/.dev constraints.txt
-	@echo "installing wandb, and pyarrow for clips in parquet"
-	@# trackio needs another Pillow than the one that is pinned: where it is installed, its test runs.
+	@echo "installing wandb and trackio, and pyarrow for clips in parquet"
 	@$(PIP) install -c constraints.txt wandb pyarrow
+	@# Apart, because it asks for another Pillow than the one that is pinned, with which it works.
+	@$(PIP) install -c constraints.txt --no-deps --target .venv/trackio \
+	  trackio gradio_client httpcore httpx orjson starlette uvicorn || \
+	  echo "trackio cannot be had here; its test will be skipped"
 	@touch $@
 
 data/bunny/metadata.jsonl: | .venv/.train

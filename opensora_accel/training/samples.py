@@ -14,6 +14,7 @@ from typing import Any
 import av
 import numpy
 import torch
+import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -60,15 +61,17 @@ class SampledClip:
 
 
 def sample_clips(objective: Objective, videos: Sequence[Video]) -> list[SampledClip]:
-    """A clip for each video's caption and each of `config.sample_captions`; every rank has to call, and gets the same.
+    """A clip for each video's caption and each of `config.sample_captions`; every rank has to call, and gets the same
+    clips. The videos beside them are read on rank 0 alone, unless frames of them are given.
 
     A video's has the size that the video is trained with. Where frames are given in training, those of the kind with
     the greatest weight are given of the video. Clips of other captions have the size with the most tokens, and nothing
     is given of them.
     """
     config = objective.config
-    # On every rank, because what is given of them goes into the model.
-    sources = [_middle_of(video, config.data) for video in videos]
+    # Rank 0 shows them; what is given of them goes into the model, on every rank.
+    is_read = config.conditions.are_used or dist.get_rank() == 0
+    sources = [_middle_of(video, config.data) for video in videos] if is_read else []
     rates = [max(1.0, (video.info.fps if video.info else 0) / config.data.frame_stride) for video in videos]
     samples: dict[int, SampledClip] = {}
     for bucket in dict.fromkeys(video.bucket for video in videos):
@@ -78,11 +81,12 @@ def sample_clips(objective: Objective, videos: Sequence[Video]) -> list[SampledC
         clips = [
             Clip(videos[number].file, _middle(videos[number], config.data), bucket) for number in numbers
         ]
-        shown = torch.stack([sources[number] for number in numbers])
+        shown = torch.stack([sources[number] for number in numbers]) if sources else None
         captions = {number: videos[number].caption for number in numbers}
         sampled = _sample(objective, captions, bucket, kind, shown, clips)
         for number, clip in zip(numbers, sampled, strict=True):
-            samples[number] = SampledClip(captions[number], clip, sources[number], rates[number], kind)
+            source = sources[number] if sources else None
+            samples[number] = SampledClip(captions[number], clip, source, rates[number], kind)
     captions = dict(enumerate(config.sample_captions, start=len(videos)))
     if captions:
         bucket = max(objective.num_tokens, key=objective.num_tokens.__getitem__)

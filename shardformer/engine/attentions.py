@@ -56,6 +56,7 @@ def redirect_attentions(
         return tokens.are_followed() and not plan.overlap_ulysses
 
     for name, module, attention in _attentions(model, plan, policy, tokens):
+        tokens.attentions.append(attention)
         undo.callback(redirect_attention(module, name, attention, tokens.own_counts, is_traceable))
     for function in policy.kernel_functions:
         undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))

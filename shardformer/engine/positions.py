@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.engine.tokens import Tokens, running_tokens
+from shardformer.modeling.attention import running_redirection
 from shardformer.modeling.functions import replace_function
 from shardformer.policy.base import Policy, Positions
 
@@ -41,6 +42,10 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
             def function(*args: Any, **kwargs: Any) -> Any:
                 # Other models may call the same function, and so may this one where nothing is split yet.
                 if running_tokens() is not tokens or tokens.state.splits is None:
+                    running = running_redirection()
+                    # Inside this model's attention, but outside of its forward: a checkpoint recomputes it.
+                    if running is not None and running.attention in tokens.attentions:
+                        tokens.check_known(f"{entry.function}, which gives tokens their positions,")
                     return original(*args, **kwargs)
                 bound = signature.bind(*args, **kwargs)
                 for name in entry.tables:

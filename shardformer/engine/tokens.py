@@ -92,6 +92,8 @@ class Tokens:
         self.in_forward = False
         # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
+        # What takes the place of kernel calls in the model's attention modules: it tells whose attention runs.
+        self.attentions: list[Callable[..., Tensor]] = []
         self._had_forward = False
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 

@@ -74,12 +74,21 @@ def test_a_patch_applies_to_its_trainer(page):
 # The policy for DiffSynth-Studio, on a stand-in of the same names
 
 
-def policy_of(page):
-    (program,) = programs(page)
+def policy_file(page):
+    """What the new file of a page defines."""
+    program = programs(page)[0]
     assert len(program.splitlines()) <= MOST_LINES_OF_A_POLICY
     scope = {}
     exec(compile(program, page, "exec"), scope)
-    return scope["POLICY"]
+    return scope
+
+
+@pytest.mark.parametrize("page", ["simpletuner.md", "fastvideo.md"])
+def test_a_class_without_a_table_is_told(page):
+    policies = policy_file(page)["POLICIES"]
+    assert policies["WanTransformer3DModel"].self_attention
+    with pytest.raises(ValueError, match=r"LTXModel of \w+ has no table .*; write one beside WAN"):
+        policies["LTXModel"]
 
 
 def step(plan, time_per_token):
@@ -90,7 +99,7 @@ def step(plan, time_per_token):
     data = {name: torch.randn(*shape, generator=generator).double() for name, shape in shapes.items()}
     with LiftOperations():
         module = WanTrainingModule(time_per_token).double()
-        shardformer.shard(module, plan, policy=policy_of("diffsynth_studio.md"))
+        shardformer.shard(module, plan, policy=policy_file("diffsynth_studio.md")["POLICY"])
         module(data).backward()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     for gradient in gradients.values():

@@ -22,6 +22,7 @@ from shardformer.colossalai.norms import norm_replacements
 from shardformer.modeling import T5LayerNorm
 from shardformer.policy.base import NormSwap, Policy
 from shardformer.policy.t5_encoder import T5EncoderPolicy
+from tests.integrations.pages import replaced
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.shardformer.test_t5 import encoder
 from tests.tolerances import RELATIVE, relative_errors
@@ -131,10 +132,8 @@ def test_open_soras_code_for_t5_runs_with_another_import(kind, caplog):
 
 # Sequence parallelism
 
-BOOSTED = re.findall(r"```python\n(.*?)```", (ROOT / "docs/colossalai.md").read_text(encoding="utf-8"), re.S)[
-    1
-]
-BOOSTED = BOOSTED.replace("colossalai.launch_from_torch()\n", "")  # the ranks of a test are there already
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/colossalai.md").read_text(encoding="utf-8"), re.S)
+BOOSTED = replaced(PROGRAMS[1], ("colossalai.launch_from_torch()\n", ""))  # a test's ranks are there already
 
 
 def sharded_by_shardformer(name, plan, own_plan):
@@ -178,29 +177,33 @@ def test_gradients_under_shardformer_are_those_of_one_device(ranks, name, plan, 
 
 
 def updates(name, plan, boosted):
-    """What three steps change in every parameter, on this rank: under ColossalAI's Booster, or on one device."""
-    case, num_data = CASES[name], plan.data
+    """What three steps of two samples change in every parameter, on this rank: by the page's loop, or on one device."""
+    case = CASES[name]
     inputs = in_double(case.inputs())
-    batches = [{key: value[rank::num_data] for key, value in inputs.items()} for rank in range(num_data)]
     model = fp64_model(case)
+    with torch.no_grad():
+        targets = model(**inputs, return_dict=False)[0]
+    # Samples that differ, though the case has two.
+    dataset = [
+        ({key: value[number % 2] for key, value in inputs.items()}, targets[number % 2] * (2 + number))
+        for number in range(6)
+    ]
     parameters = dict(model.named_parameters())
     before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    backward = torch.Tensor.backward
     if boosted:
-        scope = {"model": model, "optimizer": optimizer, "PLAN": plan}
-        exec(BOOSTED.replace("colossalai_policy()", "colossalai_policy(plan=PLAN)"), scope)
-        model, optimizer = scope["model"], scope["optimizer"]
-        batches = [batches[parallel_states.get_data_parallel_group().rank()]]
-
-        def backward(loss):
-            optimizer.backward(loss)
-
-    for _step in range(3):
-        loss = sum(model(**batch, return_dict=False)[0].square().mean() for batch in batches) / len(batches)
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        scope = {"model": model, "optimizer": optimizer, "dataset": dataset, "PLAN": plan}
+        loop = replaced(
+            BOOSTED,
+            ("colossalai_policy()", "colossalai_policy(plan=PLAN)"),
+            ("batch_size=1, shuffle=True", f"batch_size={2 // plan.data}, shuffle=False"),
+        )
+        exec(compile(loop, "docs/colossalai.md", "exec"), scope)
+    else:
+        for inputs, target in torch.utils.data.DataLoader(dataset, batch_size=2):
+            (model(**inputs, return_dict=False)[0] - target).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return {key: parameter.detach() - before[key] for key, parameter in parameters.items()}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shardformer
 from opensora_accel import Plan, init_parallel
@@ -184,6 +185,53 @@ def learned_table(name):
 @pytest.mark.parametrize("name", ["Rotation.forward", "rotate"])
 def test_a_table_is_cut_where_it_enters(ranks, name):
     assert max(ranks(2, learned_table, name)) < EXACT
+
+
+class Recomputed(Learned):
+    """Its own code recomputes attention, by a checkpoint that brings no state along."""
+
+    use_reentrant = False
+
+    def forward(self, x):
+        x = torch_checkpoint(self.attends, self.first(x), use_reentrant=self.use_reentrant)
+        return self.last(x)
+
+
+class RecomputedReentrantly(Recomputed):
+    use_reentrant = True
+
+
+def recomputed(cls):
+    """What backward says of positions in a recomputation that knows no shares, and of the function elsewhere."""
+    plan = Plan(ulysses=2)
+    init_parallel(plan)
+    policy = Policy(
+        models=(cls.__name__,),
+        split_inputs=(SplitInput("first", "input"),),
+        gather_outputs=(GatherOutput("last"),),
+        self_attention=("attends",),
+        positions=(Positions("rotate", tables=("table",)),),
+    )
+    model, other = cls(), Learned()
+    expected = other(torch.ones(1, 75, 4))
+    shardformer.shard(model, plan, policy=policy)
+    # Another model calls the same function, outside of a forward of the sharded one.
+    assert torch.equal(other(torch.ones(1, 75, 4)), expected)
+    try:
+        model(torch.randn(2, 75, 4)).square().mean().backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("cls", [Recomputed, RecomputedReentrantly])
+def test_positions_that_an_unknown_checkpoint_recomputes_are_refused(ranks, cls):
+    for told in ranks(2, recomputed, cls):
+        assert (
+            "rotate, which gives tokens their positions, is recomputed by a checkpoint that shardformer does"
+            in told
+        )
+        assert "opensora_accel.checkpoint.checkpoint in place of torch's" in told
 
 
 class ByFrame(Learned):
