@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from opensora_accel.offload import Queue, Queues
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
 from opensora_accel.planner.trace import Operation, Phase, Stream
 from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.live_bytes import LiveBytes
-from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_bytes, arena_memory
+from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_memory
 from opensora_accel.profiler.places import Place, Places
 from opensora_accel.profiler.records import RECOMPUTE
 from opensora_accel.verify.communication.operators import NAMESPACES, Call, calls_of
@@ -161,7 +161,7 @@ class StepRecorder(LiveBytes):
         self._index_of = {name: index for index, name in enumerate(blocks)}
         self.look_up()
         self.at_start = {self._serials[address]: size for address, size in self._sizes.items() if size}
-        self._host_bytes = arena_bytes()
+        self._host_bytes = _bytes_on_host()
         with ExitStack() as entered:
             group = _fsdp_param_group.FSDPParamGroup
             entered.enter_context(mock.patch.object(group, "post_backward", self._post_backward()))
@@ -451,7 +451,7 @@ class StepRecorder(LiveBytes):
         super()._set(address, size_bytes)
 
     def _note_host(self) -> None:
-        now_bytes = arena_bytes()
+        now_bytes = _bytes_on_host()
         if now_bytes != self._host_bytes:
             self.host_changes.append((len(self.operations) - 1, now_bytes - self._host_bytes))
             self._host_bytes = now_bytes
@@ -485,6 +485,11 @@ class _RecordedQueues(Queues):
 
 
 # ---- what an operator reads, writes and computes
+
+
+def _bytes_on_host() -> int:
+    """Block inputs that wait there. The engine's own count, for which it takes back what is not needed any more."""
+    return GLOBAL_ACTIVATION_MANAGER.engine.counters.in_use_bytes
 
 
 def _is_fake() -> bool:
