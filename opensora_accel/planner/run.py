@@ -93,9 +93,7 @@ class _Session:
             groups=tuple(recorder.groups),
         )
 
-    def _record(
-        self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks
-    ) -> list[str]:
+    def _record(self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks) -> list[str]:
         """Runs the step; the names of the blocks."""
         one_pass = self.workload.prepare(model, run)
         blocks = find_blocks(model, blocks_of(model) if has_policy(model) else None)
@@ -132,7 +130,9 @@ class _Session:
             _cut(model, policy, self._most)
         blocks = blocks_of(model)
         moved = (
-            num_blocks_to_move(self.plan.offload, len(blocks), KEEP_LAST) if self.plan.checkpoint != "none" else 0
+            num_blocks_to_move(self.plan.offload, len(blocks), KEEP_LAST)
+            if self.plan.checkpoint != "none"
+            else 0
         )
         is_regular = all(not entry.alternating for entry in policy.blocks)
         groups: list[list[nn.Module]] = []

@@ -64,7 +64,9 @@ def step_file(path: Path, *, batch: int = 1) -> Workload:
     module = load_file(path)
     for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
         if not callable(getattr(module, name, None)):
-            raise ValueError(f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file")
+            raise ValueError(
+                f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file"
+            )
     return of_step(path.name, module.model_fn, module.step, batch=batch)
 
 
