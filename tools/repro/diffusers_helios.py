@@ -38,6 +38,7 @@ def compare(rank, ranks, port, errors):
     for i, (one, many) in enumerate(zip(step(), step(ranks), strict=True)):
         dist.all_reduce(many)
         errors[i] = torch.stack([(many - one).norm(), (many / ranks - one).norm()]) / one.norm()
+    dist.destroy_process_group()  # else gloo's threads may end the process by an abort
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ def peer(rank, ranks, port, found):
     cpu, name = torch.library.Library("aten", "IMPL"), "_scaled_dot_product_flash_attention"
     cpu.impl(name, lambda query, key, value, **_: (*flash(query, key, value), *no * 2, 0, 0, *no * 3), "CPU")
     cpu.impl(f"{name}_backward", lambda *tensors, **_: backward(*tensors[:6], 0.0, False), "CPU")
-
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     config = _modeling_parallel.ContextParallelConfig(ring_degree=ranks, convert_to_fp32=False)
     parallel = _modeling_parallel.ParallelConfig(context_parallel_config=config)
@@ -40,6 +39,7 @@ def peer(rank, ranks, port, found):
     out = attention_dispatch.dispatch_attention_fn(q, k, v, backend="_native_flash", parallel_config=parallel)
     shares = torch.stack([out, *torch.autograd.grad(out, (q, k, v), grad)])
     found.chunk(ranks, 2)[rank].copy_(shares.detach())
+    dist.destroy_process_group()  # else gloo's threads may end the process by an abort
 
 
 if __name__ == "__main__":
