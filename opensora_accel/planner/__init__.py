@@ -1,0 +1,1 @@
+"""Before a job starts: what fits, how fast, and why."""
