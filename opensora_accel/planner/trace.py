@@ -1,0 +1,124 @@
+"""One training step of one rank under a Plan, on tensors without values: every kernel, collective, copy and live byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from opensora_accel.plan import Plan
+from opensora_accel.profiler.records import KINDS
+
+if TYPE_CHECKING:
+    from opensora_accel.planner.workload import Workload
+
+# What bounds an operation.
+OperationKind = Literal["gemm", "attention", "memory", "collective", "copy_out", "copy_in"]
+# One thing at a time runs on each.
+Stream = Literal["compute", "gather", "reduce", "exchange", "ring", "copy_out", "copy_in"]
+Phase = Literal["forward", "recompute", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel, copy or collective of one rank. Operations stand in the order in which the host starts them."""
+
+    # "aten.mm", "all-gather", "copy out".
+    name: str
+    kind: OperationKind
+    stream: Stream
+    # Indices of operations on other streams that must have ended before this one starts.
+    after: tuple[int, ...] = ()
+    phase: Phase = "forward"
+    # Index of the transformer block; None outside of all.
+    block: int | None = None
+    flops: int = 0
+    # Device memory read and written; of copies and collectives what this rank sends.
+    num_bytes: int = 0
+    # Of a gemm (batch, m, n, k); of an attention (B, H, S_q, S_k, D).
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    # Of a collective: "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send", ...
+    collective: str = ""
+    # Global ranks, in the group's order.
+    group: tuple[int, ...] = ()
+    # As the verifier's `group_of` names the group.
+    axis: str = ""
+    # Of a send, the global rank at the other end.
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """Live bytes by kind (`records.KINDS`) while operation number `operation` ran, or just after it."""
+
+    operation: int
+    phase: str
+    block: int | None
+    bytes_by_kind: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(size for kind, size in self.bytes_by_kind.items() if not kind.endswith("host"))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step, which is not the first one: the optimizer has its state, and buffers that stay are there."""
+
+    plan: Plan
+    rank: int
+    num_blocks: int
+    operations: tuple[Operation, ...]
+    # In the order of time, wherever live bytes turned by what is seen in a picture; the peak is among them.
+    memory: tuple[MemoryState, ...]
+    # The most in host memory at once: block inputs that wait there, and shards under plan.cpu_offload.
+    host_bytes: int
+    # This rank's own shards of the parameters.
+    parameter_bytes: int
+    # The largest single storage: what an allocator's fragments are estimated from.
+    largest_bytes: int
+    # Groups in which this rank communicates, as global ranks: each takes buffers of the communication library.
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def peak(self) -> MemoryState:
+        return max(self.memory, key=lambda state: state.device_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Live bytes of tensors on the device. Allocator slack, communication buffers and the context come on top."""
+        return self.peak.device_bytes
+
+    @property
+    def bytes_by_kind_at_peak(self) -> dict[str, int]:
+        return dict(self.peak.bytes_by_kind)
+
+    @property
+    def flops(self) -> int:
+        return sum(operation.flops for operation in self.operations)
+
+    def communication(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Calls and bytes that this rank sends, by kind of collective and axis."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for operation in self.operations:
+            if operation.kind == "collective":
+                key = operation.collective, operation.axis
+                calls, sent_bytes = found.get(key, (0, 0))
+                found[key] = calls + 1, sent_bytes + operation.num_bytes
+        return found
+
+
+def trace_step(
+    workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int | None = None
+) -> Trace:
+    """The step of one rank of the plan's world, in this process.
+
+    Args:
+        num_blocks: traces only so many blocks of the model's, as if it had no more. By default all of them are in the
+            result, and as few as tell the rest are traced.
+    """
+    raise NotImplementedError
+
+
+_ = KINDS
