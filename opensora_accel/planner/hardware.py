@@ -7,9 +7,9 @@ A name tells device, devices of a node and the network between nodes, in gigabit
     rtx4090          one node of as many as such a node commonly has
 
 An efficiency is a share of the peak that depends on the shape. It is known at some points, and between them it is the
-mean of all points, weighed by 1/distance², where a distance is counted in doublings of each size. A product of 2e10
+mean of all points, weighed by 1/distance⁴, where a distance is counted in doublings of each size. A product of 2e10
 operations between points of 1e10 (0.5) and 1e11 (0.85): one doubling from the first and 2.32 from the second, so
-(0.5/1 + 0.85/5.4) / (1/1 + 1/5.4) = 0.555.
+(0.5/1 + 0.85/29) / (1/1 + 1/29) = 0.512. A size beyond all points counts as the last of them.
 
 All of it is saved as JSON and read back; `opensora-accel doctor --calibrate FILE` writes such a file of this machine.
 """
@@ -65,13 +65,15 @@ class Efficiency:
 
 @lru_cache(maxsize=100_000)
 def _interpolate(efficiency: Efficiency, sizes: tuple[float, ...]) -> float:
+    columns = list(zip(*(point for point, _share in efficiency.points), strict=True))
+    clipped = [min(max(size, min(known)), max(known)) for size, known in zip(sizes, columns, strict=True)]
     total = weight = 0.0
     for point, share in efficiency.points:
-        distance = sum(math.log2(size / known) ** 2 for size, known in zip(sizes, point, strict=True))
-        if distance < 1e-12:
+        squared = sum(math.log2(size / known) ** 2 for size, known in zip(clipped, point, strict=True))
+        if squared < 1e-12:
             return share
-        total += share / distance
-        weight += 1 / distance
+        total += share / squared**2
+        weight += 1 / squared**2
     return total / weight
 
 
