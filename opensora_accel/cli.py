@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -41,7 +42,6 @@ def _shard(arguments: Sequence[str]) -> int:
 
 def _verify(arguments: Sequence[str]) -> int:
     import tempfile
-    from pathlib import Path
 
     from opensora_accel.verify.command import Proof
     from opensora_accel.verify.command import main as verify
@@ -154,7 +154,12 @@ def _cache(arguments: Sequence[str]) -> int:
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
-    return doctor(arguments)
+    def calibrate(path: Path) -> None:
+        from opensora_accel.planner.calibrate import write
+
+        write(path)
+
+    return doctor(arguments, calibrate)
 
 
 # Commands import what they need when they run: torch takes a second, a model of diffusers more, and --help nothing.

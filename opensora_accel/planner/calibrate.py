@@ -20,8 +20,10 @@ import itertools
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +34,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.links import Link
+from opensora_accel.parallel_states import start_distributed
 from opensora_accel.planner.hardware import Efficiency, Hardware
 
 # A product or an attention of more operations than this is not measured: it takes too long on a CPU.
@@ -43,6 +46,33 @@ _UNCERTAINTY = 0.1
 _MESSAGE_BYTES = (64, 2**16, 2**20, 2**23)
 
 Unary = Callable[[Tensor], Any]
+
+
+def write(path: Path) -> None:
+    """`opensora-accel doctor --calibrate FILE`, on one process or on every rank of a launcher; rank 0 writes.
+
+    Raises:
+        FileNotFoundError: there is no folder to write to; before anything is measured.
+    """
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.resolve().parent} to write {path.name} to; make it first")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
+    if "RANK" in os.environ:
+        start_distributed()
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    start = time.perf_counter()
+
+    def show(what: str, share: float) -> None:
+        if is_first:
+            print(f"{share:4.0%}  {time.perf_counter() - start:5.1f} s  {what}", file=sys.stderr, flush=True)
+
+    hardware = calibrate(device or torch.device("cpu"), show)
+    if is_first:
+        hardware.save(path)
+        peaks = ", ".join(f"{peak / 1e9:,.0f} G/s {name}" for name, peak in hardware.peak_flops.items())
+        print(f"wrote {path}: {peaks}; plan with --hardware {path}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def calibrate(device: torch.device, show: Callable[[str, float], None] = lambda what, share: None) -> Hardware:
@@ -70,6 +100,7 @@ def calibrate(device: torch.device, show: Callable[[str, float], None] = lambda 
         return _hardware(meter, found, {}, 1)
     show("links", 0.9)
     links = _collectives(device)
+    found["crowding"] = {} if meter.is_gpu else _crowding()
     everyone: list[Any] = [found if is_first else None]
     dist.broadcast_object_list(everyone, src=0)
     return _hardware(meter, everyone[0], links, dist.get_world_size())
@@ -269,40 +300,56 @@ def _copies(meter: _Meter) -> Link:
     return Link(2**25 / max(large_s - small_s, large_s / 10), small_s)
 
 
-def _collectives(device: torch.device) -> dict[str, Link]:
-    """Each kind over all ranks: latency, and bytes a second of what a rank sends."""
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+def _collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Each kind, in groups of each size, for each number of ranks that are busy at once."""
+    world, rank = dist.get_world_size(), dist.get_rank()
     found = {}
-    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"):
-        taken = []
-        for size in _MESSAGE_BYTES:
-            count = max(1, size // 4 // num_ranks) * num_ranks
-            x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
-            part = x[: count // num_ranks]
-
-            def call(kind: str = kind, x: Tensor = x, y: Tensor = y, part: Tensor = part) -> None:
-                if kind == "all-reduce":
-                    dist.all_reduce(x)
-                elif kind == "all-gather":
-                    dist.all_gather_into_tensor(y, part)
-                elif kind == "reduce-scatter":
-                    dist.reduce_scatter_tensor(part, y)
-                elif kind == "all-to-all":
-                    dist.all_to_all_single(y, x)
-                else:
-                    to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-                    pair = [dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, y, source)]
-                    for work in dist.batch_isend_irecv(pair):
-                        work.wait()
-
-            # As the verifier counts what a rank sends.
-            others = num_ranks - 1
-            sent = {"all-reduce": 2 * others / num_ranks, "send": 1.0}.get(kind, others / num_ranks) * 4 * count
-            taken.append((sent, _slowest_s(call, device)))
-        (small_bytes, small_s), (large_bytes, large_s) = taken[0], taken[-1]
-        bandwidth = (large_bytes - small_bytes) / max(large_s - small_s, large_s / 10)
-        found[f"{kind} {num_ranks}"] = Link(bandwidth, small_s)
+    for busy in [number for number in range(2, world + 1) if number <= 8 or number == world]:
+        for size in [number for number in range(2, busy + 1) if busy % number == 0]:
+            groups = [range(start, start + size) for start in range(0, busy, size)]
+            made = [dist.new_group(list(ranks)) for ranks in groups]
+            mine = next((group for group, ranks in zip(made, groups, strict=True) if rank in ranks), None)
+            for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"):
+                points = [_message(kind, message, size, mine, device) for message in _MESSAGE_BYTES]
+                # A larger message is not faster: where it seems so, something else ran beside it.
+                seconds = list(itertools.accumulate((taken for _sent, taken in points), max))
+                found[f"{kind} {size}/{busy}"] = tuple(
+                    (sent, taken) for (sent, _), taken in zip(points, seconds, strict=True)
+                )
     return found
+
+
+def _message(
+    kind: str, size_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[float, float]:
+    """What a rank sends, and the seconds of the slowest rank; a rank without a group waits for the others."""
+    count = max(1, size_bytes // 4 // num_ranks) * num_ranks
+    x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
+    part = x[: count // num_ranks].clone()
+
+    def call() -> None:
+        if group is None:
+            return
+        if kind == "all-reduce":
+            dist.all_reduce(x, group=group)
+        elif kind == "all-gather":
+            dist.all_gather_into_tensor(y, part, group=group)
+        elif kind == "reduce-scatter":
+            dist.reduce_scatter_tensor(part, y, group=group)
+        elif kind == "all-to-all":
+            dist.all_to_all_single(y, x, group=group)
+        else:
+            to, source = (group.rank() + 1) % num_ranks, (group.rank() - 1) % num_ranks
+            pair = [
+                dist.P2POp(dist.isend, x, group=group, group_peer=to),
+                dist.P2POp(dist.irecv, y, group=group, group_peer=source),
+            ]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
+
+    # As the verifier counts what a rank sends.
+    share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "send": 1.0}.get(kind, (num_ranks - 1) / num_ranks)
+    return share * 4 * count, _slowest_s(call, device)
 
 
 def _slowest_s(call: Callable[[], None], device: torch.device, rounds: int = 9) -> float:
@@ -321,10 +368,26 @@ def _slowest_s(call: Callable[[], None], device: torch.device, rounds: int = 9) 
     return float(slowest.median())
 
 
+def _crowding() -> dict[str, float]:
+    """How many times longer a product and an addition take by the clock on the wall where so many ranks compute."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    a, b = torch.randn(512, 512), torch.randn(2**20)
+
+    def work() -> None:
+        for _ in range(12):
+            a @ a
+            b + b
+
+    taken = {}
+    for busy in [number for number in range(1, world + 1) if number <= 8 or number == world]:
+        taken[busy] = _slowest_s(work if rank < busy else lambda: None, torch.device("cpu"), rounds=7)
+    return {str(busy): max(1.0, seconds / taken[1]) for busy, seconds in taken.items()}
+
+
 # ---- the file
 
 
-def _hardware(meter: _Meter, found: dict[str, Any], links: dict[str, Link], num_ranks: int) -> Hardware:
+def _hardware(meter: _Meter, found: dict[str, Any], links: dict[str, Any], num_ranks: int) -> Hardware:
     """What was measured, in the place of what is assumed."""
     peaks: dict[str, float] = found["peak_flops"]
     peak = peaks[meter.dtypes[0]]
@@ -341,9 +404,11 @@ def _hardware(meter: _Meter, found: dict[str, Any], links: dict[str, Link], num_
     when = time.strftime("%Y-%m-%d")
     measured = f"measured by doctor --calibrate on {when}, torch {torch.__version__}, {num_ranks} rank(s)"
     sources = dict.fromkeys(("peak_flops", "memory_bytes_per_s", "host_link", "launch_s", *efficiencies), measured)
-    link = links.get(f"send {num_ranks}")
-    if link is not None:
-        sources["within"] = sources["collectives"] = measured
+    link = None
+    if links:
+        (small, small_s), *_, (large, large_s) = links[f"send {num_ranks}/{num_ranks}"]
+        link = Link((large - small) / max(large_s - small_s, large_s / 10), small_s)
+        sources["within"] = sources["collectives"] = sources["crowding"] = measured
     memory = torch.cuda.get_device_properties(meter.device).total_memory if meter.is_gpu else _free_bytes()
     return dataclasses.replace(
         base,
@@ -361,6 +426,7 @@ def _hardware(meter: _Meter, found: dict[str, Any], links: dict[str, Link], num_
         uncertainties=dict.fromkeys(base.uncertainties, _UNCERTAINTY),
         sources=base.sources | sources,
         collectives=links,
+        crowding=found.get("crowding", {}),
     )
 
 

@@ -21,6 +21,7 @@ With one node the same formulas have N = 1 and no b. A collective that was measu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -72,8 +73,11 @@ def operation_s(operation: Operation, hardware: Hardware, placement: Placement) 
 
 
 def core_share(hardware: Hardware, placement: Placement) -> float:
-    """How much longer a rank computes because ranks of its node take turns on the cores; 1 where each has a device."""
-    return max(1.0, placement.ranks_per_node / hardware.cores) if hardware.cores else 1.0
+    """How much longer a rank computes because ranks of its node share its cores; 1 where each has a device."""
+    if not hardware.cores:
+        return 1.0
+    measured = hardware.crowding.get(str(placement.ranks_per_node))
+    return measured or max(1.0, placement.ranks_per_node / hardware.cores)
 
 
 def host_s(hardware: Hardware, placement: Placement) -> float:
@@ -111,9 +115,9 @@ def collective_s(operation: Operation, hardware: Hardware, placement: Placement)
     kind = operation.collective
     if num_ranks < 2 or kind in ("recv", "barrier"):
         return 0.0
-    measured = hardware.collectives.get(f"{kind} {num_ranks}")
-    if measured is not None:
-        return measured.time_s(1, sent_bytes)
+    measured = hardware.collectives.get(f"{kind} {num_ranks}/{placement.ranks_per_node}")
+    if measured is not None and placement.spread(operation.group)[0] == 1:
+        return between_points(measured, sent_bytes)
     nodes, per_node = placement.spread(operation.group)
     within, between = hardware.within, hardware.between
     if nodes > 1 and between is None:
@@ -133,6 +137,13 @@ def collective_s(operation: Operation, hardware: Hardware, placement: Placement)
     inside_s = sent_bytes / within.bandwidth_bytes_per_s if per_node > 1 else 0.0
     outside_s = sent_bytes / (per_node * far.bandwidth_bytes_per_s) if nodes > 1 else 0.0
     return messages + max(inside_s, outside_s)
+
+
+def between_points(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds on the straight line between the two points around a size; beyond the last ones it goes on."""
+    after = next((i for i, (known, _seconds) in enumerate(points) if known >= size), len(points) - 1)
+    (low, low_s), (high, high_s) = points[max(0, after - 1)], points[max(1, after)]
+    return max(low_s if size < low else 0.0, low_s + (high_s - low_s) * (size - low) / (high - low))
 
 
 def _ring_s(num_ranks: int, nodes: int, within: Link, far: Link) -> float:

@@ -113,8 +113,11 @@ class Hardware:
     uncertainties: dict[str, float]
     # Where each figure is from.
     sources: dict[str, str]
-    # Measured collectives, "all-gather 4" of 4 ranks; others follow from the links.
-    collectives: dict[str, Link] = field(default_factory=dict)
+    # Measured collectives: "all-gather 2/4" is of groups of 2 ranks while a node's 4 ranks communicate; as (bytes that a
+    # rank sends, seconds). Others follow from the links.
+    collectives: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
+    crowding: dict[str, float] = field(default_factory=dict)
     # How much longer kernels of a class take than these figures say: `bound` sets it.
     slowness: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0))
 
@@ -130,6 +133,13 @@ class Hardware:
         for kind in ("gemm", "attention", "memory"):
             if kind not in self.efficiencies:
                 raise ValueError(f"efficiencies has nothing for {kind!r}; it needs gemm, attention and memory")
+        for name, points in self.collectives.items():
+            if len(points) < 2 or any(not (size > 0 and seconds > 0) for size, seconds in points):
+                raise ValueError(
+                    f"collectives.{name} needs two points or more of bytes and seconds above 0; got {list(points)}"
+                )
+        for ranks, times in self.crowding.items():
+            _check_number(f"crowding.{ranks}", times, above=0)
         for kind in ("gemm", "attention", "memory", "collective", "copy", "host"):
             share = self.uncertainties.get(kind)
             if not isinstance(share, (int, float)) or not 0 <= share < 1:
@@ -180,7 +190,10 @@ class Hardware:
             within=slower(self.within, "collective"),
             between=slower(self.between, "collective") if self.between else None,
             host_link=slower(self.host_link, "copy"),
-            collectives={name: slower(link, "collective") for name, link in self.collectives.items()},
+            collectives={
+                name: tuple((size, seconds * factor["collective"]) for size, seconds in points)
+                for name, points in self.collectives.items()
+            },
             launch_s=self.launch_s * factor["host"],
             uncertainties=dict.fromkeys(self.uncertainties, 0.0),
             # Peaks are scaled and not shares, which may not pass 1.
@@ -220,7 +233,8 @@ class Hardware:
             for name in ("within", "between", "host_link"):
                 made[name] = _link(name, values[name]) if values[name] is not None else None
             made["collectives"] = {
-                name: _link(name, value) for name, value in values.get("collectives", {}).items()
+                name: tuple((float(size), float(seconds)) for size, seconds in points)
+                for name, points in values.get("collectives", {}).items()
             }
             made["efficiencies"] = {
                 name: Efficiency(
