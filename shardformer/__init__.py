@@ -1,6 +1,6 @@
 """Applies a Plan to a model from outside: sequence parallelism, checkpointing, sharding, norms."""
 
-from shardformer.engine import blocks_of, norms_of, shard, unshard
+from shardformer.engine import blocks_of, norms_of, parallelize, shard, unshard
 from shardformer.engine.tokens import local_tokens
 from shardformer.lora import save_lora
 from shardformer.modeling import SwapReport, swap_norms
@@ -12,6 +12,7 @@ __all__ = [
     "blocks_of",
     "local_tokens",
     "norms_of",
+    "parallelize",
     "save_lora",
     "shard",
     "swap_norms",

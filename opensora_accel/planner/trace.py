@@ -1,4 +1,4 @@
-"""One training step of one rank under a Plan, on tensors without values: every kernel, collective, copy and live byte."""
+"""One training step of one rank under a Plan, on tensors without values: kernels, collectives, copies, live bytes."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ class Trace:
         return found
 
 
-def trace_step(
-    workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int | None = None
-) -> Trace:
+def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int | None = None) -> Trace:
     """The step of one rank of the plan's world, in this process.
 
     Args:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_type_hints
 
@@ -16,10 +16,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-import shardformer
-from opensora_accel.deferred import deferred_init, is_deferred, resume_recording
-from opensora_accel.parallel_states import get_mesh, get_parallel_group
-from opensora_accel.plan import Plan
+from opensora_accel.deferred import deferred_init
+from opensora_accel.parallel_states import get_mesh
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.conditions import num_channels
@@ -28,12 +26,8 @@ from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.ranks import from_all_ranks
-from opensora_accel.verify import lift_casts
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
-
-# The type of the weights; bf16 computes in bf16 on fp32 weights.
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 # Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs.
 TRAINABLE = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel")
@@ -55,7 +49,7 @@ def build_model(
 ) -> tuple[nn.Module, dict[Bucket, LatentShape]]:
     """The transformer, which waits for its weights, and the latent shape of a clip of each size.
 
-    `parallelize` makes them: of sharded parameters each rank its own shards.
+    `shardformer.parallelize` makes them: of sharded parameters each rank its own shards.
 
     `dtype` is what the model will run in.
 
@@ -276,30 +270,6 @@ def tokens_per_sample(shape: LatentShape, model: Any) -> int:
     """The number of tokens that the model makes of latents [C, t, h, w] of this shape."""
     patch_time, patch_height, patch_width = model.config.patch_size
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
-
-
-def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
-    """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*.
-
-    In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
-    several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
-    """
-    if plan.precision == "bf16" and plan.sharding == "none":
-        plan = plan.replace(sharding="zero3", sharding_factor=1)
-    model.train()
-    if model.dtype != DTYPES[plan.precision]:
-        with resume_recording(model):  # of a model that waits for its weights
-            model.to(DTYPES[plan.precision])
-    if not is_deferred(model):
-        model.to(device)
-    if plan.precision == "fp64":
-        lift_casts(model)
-    shardformer.shard(model, plan)
-    if plan.sharding != "none" or plan.mixed == 1:
-        return model, model  # FSDP2 averages by itself, and one rank has nothing to average
-    group = get_parallel_group("mixed")
-    devices = [device] if device.type == "cuda" else None
-    return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
 
 
 def describe(

@@ -69,8 +69,9 @@ from opensora_accel.training.saved_state import (
     load_state,
     set_newer_aside,
 )
-from shardformer import blocks_of, save_lora
+from shardformer import blocks_of, parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora
+from shardformer.engine import DTYPES
 from shardformer.paths import find
 from shardformer.policy import find_policy
 from shardformer.tensor_parallel import total_grad_norm
@@ -96,7 +97,7 @@ class Trainer:
         init_parallel(config.plan, timeout_s=config.timeout_s or None)
         self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
-        self.dtype = build.DTYPES[config.plan.precision]
+        self.dtype = DTYPES[config.plan.precision]
         from_first_rank(lambda: check_trackers(config))  # which alone uses them
         check_schedule_free(config.optim)
         check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
@@ -139,7 +140,7 @@ class Trainer:
         }
         self.loader.balance(self.num_tokens)
         self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
-        model, forward = build.parallelize(model, config.plan, self.device)
+        model, forward = parallelize(model, config.plan, self.device)
         self.objective = Objective(
             config, codec, encoder, forward, latent_shapes, self.num_tokens, self.device, self.dtype
         )

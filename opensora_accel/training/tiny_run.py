@@ -27,6 +27,7 @@ from opensora_accel.training.encoders import build_codec, latent_shape, text_wid
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import Run, meshes_of
+from shardformer import parallelize
 
 # Sizes of the transformer: heads that divide by neither 2 nor 4.
 TINY = {
@@ -174,7 +175,7 @@ class TrueSize:
 
         # On fake tensors: the world of the plan is simulated in this process.
         init_parallel(run.plan, "cpu")
-        model, forward = build.parallelize(model, run.plan, torch.device("cpu"))
+        model, forward = parallelize(model, run.plan, torch.device("cpu"))
         batch = max(1, self.batch_size // run.data_size)
         clean = torch.randn(batch, *self.latents)
         condition = torch.randn(batch, self.condition_channels, *self.latents[1:])

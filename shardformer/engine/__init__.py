@@ -1,5 +1,5 @@
 """Applies a policy table to a model, and undoes it. Knows nothing of any one model."""
 
-from shardformer.engine.apply import blocks_of, norms_of, shard, unshard
+from shardformer.engine.apply import DTYPES, blocks_of, norms_of, parallelize, shard, unshard
 
-__all__ = ["blocks_of", "norms_of", "shard", "unshard"]
+__all__ = ["DTYPES", "blocks_of", "norms_of", "parallelize", "shard", "unshard"]

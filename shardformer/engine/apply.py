@@ -6,11 +6,13 @@ Order: policy, checkpointing, sharding of parameters. Parameters keep their name
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -27,6 +29,7 @@ from opensora_accel.parallel_states import (
     splits_by_node,
 )
 from opensora_accel.plan import Plan
+from opensora_accel.verify import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.splits import spread_tokens
 from shardformer.engine.tokens import Tokens
@@ -38,6 +41,9 @@ from shardformer.tensor_parallel import shard_tensors
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_shardformer"
+
+# The type of the weights in training; bf16 computes in bf16 on fp32 weights.
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +118,30 @@ def shard(
         # From here on the undo belongs to the model, and leaving this block takes nothing back.
         setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report))
     return model
+
+
+def parallelize(model: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
+    """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*.
+
+    In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
+    several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
+    """
+    if plan.precision == "bf16" and plan.sharding == "none":
+        plan = plan.replace(sharding="zero3", sharding_factor=1)
+    model.train()
+    if model.dtype != DTYPES[plan.precision]:
+        with resume_recording(model):  # of a model that waits for its weights
+            model.to(DTYPES[plan.precision])
+    if not is_deferred(model):
+        model.to(device)
+    if plan.precision == "fp64":
+        lift_casts(model)
+    shard(model, plan)
+    if plan.sharding != "none" or plan.mixed == 1:
+        return model, model  # FSDP2 averages by itself, and one rank has nothing to average
+    group = get_parallel_group("mixed")
+    devices = [device] if device.type == "cuda" else None
+    return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
 
 
 def _check_kinds(model: object, plan: object) -> None:

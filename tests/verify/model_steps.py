@@ -106,7 +106,7 @@ class DiTStep:
         return TinyDiT()
 
     def __call__(self, model: nn.Module, run: Run) -> Tensor:
-        from opensora_accel.training.build import parallelize
+        from shardformer import parallelize
 
         forward: Any = model
         if not run.is_reference:
@@ -161,7 +161,7 @@ class WanStep:
         return wan(image="image" in self.options)
 
     def __call__(self, model: nn.Module, run: Run) -> Tensor:
-        from opensora_accel.training.build import parallelize
+        from shardformer import parallelize
         from tests.models import wan_inputs
 
         forward: Any = model

@@ -36,11 +36,11 @@ from opensora_accel.profiler.analyse import analyse
 from opensora_accel.profiler.fitting import BlockMemory, StepMemory
 from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.owners import Owner, arena_memory
-from opensora_accel.training.build import DTYPES, parallelize
 from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.record_step import record_step
 from opensora_accel.verify.meshes import MeshShape, Run, group_of
-from shardformer import blocks_of
+from shardformer import blocks_of, parallelize
+from shardformer.engine import DTYPES
 from shardformer.paths import find
 from shardformer.policy import find_policy
 
