@@ -18,6 +18,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from opensora_accel.checkpoint.blocks import KEEP_LAST
 from opensora_accel.links import two_levels_s
 from opensora_accel.offload import num_blocks_to_move
@@ -27,6 +29,8 @@ from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.trace import Operation, Trace, trace_step
 from opensora_accel.planner.workload import Workload
 from opensora_accel.profiler.fitting import BlockMemory, StepMemory
+from shardformer import blocks_of
+from shardformer.policy import find_policy, has_policy
 
 # Share by which an estimate may be off in either direction: seen against traces (docs/planner.md), not fitted.
 TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.15
@@ -34,7 +38,6 @@ TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.15
 _HOST_OPTIMIZER_BYTES_PER_S = 20e9
 # DDP's first and last buckets cannot hide; torch's default of 25 MiB.
 _BUCKET_BYTES = 25 * 2**20
-_FP32 = 4
 
 
 def axis_groups(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -55,21 +58,36 @@ def axis_groups(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Steps of one rank that has all of the model and the tokens: without checkpoints, and with."""
+    """Steps of one rank that has all of the model and the tokens: plain, with checkpoints, with its MLPs in pieces."""
 
     workload: Workload
     whole: Trace
     light: Trace
+    in_pieces: Trace
+    # Of each block.
+    block_parameter_bytes: tuple[int, ...]
+    # Whether the model's policy says where its layers are cut for tensor parallelism.
+    has_tensor_table: bool
 
     @classmethod
     def of(cls, workload: Workload, precision: str) -> Reference:
         plan = Plan(precision=precision)  # type: ignore[arg-type]
         whole = trace_step(workload, plan)
-        return cls(workload, whole, trace_step(workload, plan.replace(checkpoint="full")))
+        light = trace_step(workload, plan.replace(checkpoint="full"))
+        try:
+            in_pieces = trace_step(workload, plan.replace(mlp_chunks=4))
+        except ValueError:
+            in_pieces = whole  # no policy says where its MLPs are
+        with FakeTensorMode():
+            model = workload.model_fn()
+        knows = has_policy(model)
+        blocks = blocks_of(model) if knows else []
+        sizes = tuple(sum(each.nbytes for each in block.parameters()) for block in blocks)
+        return cls(workload, whole, light, in_pieces, sizes, knows and bool(find_policy(model).tensors))
 
-    @cached_property
+    @property
     def num_blocks(self) -> int:
-        return self.whole.num_blocks
+        return max(1, len(self.block_parameter_bytes))
 
     @cached_property
     def kernels(self) -> dict[tuple[str, bool], Counter[Operation]]:
@@ -91,30 +109,20 @@ class Reference:
         batch, heads, queries, _keys, head_dim = largest.shape
         return batch * heads * queries * head_dim * element_bytes(largest.dtype)
 
-    @cached_property
-    def block_parameter_bytes(self) -> tuple[int, ...]:
-        """Of each block's matrices, in fp32: by the products of its forward that have tokens on one side only."""
-        sizes = [0] * self.num_blocks
-        for each in self.whole.operations:
-            if each.kind == "gemm" and each.phase == "forward" and each.block is not None:
-                _batch, _m, n, k = each.shape
-                sizes[each.block] += _FP32 * n * k
-        return tuple(sizes)
-
     def memory(self, optimizer_ratio: float, tp: int) -> StepMemory:
         """As the profiler's forecasts take it."""
         weights = [size // tp for size in self.block_parameter_bytes]
         outside = max(0, self.whole.parameter_bytes - sum(self.block_parameter_bytes))
-        whole, light = (self._held(trace, of) for trace, of in ((self.whole, "kept"), (self.light, "inputs")))
+        kept, inputs, others = (self._held(trace) for trace in (self.whole, self.light, self.in_pieces))
         blocks = tuple(
-            BlockMemory(parameters=size, inputs=light[i], kept=whole[i], mlp=whole[i] // 2)
+            BlockMemory(parameters=size, inputs=inputs[i], kept=kept[i], mlp=max(0, kept[i] - others[i]))
             for i, size in enumerate(weights)
         )
         memory = StepMemory(self.light.plan, blocks, outside, 1.0, optimizer_ratio)
         peak = self.light.peak
         return memory.explained(peak.device_bytes, peak.phase == "optimizer")
 
-    def _held(self, trace: Trace, what: str) -> list[int]:
+    def _held(self, trace: Trace) -> list[int]:
         """Bytes by which each block's forward raises what is held."""
         first: dict[int, int] = {}
         last = 0

@@ -191,9 +191,11 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def candidates(request: Request, excluded: Counter[str]) -> Iterator[tuple[Plan, int]]:
+def candidates(
+    request: Request, excluded: Counter[str], has_tensor_table: bool = False
+) -> Iterator[tuple[Plan, int]]:
     """Plans that keep the rules, each with its microbatches; what the rules exclude is counted."""
-    for degrees, data in _meshes(request, excluded):
+    for degrees, data in _meshes(request, excluded, has_tensor_table):
         accumulation = _accumulation(request, data, excluded)
         if accumulation is None:
             continue
@@ -215,17 +217,21 @@ def candidates(request: Request, excluded: Counter[str]) -> Iterator[tuple[Plan,
                     yield plan, accumulation
 
 
-def _meshes(request: Request, excluded: Counter[str]) -> Iterator[tuple[dict[str, int], int]]:
+def _meshes(
+    request: Request, excluded: Counter[str], has_tensor_table: bool
+) -> Iterator[tuple[dict[str, int], int]]:
     """Degrees of ring, ulysses and tp, with the data ranks that are left."""
     largest = request.largest
-    heads, tokens = largest.num_heads, min(workload.num_tokens for workload, _share in request.mix)
+    # A user's own step may not say what it has.
+    heads = largest.num_heads or request.world_size
+    tokens = min(workload.num_tokens for workload, _share in request.mix) or request.world_size
     wanted = {axis: request.fixed.get(axis) for axis in ("ring", "ulysses", "tp")}
 
     def choices(axis: str, number: int) -> list[int]:
         return [each for each in divisors(number) if wanted[axis] in (None, each)]
 
     for tp in choices("tp", request.world_size):
-        if tp > 1 and not largest.has_tensor_table:
+        if tp > 1 and not has_tensor_table:
             excluded[f"tp > 1: no policy says where the layers of {largest.name} are cut"] += 1
             continue
         if heads % tp or tp > request.hardware.ranks_per_node:
@@ -307,7 +313,7 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     show("estimating every plan", 0.3)
     found = [
         _estimate(request, estimators, plan, accumulation)
-        for plan, accumulation in candidates(request, excluded)
+        for plan, accumulation in candidates(request, excluded, estimators[0][0].reference.has_tensor_table)
     ]
     capacity = request.hardware.memory_bytes
     may_fit = [each for each in found if each.memory_bytes[0] <= capacity and not _host_excess(request, each)]
@@ -352,8 +358,10 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
     whole = sum(share for _workload, share in request.mix)
     times, kinds_s = [0.0, 0.0, 0.0], Counter[str]()
     largest: tuple[Trace, Timeline] | None = None
+    # Two microbatches tell of any number of them.
+    passes = min(2, accumulation)
     for workload, share in request.mix:
-        trace = trace_step(workload, plan)
+        trace = trace_step(replace(workload, accumulation=passes), plan)
         timelines = [simulated(trace, each, placement) for each in bounds]
         optimizer_s = [
             sum(span.end_s - span.start_s for span in each.spans
@@ -361,10 +369,10 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
             for each in timelines
         ]  # fmt: skip
         for index, each in enumerate(timelines):
-            step_s = accumulation * (each.step_s - optimizer_s[index]) + optimizer_s[index]
+            step_s = accumulation / passes * (each.step_s - optimizer_s[index]) + optimizer_s[index]
             times[index] += step_s * share / whole
         for kind, seconds in timelines[1].critical_path.items():
-            kinds_s[kind] += seconds * accumulation * share / whole
+            kinds_s[kind] += seconds * accumulation / passes * share / whole
         if largest is None or trace.peak_bytes > largest[0].peak_bytes:
             largest = trace, timelines[1]
     assert largest is not None
