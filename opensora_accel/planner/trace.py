@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from opensora_accel.plan import Plan
-from opensora_accel.profiler.records import KINDS
 
 if TYPE_CHECKING:
     from opensora_accel.planner.workload import Workload
@@ -110,13 +109,17 @@ class Trace:
 
 
 def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int | None = None) -> Trace:
-    """The step of one rank of the plan's world, in this process.
+    """The step of one rank of the plan's world, in this process: the second one, or a later one.
 
     Args:
-        num_blocks: traces only so many blocks of the model's, as if it had no more. By default all of them are in the
-            result, and as few as tell the rest are traced.
+        num_blocks: traces the model as if it had no more than so many of its blocks. By default the trace is of all of
+            them, and only so many are run as tell what the others do.
+
+    Raises:
+        ValueError: a process group exists already; a rank outside of the world. What the model or its policy raises
+            for a plan that it cannot run passes through.
     """
-    raise NotImplementedError
+    # It needs these dataclasses.
+    from opensora_accel.planner.run import run_step
 
-
-_ = KINDS
+    return run_step(workload, plan, rank, num_blocks)

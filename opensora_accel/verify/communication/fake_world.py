@@ -172,6 +172,10 @@ class OtherRanks(TorchDispatchMode):
         self._known = known or {}
         self._works: list[_Finished] = []  # C++ keeps its half only: Python's must live as long
 
+    def forget_works(self) -> None:
+        """Lets go of what was all-reduced in steps that are done."""
+        self._works.clear()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -1,0 +1,574 @@
+"""Records a rank's step operator by operator: what each is bound by, what it waits for, and which storages live.
+
+Works on tensors without values and on real ones. Of a block whose MLP has a hidden layer h, with Ulysses over 2 ranks:
+
+    number   operation     stream     after   live bytes change by
+    7        addmm         compute            + h
+    8        gelu          compute            + gelu(h), − h where nobody keeps it
+    9        all-to-all    exchange   8       + what arrives
+    10       attention     compute    9
+
+An operation waits for what other streams do in three cases: it reads what a collective fills; a collective that its
+caller waits for at once has been started; or a copy of the offload engine stands between, whose queues say so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from opensora_accel.offload import Queue, Queues
+from opensora_accel.planner.trace import Operation, Phase, Stream
+from opensora_accel.profiler.flops import FlopCounter
+from opensora_accel.profiler.live_bytes import LiveBytes
+from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_bytes, arena_memory
+from opensora_accel.profiler.places import Place, Places
+from opensora_accel.profiler.records import RECOMPUTE
+from opensora_accel.verify.communication.operators import NAMESPACES, Call, calls_of
+from opensora_accel.verify.meshes import MeshShape, group_of
+
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+# Operators of other namespaces are run in parts, where they have any: a ring's are attention and messages.
+_OPAQUE = (*NAMESPACES, "aten", "prims")
+_TORCH = os.path.dirname(torch.__file__)
+_FSDP = os.path.join(_TORCH, "distributed", "fsdp", "")
+_DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
+_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
+# They start no kernel, beside views.
+_WITHOUT_KERNEL = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"),
+    *("_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "set_", "resize_", "_local_scalar_dense"),
+    *("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
+    *("_fused_sdp_choice", "record_stream", "item", "is_same_size"),
+}
+# They read some rows of their first argument.
+_READ_ROWS = {"embedding", "index", "index_select", "gather"}
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Live bytes change while operation number `operation` runs, or after it and before the next one."""
+
+    operation: int
+    storage: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where an operation stands in the step, by names of blocks."""
+
+    phase: Phase
+    # In which block the step is; "" outside of all.
+    block: str
+    # Of an operation outside of the blocks: the one block whose tensors it works on, and its bytes by block where it
+    # works on several (those outside of the blocks are "").
+    owner: str = ""
+    parts: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient is complete after operation number `operation`."""
+
+    operation: int
+    block: str
+    size_bytes: int
+
+
+@dataclass(eq=False)
+class Storage:
+    """One storage: whose it is, and in which place of the step it was made."""
+
+    kind: str
+    # Name of the block that it belongs to; "" while nobody is known to hold it.
+    block: str = ""
+    is_owned: bool = False
+    # FSDP2 has made it while it reduced gradients: this rank's shards of them.
+    is_reduced: bool = False
+
+
+class StepRecorder(LiveBytes):
+    """Within it live bytes are counted; while `recording`, each kernel, collective and copy is an `Operation`.
+
+    Args:
+        shape: of the mesh, by which groups are named.
+    """
+
+    def __init__(self, shape: MeshShape):
+        super().__init__()
+        self._copies_shards = shape.plan is not None and shape.plan.cpu_offload
+        FlopCounter()  # registers the formulas of this package's operators
+        self.operations: list[Operation] = []
+        # One for each operation.
+        self.marks: list[Mark] = []
+        self.changes: list[Change] = []
+        # Bytes of block inputs on the host change after an operation.
+        self.host_changes: list[tuple[int, int]] = []
+        self.storages: list[Storage] = []
+        self.groups: dict[tuple[int, ...], None] = {}
+        # Storages that live when the recording begins, and their bytes.
+        self.at_start: dict[int, int] = {}
+        # In the order in which they were complete.
+        self.gradients: list[Gradient] = []
+        # All-reduces of DDP's buckets, and the operations that copy averaged gradients out of them.
+        self.buckets: list[int] = []
+        self.unpackings: list[int] = []
+        self._shape = shape
+        self._places: Places | None = None
+        self._owners: Owners | None = None
+        self._index_of: dict[str, int] = {}
+        self._serials: dict[int, int] = {}
+        self._writers: dict[int, int] = {}
+        self._pending: dict[str, set[int]] = {}
+        self._last: dict[str, int] = {}
+        # For each two streams the operation of the second that the first has waited for.
+        self._waited: dict[tuple[str, str], int] = {}
+        self._has_backward = self._is_hidden = self._is_reducing = False
+        self._kernel_stream: Stream = "compute"
+        self._last_reduce: int | None = None
+        self._bucket_memory: set[int] = set()
+        self._reduced_bytes = 0
+        self._host_bytes = 0
+
+    # ---- what is recorded, and when
+
+    @contextmanager
+    def recording(self, places: Places, owners: Owners, blocks: Sequence[str]) -> Iterator[None]:
+        """Within it operations are recorded; `places` calls `moved` where the step comes to another one."""
+        self._owners = owners
+        for memory in arena_memory():  # on the host, and known for that only once it is there
+            self.ignore(memory)
+        self.look_up()
+        self._places = places
+        self._index_of = {name: index for index, name in enumerate(blocks)}
+        self.look_up()
+        self.at_start = {self._serials[address]: size for address, size in self._sizes.items() if size}
+        self._host_bytes = arena_bytes()
+        with ExitStack() as entered:
+            group = _fsdp_param_group.FSDPParamGroup
+            entered.enter_context(mock.patch.object(group, "post_backward", self._post_backward()))
+            for name, parameter in owners.model.named_parameters():
+                block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    hook = parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_there, block))
+                    entered.callback(hook.remove)
+            yield
+        self.look_up()
+        self._places = None
+
+    @property
+    def is_recording(self) -> bool:
+        return self._places is not None and not self._is_hidden
+
+    def moved(self, _before: Place, _now: Place) -> None:
+        """The step is at another place: whose the storages are is looked up."""
+        if self._places is not None:
+            self.look_up()
+
+    def look_up(self) -> None:
+        """Tells of every live storage that has an owner whose it is; the first answer counts for all of its life."""
+        assert self._owners is not None
+        for address, owned in self._owners.by_address().items():
+            serial = self._serials.get(address)
+            if serial is None or self.storages[serial].is_owned:
+                continue
+            storage = self.storages[serial]
+            block = "" if owned.owner.block == ELSEWHERE else owned.owner.block
+            storage.kind, storage.block, storage.is_owned = owned.owner.kind, block, True
+        if self._places is not None:
+            self._note_host()
+
+    def queues(self, _device: torch.device) -> Queues:
+        """What an offload engine runs its copies on: they are recorded, and so is what waits for what."""
+        return _RecordedQueues(self)
+
+    # ---- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A DTensor's operation is taken apart first, and comes back with local tensors.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a fake tensor's device is asked for
+            return func(*args, **kwargs)
+        if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            # torch has left this mode to call it. What the operator does is to be seen again.
+            TorchDispatchMode.__enter__(self)
+            try:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
+        outputs = func(*args, **kwargs)
+        if self.is_recording:
+            if func.namespace in NAMESPACES:
+                self._add_calls(func, args, kwargs, outputs)
+            else:
+                self._add_kernel(func, args, kwargs, outputs)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return outputs
+
+    def add(self, operation: Operation, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> int:
+        """Appends an operation with what it waits for and where it stands; its number."""
+        number, stream = len(self.operations), operation.stream
+        after = self._pending.pop(stream, set())
+        for tensor in (*reads, *writes):
+            writer = self._writers.get(tensor.untyped_storage()._cdata)
+            if writer is not None and self.operations[writer].stream != stream:
+                after.add(writer)
+        if operation.kind == "collective" and "compute" in self._last:
+            # The library's stream waits for all that was given to the stream of its caller.
+            after.add(self._last["compute"])
+        mark = self._where()
+        # Who waits for the last operation of a stream waits for those before it, and nobody waits twice.
+        latest = {self.operations[each].stream: each for each in sorted(after)}
+        latest.pop(stream, None)
+        new = {other: each for other, each in latest.items() if each > self._waited.get((stream, other), -1)}
+        self._waited |= {(stream, other): each for other, each in new.items()}
+        waits = tuple(sorted(new.values()))
+        outside = mark.block == "" and mark.phase in ("backward", "optimizer")
+        if outside and operation.kind not in ("collective", "copy_out", "copy_in"):
+            mark = self._with_owner(mark, (*reads, *writes))
+        block = self._index_of.get(mark.block or mark.owner)
+        self.marks.append(mark)
+        self.operations.append(replace(operation, after=waits, phase=mark.phase, block=block))
+        self._last[stream] = number
+        for tensor in writes:
+            address = tensor.untyped_storage()._cdata
+            if operation.kind in ("collective", "copy_in") or stream != "compute":
+                self._writers[address] = number
+            else:
+                self._writers.pop(address, None)
+        return number
+
+    def wait(self, stream: str, operation: int | None) -> None:
+        """The next operation on a stream starts when this one has ended."""
+        if operation is not None:
+            self._pending.setdefault(stream, set()).add(operation)
+
+    def last_on(self, stream: str) -> int | None:
+        return self._last.get(stream)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Within it nothing is recorded, and live bytes are counted all the same."""
+        before, self._is_hidden = self._is_hidden, True
+        try:
+            yield
+        finally:
+            self._is_hidden = before
+
+    def _where(self) -> Mark:
+        assert self._places is not None
+        place = self._places.now
+        if torch._C._current_graph_task_id() != -1:
+            self._has_backward = True
+        block = place.block if place.block in self._index_of else ""
+        if place.phase in ("forward", "recompute", "backward"):
+            return Mark(place.phase, block)  # type: ignore[arg-type]
+        return Mark("optimizer" if self._has_backward else "forward", block)
+
+    def _with_owner(self, mark: Mark, tensors: Sequence[Tensor]) -> Mark:
+        """Whose tensors [...] an operation works on, as the optimizer's do: one block's, or those of several."""
+        parts: dict[str, int] = {}
+        is_of_model = False
+        for tensor in tensors:
+            serial = self._serials.get(tensor.untyped_storage()._cdata)
+            if serial is not None:
+                storage = self.storages[serial]
+                is_of_model |= storage.is_owned and not storage.block
+                parts[storage.block] = parts.get(storage.block, 0) + _traffic(tensor)
+        named = [block for block in parts if block]
+        if len(named) == 1 and not is_of_model:
+            return replace(mark, owner=named[0])
+        return replace(mark, parts=parts) if named else mark
+
+    def _add_kernel(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        name = func._schema.name.split("::")[1]
+        if func.is_view or name in _WITHOUT_KERNEL:
+            return
+        reads, writes = _reads_and_writes(func, args, kwargs, outputs)
+        if not any(tensor.numel() for tensor in (*reads, *writes)):
+            return
+        # Whole numbers on the host: counts of tokens, positions.
+        if all(type(tensor) is Tensor and not tensor.is_floating_point() for tensor in (*reads, *writes)) and _is_fake():
+            return
+        flops, shape, kind = 0, tuple[int, ...](), "memory"
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=outputs))
+        if any(part in name for part in _ATTENTION):
+            q, k = [tensor for tensor in reads if tensor.dim() == 4][1 if "backward" in name else 0 :][:2]
+            kind, shape = "attention", (q.size(0), q.size(1), q.size(2), k.size(2), q.size(3))
+        elif flops:
+            kind, shape = "gemm", _gemm_shape(name, args, outputs, flops)
+        num_bytes = sum(map(_traffic, writes))
+        if name in _READ_ROWS:
+            num_bytes *= 2
+        elif name == "all_gather_copy_in":  # this rank's shards go to their place in what is gathered
+            num_bytes = 2 * sum(tensor.nbytes for tensor in args[0])
+        elif not name.endswith("_like"):
+            num_bytes += sum(map(_traffic, reads))
+        if name == "all_gather_copy_in" and self._copies_shards:
+            shards = sum(tensor.nbytes for tensor in args[0])
+            self.wait("compute", self.add(Operation("copy in", "copy_in", "copy_in", num_bytes=shards)))
+        dtype = next((t.dtype for t in (*writes, *reads) if t.is_floating_point()), torch.float32)
+        operation = Operation(
+            f"aten.{name}" if func.namespace == "aten" else f"{func.namespace}.{name}",
+            kind,  # type: ignore[arg-type]
+            self._kernel_stream,
+            flops=flops,
+            num_bytes=num_bytes,
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        number = self.add(operation, reads, writes)
+        if any(tensor.untyped_storage()._cdata in self._bucket_memory for tensor in reads):
+            self.unpackings.append(number)
+
+    def _add_calls(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        is_async = _is_async(func, args, kwargs)
+        sent: int | None = None
+        for call, tensors in calls_of(func, args, kwargs):
+            if call.kind == "barrier":
+                continue
+            self.groups[call.group] = None
+            filled = [*tree_leaves((outputs, args, kwargs))]
+            written = [each for each in filled if isinstance(each, Tensor)]
+            for tensor in written:
+                self._belongs_to_communication(tensor)
+            last = self.operations[-1] if self.operations else None
+            if call.kind == "recv" and last is not None and last.collective == "send" and last.stream == "ring":
+                # The other end of what the neighbours send at the same time.
+                self._writers[tensors[0].untyped_storage()._cdata] = len(self.operations) - 1
+                continue
+            caller = _caller()
+            stream = _stream_of(call, caller)
+            operation = Operation(
+                call.kind,
+                "collective",
+                stream,
+                num_bytes=call.sent_bytes,
+                dtype=call.dtype,
+                collective=call.kind,
+                group=call.group,
+                axis=str(group_of(call.group, self._shape)),
+                peer=call.peer,
+            )
+            is_message = call.kind in ("send", "recv")
+            number = self.add(operation, tensors, tensors if is_message else written)
+            sent = number
+            if self._is_reducing:
+                self._kernel_stream = "reduce"
+                self._reduced_bytes += call.input_bytes // len(call.group) if call.kind == "reduce-scatter" else 0
+            if caller == "DDP" and call.kind == "all-reduce" and call.carries_numbers:
+                self.buckets.append(number)
+                self._bucket_memory |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        if sent is not None and not is_async and self.operations[sent].stream not in ("reduce", "ring"):
+            self.wait("compute", sent)
+
+    # ---- gradients
+
+    def _gradient_is_there(self, block: str, parameter: Tensor) -> None:
+        """Notes that the gradient of a parameter [...] is complete."""
+        assert parameter.grad is not None
+        self.gradients.append(Gradient(len(self.operations) - 1, block, parameter.grad.nbytes))
+
+    def _post_backward(self) -> Callable[..., None]:
+        original = _fsdp_param_group.FSDPParamGroup.post_backward
+
+        def post_backward(group: Any, *unused: Any) -> None:
+            # Of several groups of a module's parameters the last comes first, and compute waits there until what was
+            # reduced before is through: its memory is used again.
+            if getattr(group, "_param_group_index", 0) == getattr(group, "_num_param_groups", 1) - 1:
+                self.wait("compute", self._last_reduce)
+                self._last_reduce = None
+            # What follows the first collective runs on its stream.
+            self._is_reducing = True
+            try:
+                original(group, *unused)
+            finally:
+                self._is_reducing, self._kernel_stream = False, "compute"
+                self._last_reduce = self._last.get("reduce")
+                if self._copies_shards and self._reduced_bytes and self.is_recording:
+                    self.wait("copy_out", self._last_reduce)
+                    self.add(Operation("copy out", "copy_out", "copy_out", num_bytes=self._reduced_bytes))
+                self._reduced_bytes = 0
+
+        return post_backward
+
+    # ---- memory
+
+    def _belongs_to_communication(self, tensor: Tensor) -> None:
+        serial = self._serials.get(tensor.untyped_storage()._cdata)
+        if serial is not None and self.storages[serial].kind == "other":
+            self.storages[serial].kind = "communication"
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address not in self._sizes and address not in self._ignored:
+            for memory in arena_memory():
+                if memory.untyped_storage()._cdata == address:
+                    self.ignore(memory)
+                    return
+            self._serials[address] = len(self.storages)
+            place = None if self._places is None else self._places.now
+            is_recomputed = place is not None and place.phase == RECOMPUTE
+            # What an operation on one block's tensors makes, as the optimizer does, is that block's too.
+            owner = self.marks[-1].owner if place is not None and self.marks else ""
+            kind = "recomputation" if is_recomputed else "other"
+            self.storages.append(Storage(kind, owner, is_reduced=self._kernel_stream == "reduce"))
+        super()._count(storage)
+
+    def _forget(self, address: int) -> None:
+        super()._forget(address)
+        self._serials.pop(address, None)
+        self._writers.pop(address, None)
+
+    def _set(self, address: int, size_bytes: int) -> None:
+        change = size_bytes - self._sizes.get(address, 0)
+        if change and self._places is not None:
+            self.changes.append(Change(len(self.operations) - 1, self._serials[address], change))
+        super()._set(address, size_bytes)
+
+    def _note_host(self) -> None:
+        now_bytes = arena_bytes()
+        if now_bytes != self._host_bytes:
+            self.host_changes.append((len(self.operations) - 1, now_bytes - self._host_bytes))
+            self._host_bytes = now_bytes
+
+
+class _RecordedQueues(Queues):
+    """The queues of an offload engine, as streams of a recorded step. An event is the number of an operation."""
+
+    overlaps = True
+
+    _STREAMS = {Queue.COMPUTE: "compute", Queue.OUT: "copy_out", Queue.IN: "copy_in"}
+
+    def __init__(self, recorder: StepRecorder):
+        self._recorder = recorder
+
+    def copy(self, queue: Queue, destination: Tensor, source: Tensor) -> None:
+        """Starts copying N bytes, uint8 [N]."""
+        name = "copy_out" if queue is Queue.OUT else "copy_in"
+        if self._recorder.is_recording:
+            operation = Operation(name.replace("_", " "), name, name, num_bytes=source.nbytes)  # type: ignore[arg-type]
+            self._recorder.add(operation)
+        with self._recorder.hidden():
+            destination.copy_(source)
+
+    def record(self, queue: Queue) -> int | None:
+        return self._recorder.last_on(self._STREAMS[queue]) if self._recorder.is_recording else None
+
+    def wait(self, queue: Queue, event: int | None) -> None:
+        if self._recorder.is_recording:
+            self._recorder.wait(self._STREAMS[queue], event)
+
+
+# ---- what an operator reads, writes and computes
+
+
+def _is_fake() -> bool:
+    return type(torch.empty(0, device="cpu")) is not Tensor
+
+
+def _traffic(tensor: Tensor) -> int:
+    """Bytes of a tensor [...] in memory: what is expanded is there once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
+
+
+@lru_cache(maxsize=None)
+def _written(func: Any) -> tuple[frozenset[str], bool]:
+    """Names of arguments that an operator writes to, and whether it reads them too."""
+    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    name = func._schema.name.split("::")[1]
+    only_writes = name in ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_") or any(
+        argument.is_out for argument in func._schema.arguments
+    )
+    return frozenset(names), not only_writes
+
+
+def _reads_and_writes(
+    func: Any, args: Sequence[Any], kwargs: Any, outputs: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors [...] that an operator reads, and those that it writes."""
+    names = [argument.name for argument in func._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    written, reads_them = _written(func)
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for name, value in values.items():
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        if name in written:
+            writes += tensors
+        if name not in written or reads_them:
+            reads += tensors
+    if not written:
+        writes = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return reads, writes
+
+
+def _stream_of(call: Call, caller: str) -> Stream:
+    if call.kind in ("send", "recv"):
+        return "ring"
+    if caller == "FSDP2":
+        return "gather" if call.kind == "all-gather" else "reduce"
+    return "reduce" if caller == "DDP" else "exchange"
+
+
+def _caller() -> str:
+    """FSDP2 or DDP, where one of them communicates."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_FSDP):
+            return "FSDP2"
+        if path == _ENGINE:
+            # A hook of C++ at a parameter, and the only one that communicates is DDP's.
+            at_leaf = getattr(torch._C._current_autograd_node(), "variable", None) is not None
+            return "DDP" if at_leaf else ""
+        if path == _DDP:
+            return "" if frame.f_code.co_name == "_run_ddp_forward" else "DDP"
+        frame = frame.f_back
+    return ""
+
+
+def _is_async(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether the caller of a collective goes on without waiting for it."""
+    names = [argument.name for argument in func._schema.arguments]
+    if func.namespace != "c10d" or "async_op" not in names:
+        return True
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(values.get("async_op", True))
+
+
+def _gemm_shape(name: str, args: Sequence[Any], outputs: Any, flops: int) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of a product, or of the product that a convolution is."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if "convolution" in name:
+        out = args[0] if "backward" in name else outputs
+        weight = args[2] if "backward" in name else args[1]
+        return 1, out.numel() // out.size(1), out.size(1), weight.numel() // weight.size(0)
+    one, other = tensors[-2:]
+    batch = one.size(0) if one.dim() == 3 else 1
+    return batch, one.size(-2), other.size(-1), one.size(-1)

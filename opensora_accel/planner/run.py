@@ -1,0 +1,177 @@
+"""Runs a workload's step on tensors without values, with as few blocks as tell what the others do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from opensora_accel.checkpoint.blocks import KEEP_LAST
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine, num_blocks_to_move
+from opensora_accel.plan import Plan
+from opensora_accel.planner.extend import NotRepeated, Stretch, extend
+from opensora_accel.planner.recording import StepRecorder
+from opensora_accel.planner.trace import Trace
+from opensora_accel.planner.workload import Workload
+from opensora_accel.profiler.owners import Owners
+from opensora_accel.profiler.places import Places, find_blocks
+from opensora_accel.verify.communication.fake_world import FakeFloats, OtherRanks, fake_world
+from opensora_accel.verify.meshes import MeshShape, Run
+from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
+from shardformer import blocks_of
+from shardformer.paths import children
+from shardformer.policy import find_policy, has_policy
+
+# Steps before the one that is recorded: in the first one engines learn sizes, and DDP the order of gradients.
+_WARM_UP_STEPS = 2
+# Blocks of a stretch that are recorded at first: the first and the last ones differ, and two in between are compared.
+_FEW = 4
+# No plan's arena is that large.
+_UNLIMITED_BYTES = 2**62
+
+
+def run_step(workload: Workload, plan: Plan, rank: int, num_blocks: int | None) -> Trace:
+    """As `trace_step` tells it."""
+    if not 0 <= rank < plan.world_size:
+        raise ValueError(f"rank must be one of the plan's {plan.world_size} ranks, from 0; got {rank}")
+    if plan.offload == "auto":
+        # What "auto" moves depends on times. All is the most that it may move.
+        plan = plan.replace(offload=1.0)
+    few = _FEW + 2 * (plan.prefetch if plan.sharding != "none" else 0)
+    while True:
+        try:
+            return _Session(workload, plan, rank, num_blocks, few).trace()
+        except NotRepeated:
+            few *= 2
+
+
+class _Session:
+    """One recording."""
+
+    def __init__(self, workload: Workload, plan: Plan, rank: int, num_blocks: int | None, few: int):
+        self.workload, self.plan, self.rank = workload, plan, rank
+        self._most, self._few = num_blocks, few
+
+    def trace(self) -> Trace:
+        plan, shape = self.plan, MeshShape.of(self.plan)
+        recorder = StepRecorder(shape)
+        run = Run(shape, self.rank, shape.data_rank(self.rank), shape.data_size)
+        engine, others = OffloadEngine(recorder.queues), OtherRanks()
+        with (
+            fake_world(self.rank, plan.world_size),
+            FakeFloats(),
+            others,
+            GLOBAL_ACTIVATION_MANAGER.show(engine),
+            recorder,
+            launcher_environment(run),
+            accelerator_stand_ins(),
+        ):
+            if plan.offload:
+                engine.setup_arena(limit_bytes=_UNLIMITED_BYTES)
+            model = self.workload.model_fn()
+            stretches, shortened = self._shorten(model)
+            run = replace(run, shape=replace(shape, plan=shortened))
+            names = self._record(model, run, recorder, others)
+            engine.close()
+            step = extend(recorder, names, stretches, plan.cpu_offload)
+        true_blocks = sum(stretch.true for stretch in stretches)
+        return Trace(
+            plan=plan,
+            rank=self.rank,
+            num_blocks=true_blocks,
+            operations=tuple(step.operations),
+            memory=tuple(step.memory),
+            host_bytes=step.host_bytes,
+            parameter_bytes=step.parameter_bytes,
+            largest_bytes=step.largest_bytes,
+            groups=tuple(recorder.groups),
+        )
+
+    def _record(
+        self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks
+    ) -> list[str]:
+        """Runs the step; the names of the blocks."""
+        one_pass = self.workload.prepare(model, run)
+        blocks = find_blocks(model, blocks_of(model) if has_policy(model) else None)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            fused=self.workload.fused_optimizer,
+        )
+
+        def step() -> None:
+            for number in range(self.workload.accumulation):
+                one_pass(number == self.workload.accumulation - 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            others.forget_works()
+
+        for _ in range(_WARM_UP_STEPS):
+            step()
+        owners = Owners(model, blocks, optimizer)
+        places = Places(model, blocks, optimizer, moved=recorder.moved, saved=owners.add_inputs)
+        with places, recorder.recording(places, owners, list(blocks)):
+            step()
+        return list(blocks)
+
+    def _shorten(self, model: nn.Module) -> tuple[list[Stretch], Plan]:
+        """Takes blocks away that others like them tell of; the stretches of those left, and the plan that fits."""
+        if not has_policy(model):
+            count = len(find_blocks(model))
+            return [Stretch(0, count, count)], self.plan
+        policy = find_policy(model)
+        if self._most is not None:
+            _cut(model, policy, self._most)
+        blocks = blocks_of(model)
+        moved = (
+            num_blocks_to_move(self.plan.offload, len(blocks), KEEP_LAST) if self.plan.checkpoint != "none" else 0
+        )
+        is_regular = all(not entry.alternating for entry in policy.blocks)
+        groups: list[list[nn.Module]] = []
+        kinds: list[Any] = []
+        for index, block in enumerate(blocks):
+            kind = _kind_of(block), index < moved
+            if not groups or kind != kinds[-1]:
+                groups.append([])
+                kinds.append(kind)
+            groups[-1].append(block)
+        stretches, first, dropped = [], 0, set[int]()
+        for group in groups:
+            recorded = min(len(group), self._few) if is_regular else len(group)
+            stretches.append(Stretch(first, recorded, len(group)))
+            dropped |= {id(block) for block in group[recorded:]}
+            first += recorded
+        for entry in policy.blocks:
+            _keep(model, entry.module, lambda block: id(block) not in dropped)
+        kept_moved = sum(s.recorded for s, kind in zip(stretches, kinds, strict=True) if kind[1])
+        return stretches, self._plan_that_moves(kept_moved, first)
+
+    def _plan_that_moves(self, moved: int, num_blocks: int) -> Plan:
+        """The plan whose share of so many blocks is `moved`."""
+        if not self.plan.offload:
+            return self.plan
+        return self.plan.replace(offload=min(1.0, moved / num_blocks))
+
+
+def _kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """What tells blocks of different kinds apart: class, parameters and their shapes."""
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    return type(block), shapes
+
+
+def _cut(model: nn.Module, policy: Any, most: int) -> None:
+    """Leaves the first `most` blocks of each list."""
+    for entry in policy.blocks:
+        for path in (entry.module, *entry.alternating):
+            allowed = {id(block) for block in children(model, path)[:most]}
+            _keep(model, path, lambda block, allowed=allowed: id(block) in allowed)
+
+
+def _keep(model: nn.Module, path: str, wanted: Any) -> None:
+    """Leaves those blocks of a list of modules that are wanted."""
+    blocks = model.get_submodule(path)
+    left = [block for block in blocks if wanted(block)]
+    if len(left) < len(list(blocks)):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, nn.ModuleList(left))
