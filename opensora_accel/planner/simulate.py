@@ -1,21 +1,49 @@
-"""When each operation of a step runs: an event simulation of a rank's streams."""
+"""When each operation of a step runs: an event simulation of one rank's streams.
+
+One thing at a time runs on each stream, in the order in which the host has started it. An operation begins when three
+things are true: the host has launched it, the one before it on its stream has ended, and what it waits for on other
+streams has ended. Three operations of compute (3 s, 2 s, 4 s), of which the last reads what a gather of 6 s brings,
+which reads what the first has computed:
+
+    compute   |── a: 3 ──|─ b: 2 ─|··· 4 ···|── d: 4 ──|      step: 13 s
+    gather               |────── c: 6 ──────|
+              0          3        5         9          13     exposed: 4 s of the gather's 6 s
+
+The time in which compute has nothing to do is told by what it waits for; that is followed back where this in turn had
+to wait. Followed back from the end of the step, the same gives the parts that the step consists of: here a, c and d.
+
+Operations that share a link run slower beside each other: n at once get a share of 1/n each. Compute runs slower beside
+collectives, which take some of the multiprocessors. With a factor of 1.5, b takes 3 s in place of 2 s, if a collective
+runs all the while.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from opensora_accel.planner.trace import Operation, Trace
+
+# What is left of an operation by rounding is not worth an event.
+_NOTHING_S = 1e-15
+# In the place of a stream, where the host has not launched in time.
+HOST = "host"
+
+
+def _no_links(_operation: Operation) -> Sequence[str]:
+    return ()
 
 
 @dataclass(frozen=True)
 class Contention:
-    """How much slower things run beside each other than alone: factors of seconds, at least 1."""
+    """How much slower operations run beside each other than alone."""
 
-    # Compute beside a collective, which takes some of the device's multiprocessors.
+    # Names of the links that an operation uses; n operations at once on a link get 1/n of it each.
+    links: Callable[[Operation], Sequence[str]] = _no_links
+    # Factor on the seconds of compute while a collective runs, at least 1.
     compute_beside_collective: float = 1.0
-    # Pairs of streams that share a link: each is this much slower while the other one runs.
-    shared_links: Mapping[frozenset[str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,18 +59,96 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step."""
+    """A simulated step. Spans stand in the order of the operations."""
 
-    step_s: float
+    operations: tuple[Operation, ...]
     spans: tuple[Span, ...]
-    # By stream, the seconds in which it ran something.
-    busy_s: Mapping[str, float]
-    # By stream, and by axis, the seconds in which compute waited for it alone.
-    exposed_s: Mapping[str, float]
-    exposed_by_axis: Mapping[str, float]
-    # What the step consists of when it is followed back from its end: (what it waited for, seconds). They add up to
-    # step_s: "gemm", "attention", "memory", "collective over ulysses", "copy_in", "host".
-    critical_path: Mapping[str, float]
+    # Of each operation the one whose end let it start; HOST where it was launched last of all, None at the beginning.
+    let_start_by: tuple[int | str | None, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def busy_s(self) -> Mapping[str, float]:
+        """By stream, the seconds in which it runs something."""
+        found = Counter[str]()
+        for span in self.spans:
+            found[span.stream] += span.end_s - span.start_s
+        return dict(found)
+
+    @cached_property
+    def exposed(self) -> Mapping[int | str, float]:
+        """By operation (or HOST), the seconds in which compute had nothing to do because of it."""
+        found = defaultdict[int | str, float](float)
+        free_s = 0.0
+        for span in self.spans:
+            if span.stream == "compute":
+                if span.start_s > free_s:
+                    for cause, seconds in self._behind(span.operation, free_s):
+                        found[cause] += seconds
+                free_s = span.end_s
+        last = max(self.spans, key=lambda span: span.end_s, default=None)
+        if last is not None and last.end_s > free_s:
+            found[last.operation] += last.end_s - max(free_s, last.start_s)
+            for cause, seconds in self._behind(last.operation, free_s):
+                found[cause] += seconds
+        return dict(found)
+
+    @cached_property
+    def exposed_s(self) -> Mapping[str, float]:
+        """The same by stream, and for the host."""
+        return self._summed(self.exposed, lambda operation: operation.stream)
+
+    @cached_property
+    def exposed_by_axis(self) -> Mapping[str, float]:
+        """Of that, what collectives took, by the axis of the mesh."""
+        collectives = {
+            cause: seconds
+            for cause, seconds in self.exposed.items()
+            if isinstance(cause, int) and self.operations[cause].kind == "collective"
+        }
+        return self._summed(collectives, lambda operation: operation.axis)
+
+    @cached_property
+    def critical_path(self) -> Mapping[int | str, float]:
+        """By operation (or HOST), the parts that the step consists of when it is followed back from its end."""
+        found = defaultdict[int | str, float](float)
+        last = max(self.spans, key=lambda span: span.end_s, default=None)
+        if last is not None:
+            found[last.operation] += last.end_s - last.start_s
+            for cause, seconds in self._behind(last.operation, 0.0):
+                found[cause] += seconds
+        return dict(found)
+
+    @cached_property
+    def critical_s(self) -> Mapping[str, float]:
+        """The same by what bounds the operations: "gemm", "attention", "memory", "copy_in", "all-to-all over ulysses"."""
+        return self._summed(
+            self.critical_path,
+            lambda operation: (
+                f"{operation.collective} over {operation.axis}" if operation.collective else operation.kind
+            ),
+        )
+
+    def _behind(self, operation: int, from_s: float) -> Iterator[tuple[int | str, float]]:
+        """What the time between `from_s` and the start of an operation was spent on, latest first."""
+        until_s, cause = self.spans[operation].start_s, self.let_start_by[operation]
+        while until_s > from_s and isinstance(cause, int):
+            span = self.spans[cause]
+            yield cause, until_s - max(span.start_s, from_s)
+            until_s, cause = span.start_s, self.let_start_by[cause]
+        if until_s > from_s:
+            yield HOST, until_s - from_s
+
+    def _summed(
+        self, seconds: Mapping[int | str, float], name: Callable[[Operation], str]
+    ) -> dict[str, float]:
+        found = defaultdict[str, float](float)
+        for cause, each in seconds.items():
+            found[name(self.operations[cause]) if isinstance(cause, int) else cause] += each
+        return dict(found)
 
 
 def simulate(
@@ -52,9 +158,104 @@ def simulate(
     launch_s: float = 0.0,
     contention: Contention | None = None,
 ) -> Timeline:
-    """The timeline of a step, of which `operation_s` tells the seconds of each operation alone.
+    """The timeline of a step.
 
     Args:
-        launch_s: host time to start one operation.
+        operation_s: seconds of an operation that has the device and its links for itself.
+        launch_s: of the host, to launch one operation; it launches them in order and waits for none.
+
+    Raises:
+        ValueError: an operation takes less than no time, or `compute_beside_collective` is below 1.
     """
-    raise NotImplementedError
+    contention = contention or Contention()
+    if contention.compute_beside_collective < 1:
+        raise ValueError(
+            "compute_beside_collective is a factor on seconds, at least 1 (nothing runs faster beside a collective); "
+            f"got {contention.compute_beside_collective}"
+        )
+    work_s = [operation_s(operation) for operation in trace.operations]
+    for operation, seconds in zip(trace.operations, work_s, strict=True):
+        if not seconds >= 0:
+            raise ValueError(f"operation_s must give seconds, at least 0; got {seconds} for {operation.name}")
+    return _Simulation(trace.operations, work_s, launch_s, contention).run()
+
+
+class _Simulation:
+    def __init__(
+        self, operations: Sequence[Operation], work_s: Sequence[float], launch_s: float, contention: Contention
+    ):
+        self.operations, self.contention = operations, contention
+        self.left_s, self.launch_s = list(work_s), launch_s
+        self.start_s = [0.0] * len(operations)
+        self.end_s: list[float | None] = [None] * len(operations)
+        self.let_start_by: list[int | str | None] = [None] * len(operations)
+        # Of each stream what it has not started yet, the next one last.
+        self.waiting = defaultdict[str, list[int]](list)
+        for number in range(len(operations) - 1, -1, -1):
+            self.waiting[operations[number].stream].append(number)
+        self.last = dict.fromkeys(self.waiting, -1)
+        self.running: dict[str, int] = {}
+        self.links: dict[int, Sequence[str]] = {}
+
+    def run(self) -> Timeline:
+        now_s = 0.0
+        while self.running or any(self.waiting.values()):
+            launched_s = self._start(now_s)
+            slower = self._slower()
+            ends_s = [now_s + self.left_s[number] * slower[number] for number in self.running.values()]
+            assert ends_s or launched_s, "operations wait for each other"
+            next_s = min([*ends_s, *launched_s])
+            for stream, number in list(self.running.items()):
+                self.left_s[number] -= (next_s - now_s) / slower[number]
+                if self.left_s[number] <= _NOTHING_S or now_s + self.left_s[number] == now_s:
+                    self.end_s[number] = next_s
+                    del self.running[stream]
+            now_s = next_s
+        spans = []
+        for number, operation in enumerate(self.operations):
+            end_s = self.end_s[number]
+            assert end_s is not None
+            spans.append(Span(operation.stream, self.start_s[number], end_s, number))
+        return Timeline(tuple(self.operations), tuple(spans), tuple(self.let_start_by))
+
+    def _start(self, now_s: float) -> list[float]:
+        """Starts what can start now; when the host will have launched what waits for nothing else."""
+        launched_s = []
+        for stream, waiting in self.waiting.items():
+            if not waiting or stream in self.running:
+                continue
+            number = waiting[-1]
+            before = [*self.operations[number].after]
+            if self.last[stream] >= 0:
+                before.append(self.last[stream])
+            if any(self.end_s[each] is None for each in before):
+                continue
+            launch_s = (number + 1) * self.launch_s
+            if launch_s > now_s:
+                launched_s.append(launch_s)
+                continue
+            # Where several end at once, compute is said to wait for itself.
+            latest = max(before, key=lambda each: (self.end_s[each], each == self.last[stream]), default=None)
+            ended_s = 0.0 if latest is None else self.end_s[latest]
+            assert ended_s is not None
+            self.let_start_by[number] = HOST if launch_s > ended_s else latest
+            self.start_s[number] = now_s
+            waiting.pop()
+            self.running[stream], self.last[stream] = number, number
+            self.links[number] = self.contention.links(self.operations[number])
+        return launched_s
+
+    def _slower(self) -> dict[int, float]:
+        """Of each operation that runs, how much slower it runs than alone."""
+        users = Counter(link for number in self.running.values() for link in set(self.links[number]))
+        has_collective = any(
+            self.operations[number].kind == "collective" and self.left_s[number] > 0
+            for number in self.running.values()
+        )
+        found = {}
+        for stream, number in self.running.items():
+            factor = float(max((users[link] for link in self.links[number]), default=1))
+            if stream == "compute" and has_collective:
+                factor *= self.contention.compute_beside_collective
+            found[number] = factor
+        return found
