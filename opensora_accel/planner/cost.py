@@ -27,6 +27,7 @@ from functools import lru_cache
 
 from opensora_accel.links import Link, one_level_s
 from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.simulate import Contention
 from opensora_accel.planner.trace import Operation
 
 
@@ -83,6 +84,17 @@ def core_share(hardware: Hardware, placement: Placement) -> float:
 def host_s(hardware: Hardware, placement: Placement) -> float:
     """The host's time to start one operation."""
     return hardware.launch_s * core_share(hardware, placement)
+
+
+def contention(hardware: Hardware, placement: Placement) -> Contention:
+    """What shares a link: collectives of a node, and those that leave it."""
+
+    def links(operation: Operation) -> Sequence[str]:
+        if operation.kind != "collective":
+            return ()
+        return ("network",) if placement.spread(operation.group)[0] > 1 else ("node",)
+
+    return Contention(links, hardware.beside_collective)
 
 
 def kernel_s(operation: Operation, hardware: Hardware) -> float:

@@ -124,7 +124,7 @@ def bound_of(seconds_by_kind: Mapping[str, float]) -> str:
 
 def group_of_kind(kind: str) -> str:
     """Compute, communication, copies or the host: what a kind of a step's seconds belongs to."""
-    if kind.startswith(("collective", "exchange", "ring", "parameters sent", "sums")):
+    if " over " in kind or kind in ("ring", "parameters sent"):
         return "communication"
     if kind.startswith("cop"):
         return "copies to the host and back"

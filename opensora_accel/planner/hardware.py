@@ -103,6 +103,8 @@ class Hardware:
     runs_ahead: bool
     # Cores that the ranks of a node share, where they compute on them.
     cores: int | None
+    # How many times longer compute takes while a collective runs, which needs multiprocessors or cores too.
+    beside_collective: float
     # What is taken beside the live bytes: by the driver, by each communicator, and as a share by the allocator.
     context_bytes: int
     communicator_bytes: int
@@ -126,6 +128,7 @@ class Hardware:
             _check_number(name, getattr(self, name), above=0)
         for name in ("launch_s", "context_bytes", "communicator_bytes", "allocator_slack"):
             _check_number(name, getattr(self, name), least=0)
+        _check_number("beside_collective", self.beside_collective, least=1)
         if not self.peak_flops:
             raise ValueError('peak_flops needs a figure for each dtype, as {"bfloat16": 989e12}')
         for dtype, peak in self.peak_flops.items():

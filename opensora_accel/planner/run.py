@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from opensora_accel.attention.kernels import cpu
 from opensora_accel.checkpoint.blocks import KEEP_LAST
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine, num_blocks_to_move
 from opensora_accel.plan import Plan
@@ -67,6 +71,7 @@ class _Session:
             recorder,
             launcher_environment(run),
             accelerator_stand_ins(),
+            _attention_as_on_a_gpu() if self.workload.fused_optimizer else contextlib.nullcontext(),
         ):
             if plan.offload:
                 engine.setup_arena(limit_bytes=_UNLIMITED_BYTES)
@@ -152,6 +157,11 @@ class _Session:
         if not self.plan.offload:
             return self.plan
         return self.plan.replace(offload=min(1.0, moved / num_blocks))
+
+
+def _attention_as_on_a_gpu() -> AbstractContextManager[Any]:
+    """The kernel for CPUs computes bf16 in fp32; a GPU's does not, which takes half the memory and a tenth of the time."""
+    return mock.patch.object(cpu, "_heads_first", lambda tensor: tensor.transpose(1, 2))
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:

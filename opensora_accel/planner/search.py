@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opensora_accel.plan import Plan
-from opensora_accel.planner.cost import Placement, host_s, operation_s
+from opensora_accel.planner.cost import Placement, contention, host_s, operation_s
 from opensora_accel.planner.estimate import MEMORY_INTERVAL, TIME_INTERVAL, Estimator, Reference, axis_groups
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline, simulate
@@ -353,7 +353,6 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
     """One Plan, traced under itself for every size of clips, and simulated."""
     hardware = request.hardware
     placement = Placement.on(hardware, plan.world_size)
-    # Host and devices take turns where kernels run on the host's cores: then starting is part of every operation.
     bounds = [hardware.bound(-1), hardware, hardware.bound(+1)]
     whole = sum(share for _workload, share in request.mix)
     times, kinds_s = [0.0, 0.0, 0.0], Counter[str]()
@@ -371,7 +370,7 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
         for index, each in enumerate(timelines):
             step_s = accumulation / passes * (each.step_s - optimizer_s[index]) + optimizer_s[index]
             times[index] += step_s * share / whole
-        for kind, seconds in timelines[1].critical_path.items():
+        for kind, seconds in timelines[1].critical_s.items():
             kinds_s[kind] += seconds * accumulation / passes * share / whole
         if largest is None or trace.peak_bytes > largest[0].peak_bytes:
             largest = trace, timelines[1]
@@ -392,9 +391,15 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
 def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timeline:
     """The timeline of a trace on a machine."""
     start_s = host_s(hardware, placement)
+    shared = contention(hardware, placement)
     if hardware.runs_ahead:
-        return simulate(trace, lambda each: operation_s(each, hardware, placement), launch_s=start_s)
-    return simulate(trace, lambda each: operation_s(each, hardware, placement) + start_s, launch_s=0.0)
+        return simulate(
+            trace, lambda each: operation_s(each, hardware, placement), launch_s=start_s, contention=shared
+        )
+    # Where kernels run on the host's cores, starting one is part of it.
+    return simulate(
+        trace, lambda each: operation_s(each, hardware, placement) + start_s, launch_s=0.0, contention=shared
+    )
 
 
 def _candidate(  # noqa: PLR0913 — what estimates and traces have in common
