@@ -28,10 +28,11 @@ from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
 
-# Steps before the one that is recorded: in the first one engines learn sizes, and DDP the order of gradients.
-_WARM_UP_STEPS = 2
+# Steps before the one that is recorded: in the first one engines learn sizes. DDP learns the order of gradients in it,
+# and makes its buckets anew in the second.
+_WARM_UP_STEPS, _WARM_UP_STEPS_OF_DDP = 1, 2
 # Blocks of a stretch that are recorded at first: the first and the last ones differ, and two in between are compared.
-_FEW = 4
+_FEW = 3
 # No plan's arena is that large.
 _UNLIMITED_BYTES = 2**62
 
@@ -112,8 +113,10 @@ class _Session:
             optimizer.zero_grad()
             others.forget_works()
 
-        for _ in range(_WARM_UP_STEPS):
-            step()
+        has_ddp = self.plan.sharding == "none" and self.plan.mixed > 1 and self.plan.precision != "bf16"
+        if self.workload.is_repeatable:
+            for _ in range(_WARM_UP_STEPS_OF_DDP if has_ddp else _WARM_UP_STEPS):
+                step()
         owners = Owners(model, blocks, optimizer)
         places = Places(model, blocks, optimizer, moved=recorder.moved, saved=owners.add_inputs)
         with places, recorder.recording(places, owners, list(blocks)):

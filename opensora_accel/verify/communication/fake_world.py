@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -103,6 +104,46 @@ class LazyChunks:
         return self._tensor.narrow(self._dim, index * self._size, min(self._size, left))
 
 
+@dataclass(frozen=True)
+class _Pieces:
+    """A tensor [..., N at dim, ...] in so many pieces along it, none of which is made."""
+
+    tensor: Tensor
+    number: int
+    dim: int
+
+
+class _TorchWithoutPieces:
+    """torch, but that what is cut into pieces and joined along another dim is copied there at once.
+
+    FSDP2 does so where it has cut a weight along another dim than the first: for 1,024 ranks into 1,024 tensors, three
+    times a block and step, which on fake tensors is most of the time of a recording.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def chunk(tensor: Tensor, number: int, dim: int = 0) -> _Pieces:
+        assert tensor.size(dim) % number == 0, "FSDP2 cuts other dims than the first into even pieces only"
+        return _Pieces(tensor, number, dim)
+
+    @staticmethod
+    def cat(pieces: Any, dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+        """Of [..., N, ..., M, ...], cut along N into P pieces: [..., N/P, ..., P·M, ...]."""
+        if not isinstance(pieces, _Pieces):
+            return torch.cat(pieces, dim) if out is None else torch.cat(pieces, dim, out=out)
+        cut, number = pieces.dim, pieces.number
+        size = list(pieces.tensor.shape)
+        size[cut] //= number
+        size[dim] *= number
+        result = pieces.tensor.new_empty(size) if out is None else out
+        # The pieces have a dim of their own, which goes before the one along which they are joined.
+        stacked = pieces.tensor.unflatten(cut, (number, -1)).movedim(cut, dim)
+        result.unflatten(dim, (number, -1)).copy_(stacked)
+        return result
+
+
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """Within it this process is `rank` of a world whose other ranks do not exist; afterwards all is as before.
@@ -125,6 +166,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         # A recording draws numbers, and the caller's must go on as if it had not.
         torch.random.fork_rng(devices=[]),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", LazyChunks),  # it is indexed only
+        mock.patch.object(_fsdp_collectives, "torch", _TorchWithoutPieces()),
         # The arena that a model opens here may be made of fake tensors: nobody else may meet it.
         GLOBAL_ACTIVATION_MANAGER.show(OffloadEngine()),
         warnings.catch_warnings(),
