@@ -56,8 +56,12 @@ def write(path: Path) -> None:
         FileNotFoundError: there is no folder to write to; before anything is measured.
     """
     if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.resolve().parent} to write {path.name} to; make it first")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
+        raise FileNotFoundError(
+            f"there is no folder {path.resolve().parent} to write {path.name} to; make it first"
+        )
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
+    )
     if "RANK" in os.environ:
         start_distributed()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -76,7 +80,9 @@ def write(path: Path) -> None:
         dist.destroy_process_group()
 
 
-def calibrate(device: torch.device, show: Callable[[str, float], None] = lambda what, share: None) -> Hardware:
+def calibrate(
+    device: torch.device, show: Callable[[str, float], None] = lambda what, share: None
+) -> Hardware:
     """What this machine does, measured; on several ranks every one calls and gets the same.
 
     Args:
@@ -183,7 +189,9 @@ def _attention(meter: _Meter) -> dict[str, dict[tuple[int, ...], float]]:
         with torch.no_grad():
             forward_s = meter.seconds(lambda q=q, k=k, v=v: functional.scaled_dot_product_attention(q, k, v))  # type: ignore[misc]
         backward_s = meter.seconds(
-            lambda out=out, q=q, k=k, v=v, grad=grad: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)  # type: ignore[misc]
+            lambda out=out, q=q, k=k, v=v, grad=grad: torch.autograd.grad(
+                out, (q, k, v), grad, retain_graph=True
+            )  # type: ignore[misc]
         )
         rates["attention"][heads, queries, keys, head_dim] = flops / forward_s
         rates["attention backward"][heads, queries, keys, head_dim] = 2.5 * flops / backward_s
@@ -199,7 +207,9 @@ def _operators() -> dict[str, tuple[Unary, float]]:
 
     def norm_backward(x: Tensor) -> Any:
         mean = x[..., :1]
-        return aten.native_layer_norm_backward(x, x, [x.shape[-1]], mean, mean, None, None, [True, False, False])
+        return aten.native_layer_norm_backward(
+            x, x, [x.shape[-1]], mean, mean, None, None, [True, False, False]
+        )
 
     return {
         "aten.add": (lambda x: x + x, 3),
@@ -246,7 +256,6 @@ def _traffic(meter: _Meter) -> dict[str, Any]:
     # Any other operator is taken for an addition.
     rates["memory"] = dict(rates["memory aten.add"])
     return {"traffic": rates}
-
 
 
 # ---- the host, copies, links
@@ -349,7 +358,9 @@ def _message(
                 work.wait()
 
     # As the verifier counts what a rank sends.
-    share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "send": 1.0}.get(kind, (num_ranks - 1) / num_ranks)
+    share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "send": 1.0}.get(
+        kind, (num_ranks - 1) / num_ranks
+    )
     return share * 4 * count, _slowest_s(call, device)
 
 
@@ -404,7 +415,9 @@ def _hardware(meter: _Meter, found: dict[str, Any], links: dict[str, Any], num_r
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     when = time.strftime("%Y-%m-%d")
     measured = f"measured by doctor --calibrate on {when}, torch {torch.__version__}, {num_ranks} rank(s)"
-    sources = dict.fromkeys(("peak_flops", "memory_bytes_per_s", "host_link", "launch_s", *efficiencies), measured)
+    sources = dict.fromkeys(
+        ("peak_flops", "memory_bytes_per_s", "host_link", "launch_s", *efficiencies), measured
+    )
     link = None
     if links:
         (small, small_s), *_, (large, large_s) = links[f"send {num_ranks}/{num_ranks}"]

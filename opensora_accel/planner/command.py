@@ -24,9 +24,10 @@ from opensora_accel.planner.search import (
     Show,
     describe,
     exact,
+    passes_of,
     search,
 )
-from opensora_accel.planner.workload import Workload
+from opensora_accel.planner.workload import Workload, step_file
 
 EXAMPLES = """\
 examples:
@@ -61,6 +62,8 @@ class Job:
     precision: str = "bf16"
     residents: Residents = Residents()
     global_batch: int | None = None
+    accumulation: int = 1
+    resize: Callable[[Workload, int], Workload] | None = None
 
 
 JobOfConfig = Callable[[Path], Job]
@@ -78,12 +81,14 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
     options = _parser().parse_args(arguments)
     for path in (options.json, options.report, options.output):
         if path is not None and not path.resolve().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.resolve().parent} to write {path.name} to; make it first")
+            raise FileNotFoundError(
+                f"there is no folder {path.resolve().parent} to write {path.name} to; make it first"
+            )
     hardware = Hardware.named(options.hardware)
     job = _job(options, job_of_config)
     request = Request(
         job.mix, hardware, options.gpus, options.precision or job.precision, _residents(options, job),
-        options.batch or job.global_batch, _fixed(options.set),
+        options.batch or job.global_batch, job.resize, job.accumulation, _fixed(options.set),
     )  # fmt: skip
     with progress() as show:
         if options.fits is not None:
@@ -116,28 +121,46 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", metavar="NAME", help="a published model: wan2.1-1.3b, wan2.1-14b, ...")
     what.add_argument("--config", type=Path, metavar="FILE", help="a configuration of `opensora-accel train`")
-    what.add_argument("--step", type=Path, metavar="FILE", help="a Python file with model_fn() and step(model, run)")
+    what.add_argument(
+        "--step", type=Path, metavar="FILE", help="a Python file with model_fn() and step(model, run)"
+    )
     for name in ("frames", "height", "width"):
         what.add_argument(f"--{name}", type=int, metavar="N", help="of a clip, in pixels where it is one")
-    what.add_argument("--mix", action="append", default=[], metavar="FxHxW[:SHARE]", help="sizes of a mix; repeat it")
-    what.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of a data rank in one pass (1)")
+    what.add_argument(
+        "--mix", action="append", default=[], metavar="FxHxW[:SHARE]", help="sizes of a mix; repeat it"
+    )
+    what.add_argument(
+        "--micro-batch", type=int, default=1, metavar="N", help="samples of a data rank in one pass (1)"
+    )
     what.add_argument("--batch", type=int, metavar="N", help="samples of an optimizer step, over all GPUs")
-    what.add_argument("--precision", choices=("bf16", "fp32"), help="compute precision (bf16, or the configuration's)")
+    what.add_argument(
+        "--precision", choices=("bf16", "fp32"), help="compute precision (bf16, or the configuration's)"
+    )
     what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="adamw, or with moments in fewer bits")
     what.add_argument("--ema", action="store_true", help="averaged weights are kept on the GPU")
-    what.add_argument("--text-encoder-gib", type=float, metavar="GIB", help="of a text encoder that stays on the GPU")
+    what.add_argument(
+        "--text-encoder-gib", type=float, metavar="GIB", help="of a text encoder that stays on the GPU"
+    )
     what.add_argument("--vae-gib", type=float, metavar="GIB", help="of a VAE that stays on the GPU")
     on = parser.add_argument_group("on what")
     on.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks, over all nodes")
-    on.add_argument("--hardware", required=True, metavar="NAME", help="h100x8-ib400, or a calibrated .json file")
-    on.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the Plan; repeat it")
+    on.add_argument(
+        "--hardware", required=True, metavar="NAME", help="h100x8-ib400, or a calibrated .json file"
+    )
+    on.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the Plan; repeat it"
+    )
     on.add_argument("--fits", type=Path, metavar="PLAN", help="answer for this plan only")
     out = parser.add_argument_group("what is written")
-    out.add_argument("--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the best plan (plan.json)")
+    out.add_argument(
+        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the best plan (plan.json)"
+    )
     out.add_argument("--json", type=Path, metavar="FILE", help="every candidate")
     out.add_argument("--report", type=Path, metavar="FILE", help="a page with pictures")
     out.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table (8)")
-    out.add_argument("--seconds", type=float, default=45.0, metavar="S", help="trace no further finalist after these (45)")
+    out.add_argument(
+        "--seconds", type=float, default=45.0, metavar="S", help="trace no further finalist after these (45)"
+    )
     return parser
 
 
@@ -154,9 +177,11 @@ def _job(options: argparse.Namespace, job_of_config: JobOfConfig | None) -> Job:
             raise ValueError(f"--{given[0]} says how large clips are; leave --{(sizes or ['mix'])[0]} out")
         if options.config is not None:
             if job_of_config is None:
-                raise ValueError("--config is read by the command line; call plan_for(model, ...) in a program")
+                raise ValueError(
+                    "--config is read by the command line; call plan_for(model, ...) in a program"
+                )
             return job_of_config(options.config)
-        return Job(((step_workload(options.step),), ))
+        return Job(((step_file(options.step, batch=options.micro_batch), 1.0),))
     if options.micro_batch < 1:
         raise ValueError(f"--micro-batch is a number of samples, at least 1; got {options.micro_batch}")
     if options.mix and sizes:
@@ -177,7 +202,9 @@ def _size(model: str, text: str, micro_batch: int) -> tuple[Workload, float]:
         frames, height, width = (int(each) for each in sizes.split("x"))
         weight = float(share) if share else 1.0
     except ValueError as error:
-        raise ValueError(f"a size is FRAMESxHEIGHTxWIDTH and a share, as 81x480x832:3; got {text!r}") from error
+        raise ValueError(
+            f"a size is FRAMESxHEIGHTxWIDTH and a share, as 81x480x832:3; got {text!r}"
+        ) from error
     if not 0 < weight < float("inf"):
         raise ValueError(f"the share of {sizes} must be a finite number above 0; got {share!r}")
     return named_workload(model, frames=frames, height=height, width=width, batch=micro_batch), weight
@@ -199,7 +226,9 @@ def _fixed(settings: Sequence[str]) -> dict[str, Any]:
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals or not value:
-            raise ValueError(f"--set takes a field of the Plan and its value, as --set ulysses=8; got {text!r}")
+            raise ValueError(
+                f"--set takes a field of the Plan and its value, as --set ulysses=8; got {text!r}"
+            )
         try:
             found[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except json.JSONDecodeError:
@@ -232,19 +261,21 @@ def _answer(request: Request, plan: Plan, show: Show) -> int:
     """`--fits PLAN`."""
     plan.check_world_size(request.world_size)
     show(f"tracing {describe(plan)}", 0.5)
-    passes = plan.data * request.largest.batch
-    if request.global_batch is not None and request.global_batch % passes:
+    passes = passes_of(request, plan.data)
+    if passes is None:
         raise ValueError(
             f"the plan's {plan.data} data rank(s) of {request.largest.batch} sample(s) do not divide the global batch of "
-            f"{request.global_batch}; use a multiple of {passes}, or more sequence ranks"
+            f"{request.global_batch}; use a multiple of {plan.data * request.largest.batch}, or more sequence ranks"
         )
-    candidate = exact(request, plan, (request.global_batch or passes) // passes)
+    candidate = exact(request, plan, passes)
     outcome = Outcome(request, (candidate,), {}, 0.0)
     low, high = candidate.memory_bytes
     has = request.hardware.memory_bytes
     verdict = "fits" if candidate.fits else "may fit" if low <= has < high else "does NOT fit"
     print(f"{verdict}: {low / GIB:.1f} to {high / GIB:.1f} GiB of {has / GIB:.1f} GiB")
-    print(f"step: {candidate.step_time_s[0]:.3f} to {candidate.step_time_s[1]:.3f} s, {candidate.samples} sample(s)")
+    print(
+        f"step: {candidate.step_time_s[0]:.3f} to {candidate.step_time_s[1]:.3f} s, {candidate.samples} sample(s)"
+    )
     print(explain(candidate, outcome).text())
     return 0 if candidate.fits else 1
 
@@ -256,12 +287,21 @@ def _print(outcome: Outcome, told: Explanation | None, top: int) -> None:
     request = outcome.request
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     names = ", ".join(workload.name for workload, _share in request.mix)
-    table = Table(title=f"{names} on {request.world_size} × {request.hardware.name} (simulated)", title_justify="left")
-    for name, justify in (("plan", "left"), ("memory GiB", "right"), ("step s", "right"), ("samples/s", "right"), ("why not", "left")):
+    table = Table(
+        title=f"{names} on {request.world_size} × {request.hardware.name} (simulated)", title_justify="left"
+    )
+    for name, justify in (
+        ("plan", "left"),
+        ("memory GiB", "right"),
+        ("step s", "right"),
+        ("samples/s", "right"),
+        ("why not", "left"),
+    ):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for each in outcome.candidates[:top]:
         table.add_row(
-            describe(each.plan) + (f" accumulation={each.accumulation}" if each.accumulation > 1 else ""),
+            describe(each.plan)
+            + (f" accumulation={each.passes.accumulation}" if each.passes.accumulation > 1 else ""),
             f"{each.memory_bytes[0] / GIB:.1f}–{each.memory_bytes[1] / GIB:.1f}",
             f"{each.step_time_s[0]:.3g}–{each.step_time_s[1]:.3g}",
             f"{1 / each.seconds_per_sample:.3g}" if each.seconds_per_sample else "–",
@@ -328,7 +368,11 @@ def _lanes(candidate: Candidate) -> dict[str, Any] | None:
             if span.stream != stream:
                 continue
             phase = trace.operations[span.operation].phase
-            if bars and bars[-1][0] == phase and span.start_s - bars[-1][1] - bars[-1][2] < timeline.step_s / 2000:
+            if (
+                bars
+                and bars[-1][0] == phase
+                and span.start_s - bars[-1][1] - bars[-1][2] < timeline.step_s / 2000
+            ):
                 bars[-1][2] = span.end_s - bars[-1][1]
             else:
                 bars.append([phase, span.start_s, span.end_s - span.start_s])

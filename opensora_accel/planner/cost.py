@@ -113,10 +113,18 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
         _batch, heads, queries, keys, head_dim = (
             operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 1)
         )
-        sizes = {"flops": operation.flops, "heads": heads, "queries": queries, "keys": keys, "head_dim": head_dim}
+        sizes = {
+            "flops": operation.flops,
+            "heads": heads,
+            "queries": queries,
+            "keys": keys,
+            "head_dim": head_dim,
+        }
         classes = ["attention backward", "attention"] if "backward" in operation.name else ["attention"]
     share = hardware.efficiency(*classes).at(sizes)
-    computed_s = operation.flops / (hardware.peak(operation.dtype) * share) * hardware.slowness[operation.kind]
+    computed_s = (
+        operation.flops / (hardware.peak(operation.dtype) * share) * hardware.slowness[operation.kind]
+    )
     # A point that was measured by its shape has its traffic in it.
     return computed_s if hardware.cores else max(computed_s, moved_s)
 

@@ -15,15 +15,15 @@ GB, TB, GIB = 10**9, 10**12, 2**30
 _MATMUL = "best bf16 product of ml-engineering's MAMF table; smaller products: assumed"
 _ASSUMED_MATMUL = "assumed: as an H100"
 _NCCL_LATENCY = "NCCL's src/graph/tuning.cc, hwLat of a ring with the Simple protocol"
-_REACHED = "assumed: 0.8 of NVLink and 0.9 of a network are reached, as nccl-tests commonly print for large messages"
+_REACHED = (
+    "assumed: 0.8 of NVLink and 0.9 of a network are reached, as nccl-tests commonly print for large messages"
+)
 _HOST = "assumed: an application moves 0.8 of the data sheet's bandwidth with page-locked memory"
 _CONTEXT = "assumed: 0.6 GiB of CUDA context and kernels, and cuBLAS' workspace of 32 MiB"
 _BUFFERS = "assumed: 16 channels of 2 × 4 MiB for each communicator (NCCL_BUFFSIZE is 4 MiB)"
 _SLACK = "assumed: 3 % of the live bytes are lost between blocks of PyTorch's caching allocator"
 _FA2 = "FlashAttention-2, arXiv:2307.08691: up to 73 % of the peak forward and 63 % backward on A100; shorter: assumed"
-_FA_SM90 = (
-    "assumed: between FlashAttention-2 (35 %) and FlashAttention-3 (75 %) on H100, arXiv:2407.08608; backward 0.85 of it"
-)
+_FA_SM90 = "assumed: between FlashAttention-2 (35 %) and FlashAttention-3 (75 %) on H100, arXiv:2407.08608; backward 0.85 of it"
 
 
 def _gemm(best: float) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _memory(best: float) -> dict[str, Any]:
     return {"by": ["bytes"], "points": [[[moved], best * share] for moved, share in shares.items()]}
 
 
-def _gpu(  # noqa: PLR0913 — a row of a table
+def _gpu(
     *,
     peaks: dict[str, float],
     memory_gb: float,
@@ -104,7 +104,14 @@ def _gpu(  # noqa: PLR0913 — a row of a table
 
 
 _NVLINK_S, _PCIE_S = 3.4e-6, 5.7e-6
-_H100_PEAKS = {"bfloat16": 989.4, "float16": 989.4, "float8": 1978.9, "float32": 66.9, "tf32": 494.7, "float64": 66.9}
+_H100_PEAKS = {
+    "bfloat16": 989.4,
+    "float16": 989.4,
+    "float8": 1978.9,
+    "float32": 66.9,
+    "tf32": 494.7,
+    "float64": 66.9,
+}
 
 DEVICES: dict[str, dict[str, Any]] = {
     "a100": _gpu(

@@ -109,8 +109,8 @@ class Reference:
         batch, heads, queries, _keys, head_dim = largest.shape
         return batch * heads * queries * head_dim * element_bytes(largest.dtype)
 
-    def memory(self, optimizer_ratio: float, tp: int) -> StepMemory:
-        """As the profiler's forecasts take it."""
+    def memory(self, optimizer_ratio: float, tp: int, samples: int = 1) -> StepMemory:
+        """As the profiler's forecasts take it, of so many times the samples."""
         weights = [size // tp for size in self.block_parameter_bytes]
         outside = max(0, self.whole.parameter_bytes - sum(self.block_parameter_bytes))
         kept, inputs, others = (self._held(trace) for trace in (self.whole, self.light, self.in_pieces))
@@ -118,9 +118,21 @@ class Reference:
             BlockMemory(parameters=size, inputs=inputs[i], kept=kept[i], mlp=max(0, kept[i] - others[i]))
             for i, size in enumerate(weights)
         )
-        memory = StepMemory(self.light.plan, blocks, outside, 1.0, optimizer_ratio)
+        # What is missing to the reference's peak is work, which grows with the samples too.
+        memory = StepMemory(self.light.plan, blocks, outside, 1.0, 2.0)
         peak = self.light.peak
-        return memory.explained(peak.device_bytes, peak.phase == "optimizer")
+        found = memory.explained(peak.device_bytes, peak.phase == "optimizer")
+        grown = tuple(
+            BlockMemory(each.parameters, *(samples * size for size in (each.inputs, each.kept, each.mlp)))
+            for each in blocks
+        )
+        return replace(
+            found,
+            blocks=grown,
+            work=found.work * samples,
+            outside=found.outside * samples,
+            state_ratio=optimizer_ratio,
+        )
 
     def _held(self, trace: Trace) -> list[int]:
         """Bytes by which each block's forward raises what is held."""
@@ -148,20 +160,23 @@ class Estimator:
         # Thousands of Plans have few different degrees between them.
         self._compute = lru_cache(maxsize=None)(self._compute_s)
         self._memory = lru_cache(maxsize=None)(self.reference.memory)
-        self._needs = lru_cache(maxsize=None)(lambda tp, plan: self._memory(self._ratio, tp).needs(plan))
+        self._needs = lru_cache(maxsize=None)(self._needed_bytes)
         self._collective = lru_cache(maxsize=None)(self._collective_s)
 
     # ---- memory
 
-    def bytes_by_kind(self, plan: Plan) -> dict[str, int]:
-        """The device's bytes at the peak, by kind."""
-        memory = self._memory(self._ratio, plan.tp)
+    def _needed_bytes(self, tp: int, plan: Plan, samples: int) -> int:
+        return self._memory(self._ratio, tp, samples).needs(plan)
+
+    def bytes_by_kind(self, plan: Plan, samples: int = 1) -> dict[str, int]:
+        """The device's bytes at the peak, by kind, with so many times the samples of the reference."""
+        memory = self._memory(self._ratio, plan.tp, samples)
         # What does not change the answer is left out of the question, which then is asked more often.
         plain = plan.replace(
             tp=1, ring=plan.sequence, ulysses=1, overlap_ulysses=False, cpu_offload=False, two_level="off",
             ranks_per_node=None, gather_dtype="same", reduce_dtype="same", sharding_factor=None,
         )  # fmt: skip
-        total = self._needs(plan.tp, plain)
+        total = self._needs(plan.tp, plain, samples)
         shards = plan.num_shards
         kinds = {
             "parameters": memory.parameters // shards,
@@ -174,9 +189,9 @@ class Estimator:
         kinds["activations and gathered weights"] = max(0, total - sum(kinds.values()))
         return kinds
 
-    def host_bytes(self, plan: Plan) -> int:
+    def host_bytes(self, plan: Plan, samples: int = 1) -> int:
         """What a rank holds in host memory."""
-        memory = self._memory(self._ratio, plan.tp)
+        memory = self._memory(self._ratio, plan.tp, samples)
         moved = self._moved(plan)
         held = sum(block.inputs for block in memory.blocks[:moved]) // plan.sequence
         if plan.cpu_offload:
@@ -190,12 +205,12 @@ class Estimator:
 
     # ---- seconds
 
-    def seconds_by_kind(self, plan: Plan, accumulation: int = 1) -> dict[str, float]:
+    def seconds_by_kind(self, plan: Plan, accumulation: int = 1, samples: int = 1) -> dict[str, float]:
         """A step's seconds, by what takes them; they add up to the step."""
         blocks, hardware = self.reference.num_blocks, self.hardware
         placement = Placement.on(hardware, plan.world_size)
         pass_s = Counter[str]()
-        degrees = plan.ring, plan.ulysses, plan.tp
+        degrees = plan.ring, plan.ulysses, plan.tp, samples
         forward = self._compute("forward", degrees, 1, placement)
         backward = self._compute("backward", degrees, 1, placement)
         for part in (forward, backward):
@@ -207,9 +222,12 @@ class Estimator:
         forward_s = forward["in blocks"] / blocks
         backward_s = (backward["in blocks"] + again_s) / blocks
         groups = axis_groups(plan)
-        pass_s.update(self._sequence_s(plan, groups, placement, forward["attention"], backward["attention"]))
+        pass_s.update(
+            self._sequence_s(plan, groups, placement, samples, forward["attention"], backward["attention"])
+        )
         pass_s["parameters sent"] = self._parameters_s(plan, groups, placement, forward_s, backward_s)
-        copied = self._memory(self._ratio, plan.tp).blocks[0].inputs / plan.sequence
+        blocks_held = self._memory(self._ratio, plan.tp, samples).blocks
+        copied = blocks_held[0].inputs / plan.sequence if blocks_held else 0
         copy_s = hardware.host_link.time_s(1, copied)
         pass_s["copies"] = self._moved(plan) * (max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s))
         step = Counter({kind: seconds * accumulation for kind, seconds in pass_s.items()})
@@ -222,7 +240,7 @@ class Estimator:
         return {kind: seconds for kind, seconds in step.items() if seconds > 0}
 
     def _compute_s(
-        self, phase: str, degrees: tuple[int, int, int], shards: int, placement: Placement
+        self, phase: str, degrees: tuple[int, int, int, int], shards: int, placement: Placement
     ) -> dict[str, float]:
         """Seconds of a phase's kernels by kind, and those in blocks; the host's where it is longer, beside them."""
         found = dict.fromkeys(("gemm", "attention", "memory", "host", "in blocks"), 0.0)
@@ -244,41 +262,50 @@ class Estimator:
         return found
 
     def _scaled(
-        self, operation: Operation, degrees: tuple[int, int, int], shards: int, in_blocks: bool
+        self, operation: Operation, degrees: tuple[int, int, int, int], shards: int, in_blocks: bool
     ) -> Operation:
         """The operation as one rank of a Plan has it."""
-        ring, ulysses, tp = degrees
+        ring, ulysses, tp, samples = degrees
         if operation.phase == "optimizer":
             return replace(operation, num_bytes=-(-operation.num_bytes // (shards * tp)))
         sequence, tp = ring * ulysses, tp if in_blocks else 1
         if operation.kind == "memory":
-            return replace(operation, num_bytes=-(-operation.num_bytes // sequence))
+            return replace(operation, num_bytes=-(-operation.num_bytes * samples // sequence))
         if operation.kind == "attention":
             batch, heads, queries, keys, head_dim = operation.shape
-            own = (batch, -(-heads // (ulysses * tp)), -(-queries // ring), keys, head_dim)
+            own = (batch * samples, -(-heads // (ulysses * tp)), -(-queries // ring), keys, head_dim)
             parts = sequence * tp
         else:
             rows, parts = self.reference.workload.num_tokens * self.reference.workload.batch, tp
             batch, m, n, k = operation.shape
             if m >= rows:
-                m, parts = -(-m // sequence), parts * sequence
+                m, parts = -(-m * samples // sequence), parts * sequence
             elif k >= rows:
-                k, parts = -(-k // sequence), parts * sequence
+                k, parts = -(-k * samples // sequence), parts * sequence
             own = (batch, m, -(-n // tp), k)
-        return replace(
-            operation, shape=own, flops=-(-operation.flops // parts), num_bytes=-(-operation.num_bytes // parts)
-        )
+        flops, num_bytes = (-(-each * samples // parts) for each in (operation.flops, operation.num_bytes))
+        return replace(operation, shape=own, flops=flops, num_bytes=num_bytes)
 
-    def _collective_s(self, kind: str, group: tuple[int, ...], sent_bytes: float, placement: Placement) -> float:
-        call = Operation(kind, "collective", "exchange", num_bytes=round(sent_bytes), collective=kind, group=group)
+    def _collective_s(
+        self, kind: str, group: tuple[int, ...], sent_bytes: float, placement: Placement
+    ) -> float:
+        call = Operation(
+            kind, "collective", "exchange", num_bytes=round(sent_bytes), collective=kind, group=group
+        )
         return collective_s(call, self.hardware, placement)
 
     def _sequence_s(
-        self, plan: Plan, groups: dict[str, tuple[int, ...]], placement: Placement, forward_s: float, backward_s: float
+        self,
+        plan: Plan,
+        groups: dict[str, tuple[int, ...]],
+        placement: Placement,
+        samples: int,
+        forward_s: float,
+        backward_s: float,
     ) -> dict[str, float]:
         """What attention's exchanges take that compute waits for; also what tensor parallelism sums."""
         reference, blocks = self.reference, self.reference.num_blocks
-        local = reference.hidden_bytes / plan.sequence
+        local = reference.hidden_bytes * samples / plan.sequence
         passes = {"none": 2, "selective": 2, "full": 3}[plan.checkpoint]
         found: dict[str, float] = {}
         if plan.ulysses > 1:
@@ -297,18 +324,25 @@ class Estimator:
         if plan.ring > 1:
             ring = plan.ring
             # Keys and values of a ring rank's tokens and heads.
-            moved = 2 * reference.hidden_bytes / plan.ring / plan.ulysses / plan.tp
+            moved = 2 * reference.hidden_bytes * samples / plan.ring / plan.ulysses / plan.tp
             send = self._collective("send", groups["ring"], moved, placement)
             forward_part, backward_part = (seconds / blocks / ring for seconds in (forward_s, backward_s))
             waits = (passes - 1) * max(0.0, send - forward_part) + max(0.0, 2 * send - backward_part)
             found["ring"] = blocks * (ring - 1) * waits
         if plan.tp > 1:
             sent = 2 * local * (plan.tp - 1) / plan.tp
-            found["sums over tp"] = blocks * 2 * passes * self._collective("all-reduce", groups["tp"], sent, placement)
+            found["sums over tp"] = (
+                blocks * 2 * passes * self._collective("all-reduce", groups["tp"], sent, placement)
+            )
         return found
 
     def _parameters_s(
-        self, plan: Plan, groups: dict[str, tuple[int, ...]], placement: Placement, forward_s: float, backward_s: float
+        self,
+        plan: Plan,
+        groups: dict[str, tuple[int, ...]],
+        placement: Placement,
+        forward_s: float,
+        backward_s: float,
     ) -> float:
         """What gathering parameters and reducing gradients lasts longer than the compute beside it."""
         if plan.mixed == 1:
@@ -327,13 +361,18 @@ class Estimator:
             return max(last_s, all_s - backward_s * reference.num_blocks)
         gather = scatter = between = 0.0
         if shards > 1:
-            gather = self._collective("all-gather", groups["shards"], gathered * (shards - 1) / shards, placement)
-            scatter = self._collective("reduce-scatter", groups["shards"], reduced * (shards - 1) / shards, placement)
+            gather = self._collective(
+                "all-gather", groups["shards"], gathered * (shards - 1) / shards, placement
+            )
+            scatter = self._collective(
+                "reduce-scatter", groups["shards"], reduced * (shards - 1) / shards, placement
+            )
         if "copies" in groups:
             share = 2 * (len(groups["copies"]) - 1) / len(groups["copies"])
             between = self._collective("all-reduce", groups["copies"], reduced / shards * share, placement)
         ahead = 1.0 if plan.prefetch else 0.0
         again = gather if plan.sharding == "zero3" else 0.0
-        waits = max(0.0, gather - ahead * forward_s) + max(0.0, again + scatter + between - ahead * backward_s)
+        waits = max(0.0, gather - ahead * forward_s) + max(
+            0.0, again + scatter + between - ahead * backward_s
+        )
         return reference.num_blocks * waits + gather + scatter + between
-

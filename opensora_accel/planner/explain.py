@@ -55,7 +55,9 @@ class Explanation:
     def text(self) -> str:
         """For a terminal."""
         lines = [f"{describe(self.plan)}", f"  memory at the peak ({self.peak}):"]
-        lines += [f"    {size / GIB:8.2f} GiB  {kind}" for kind, size in self.bytes_by_kind if size >= GIB // 100]
+        lines += [
+            f"    {size / GIB:8.2f} GiB  {kind}" for kind, size in self.bytes_by_kind if size >= GIB // 100
+        ]
         whole = sum(seconds for _kind, seconds in self.seconds_by_kind) or 1.0
         lines.append(f"  the step: {self.bound}")
         lines += [
@@ -86,7 +88,10 @@ def explain(candidate: Candidate, outcome: Outcome) -> Explanation:
     """Of a Plan of the outcome, or of one that was asked about."""
     kinds = sorted(candidate.bytes_by_kind.items(), key=lambda item: -item[1])
     seconds = sorted(candidate.seconds_by_kind.items(), key=lambda item: -item[1])
-    near = sorted(neighbours(candidate, outcome), key=lambda each: (not each.candidate.fits, each.candidate.seconds_per_sample))
+    near = sorted(
+        neighbours(candidate, outcome),
+        key=lambda each: (not each.candidate.fits, each.candidate.seconds_per_sample),
+    )
     return Explanation(
         candidate.plan,
         _peak(candidate),
@@ -102,12 +107,21 @@ def _peak(candidate: Candidate) -> str:
     if candidate.trace is None:
         return "estimated"
     peak = candidate.trace.peak
-    return f"{peak.phase} of block {peak.block}" if peak.block is not None else f"{peak.phase}, outside of blocks"
+    return (
+        f"{peak.phase} of block {peak.block}"
+        if peak.block is not None
+        else f"{peak.phase}, outside of blocks"
+    )
 
 
 def bound_of(seconds_by_kind: Mapping[str, float]) -> str:
     """What takes most of the step, as a sentence."""
-    groups = {"compute": 0.0, "communication": 0.0, "copies to the host and back": 0.0, "starting operators": 0.0}
+    groups = {
+        "compute": 0.0,
+        "communication": 0.0,
+        "copies to the host and back": 0.0,
+        "starting operators": 0.0,
+    }
     names: dict[str, tuple[float, str]] = {}
     for kind, seconds in seconds_by_kind.items():
         group = group_of_kind(kind)
@@ -151,7 +165,9 @@ def change_between(plan: Plan, other: Plan) -> str:
     if len(differing) != 1:
         return ""
     names = MESH_AXES if differing[0][0] in ("ring", "sharding") else ()
-    fields = [*dict.fromkeys((*(name for name in differing[0] if name not in ("data", "num_shards")), *names))]
+    fields = [
+        *dict.fromkeys((*(name for name in differing[0] if name not in ("data", "num_shards")), *names))
+    ]
     return ", ".join(
         f"{name}={getattr(other, name)}" for name in fields if getattr(plan, name) != getattr(other, name)
     )

@@ -54,7 +54,9 @@ class Efficiency:
             raise ValueError("an efficiency needs at least one point, as [[1e9], 0.5]")
         for sizes, share in self.points:
             if len(sizes) != len(self.by) or not all(0 < size < math.inf for size in sizes):
-                raise ValueError(f"a point has one size above 0 for each of {list(self.by)}; got {list(sizes)}")
+                raise ValueError(
+                    f"a point has one size above 0 for each of {list(self.by)}; got {list(sizes)}"
+                )
             if not 0 < share <= 1:
                 raise ValueError(f"an efficiency is a share of the peak above 0 and at most 1; got {share}")
 
@@ -121,7 +123,9 @@ class Hardware:
     # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
     crowding: dict[str, float] = field(default_factory=dict)
     # How much longer kernels of a class take than these figures say: `bound` sets it.
-    slowness: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0))
+    slowness: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0)
+    )
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_per_s", "ranks_per_node", "host_memory_bytes"):
@@ -135,7 +139,9 @@ class Hardware:
             _check_number(f"peak_flops.{dtype}", peak, above=0)
         for kind in ("gemm", "attention", "memory"):
             if kind not in self.efficiencies:
-                raise ValueError(f"efficiencies has nothing for {kind!r}; it needs gemm, attention and memory")
+                raise ValueError(
+                    f"efficiencies has nothing for {kind!r}; it needs gemm, attention and memory"
+                )
         for name, points in self.collectives.items():
             if len(points) < 2 or any(not (size > 0 and seconds > 0) for size, seconds in points):
                 raise ValueError(
@@ -230,7 +236,9 @@ class Hardware:
         ]  # fmt: skip
         missing = [name for name in needed if name not in values]
         if missing:
-            raise ValueError(f"{source}: {', '.join(missing)} missing; write the file with doctor --calibrate")
+            raise ValueError(
+                f"{source}: {', '.join(missing)} missing; write the file with doctor --calibrate"
+            )
         try:
             made = dict(values)
             for name in ("within", "between", "host_link"):
@@ -248,7 +256,9 @@ class Hardware:
             }
             return cls(**made)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{source}: a field has the wrong form ({error}); write it with --calibrate") from error
+            raise ValueError(
+                f"{source}: a field has the wrong form ({error}); write it with --calibrate"
+            ) from error
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
 
@@ -279,7 +289,9 @@ class Hardware:
         devices, _, network = name.lower().partition("-")
         match = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+))?", devices)
         # `rtx4090` has an x of its own.
-        device, count = (devices, None) if devices in DEVICES else match.groups() if match else (devices, None)
+        device, count = (
+            (devices, None) if devices in DEVICES else match.groups() if match else (devices, None)
+        )
         if device not in DEVICES:
             raise ValueError(
                 f"no hardware is named {name!r}: a name is DEVICE, DEVICExCOUNT or DEVICExCOUNT-NETWORK, as "
@@ -287,7 +299,12 @@ class Hardware:
             )
         if count is not None and int(count) == 0:
             raise ValueError(f"{name!r} has nodes of 0 devices; a node has at least 1, as in {device}x8")
-        values = {**DEVICES[device], "name": name, "between": None, "sources": dict(DEVICES[device]["sources"])}
+        values = {
+            **DEVICES[device],
+            "name": name,
+            "between": None,
+            "sources": dict(DEVICES[device]["sources"]),
+        }
         if count is not None:
             share = int(count) / values["ranks_per_node"]
             values["ranks_per_node"] = int(count)
@@ -328,11 +345,13 @@ def _link(name: str, value: Any) -> Link:
         return Link(float(value["bandwidth_bytes_per_s"]), float(value["latency_s"]))
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{name} is a link, as {{\"bandwidth_bytes_per_s\": 5e10, \"latency_s\": 1e-5}}; got {value!r}"
+            f'{name} is a link, as {{"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5}}; got {value!r}'
         ) from error
 
 
-def _check_number(name: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
+def _check_number(
+    name: str, value: object, *, above: float | None = None, least: float | None = None
+) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (above is not None and value <= above) or (least is not None and value < least):  # type: ignore[operator]
         bound = f"above {above}" if above is not None else f"at least {least}"

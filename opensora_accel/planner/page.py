@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opensora_accel.profiler import charts
-from opensora_accel.profiler.markup import Value, figure, frame, integer, number, percent, seconds, size, table
+from opensora_accel.profiler.markup import (
+    Value,
+    figure,
+    frame,
+    integer,
+    number,
+    percent,
+    seconds,
+    size,
+    table,
+)
 
 # Points and rows of many: the JSON has all.
 MAX_POINTS, MAX_ROWS, MAX_SPANS = 1500, 40, 4000
@@ -30,7 +40,9 @@ def page(document: Mapping[str, Any]) -> str:
         ("candidates", "Candidates", _candidates(root)),
         ("hardware", "Hardware, and where its figures are from", _hardware(root)),
     ]
-    body = "".join(f'<section id="{name}"><h2>{heading}</h2>{text}</section>' for name, heading, text in sections)
+    body = "".join(
+        f'<section id="{name}"><h2>{heading}</h2>{text}</section>' for name, heading, text in sections
+    )
     return frame(
         f"Plan of {title}",
         f'<p class="kind">opensora-accel plan</p><h1>{title}</h1><p class="label">simulated, nothing was measured</p>',
@@ -89,11 +101,15 @@ def _pareto(root: Value) -> str:
             s=14, c=colour, marker=marker, label=name, linewidths=0.8,
         )  # fmt: skip
     line = frontier([(each["memory_bytes"][1], each["seconds_per_sample"]) for _i, each in points])
-    chart.axes.step([x / gib for x, _y in line], [y for _x, y in line], where="post", color="#52a39b", linewidth=1.2)
+    chart.axes.step(
+        [x / gib for x, _y in line], [y for _x, y in line], where="post", color="#52a39b", linewidth=1.2
+    )
     chart.axes.axvline(root["device_bytes"].data / gib, color="#b28d3a", linestyle="--", linewidth=1.2)
     chart.axes.annotate("what a GPU has", (root["device_bytes"].data / gib, 1), (3, -10), xycoords=("data", "axes fraction"),
                         textcoords="offset points", fontsize=8)  # fmt: skip
-    chart.axes.set(xlabel="memory of a GPU, at most (GiB)", ylabel="seconds a sample", yscale="log", xscale="log")
+    chart.axes.set(
+        xlabel="memory of a GPU, at most (GiB)", ylabel="seconds a sample", yscale="log", xscale="log"
+    )
     chart.axes.legend(loc="upper right", fontsize=8)
     indices = {(each["memory_bytes"][1], each["seconds_per_sample"]): i for i, each in points}
     rows = []
@@ -103,7 +119,9 @@ def _pareto(root: Value) -> str:
             [_plan(each), each["memory_bytes"][1].show(size), each["seconds_per_sample"].show(number),
              "traced" if each["traced"].data else "estimated", "fits" if each["fits"].data else "does not fit"]
         )  # fmt: skip
-    numbers = table("Plans that no other one beats in both", ["plan", "memory at most", "seconds a sample", "", ""], rows)
+    numbers = table(
+        "Plans that no other one beats in both", ["plan", "memory at most", "seconds a sample", "", ""], rows
+    )
     return figure(
         chart.svg("Seconds a sample against memory of a GPU; the table below has the numbers", "p-pareto"),
         "Each point is a plan. The line joins those that no other plan beats in both; what stands right of the broken "
@@ -139,10 +157,17 @@ def _timeline(root: Value) -> str:
     chart.axes.grid(axis="y", visible=False)
     chart.legend(legend)
     rows = [
-        [lane["name"].text(), lane["busy_s"].show(seconds), lane["share"].show(percent), lane["exposed_s"].show(seconds)]
+        [
+            lane["name"].text(),
+            lane["busy_s"].show(seconds),
+            lane["share"].show(percent),
+            lane["exposed_s"].show(seconds),
+        ]
         for lane in lanes
     ]
-    numbers = table("Streams of one rank in one step", ["stream", "busy", "of the step", "compute waits for it"], rows)
+    numbers = table(
+        "Streams of one rank in one step", ["stream", "busy", "of the step", "compute waits for it"], rows
+    )
     return figure(
         chart.svg("Streams of one rank over a step; the table below has the numbers", "p-timeline"),
         "One microbatch on rank 0, simulated. A bar of a lower row that stands over a gap in the row of compute is "
@@ -158,7 +183,10 @@ def _memory(root: Value) -> str:
     kinds = list(dict.fromkeys(kind for _time, sample in samples.data for kind in sample))
     stretch = -(-len(samples.data) // MAX_ROWS)
     rows = [
-        [samples[i][0].show(seconds), *[samples[i][1][kind].show(size) if kind in samples[i][1].data else "–" for kind in kinds]]
+        [
+            samples[i][0].show(seconds),
+            *[samples[i][1][kind].show(size) if kind in samples[i][1].data else "–" for kind in kinds],
+        ]
         for i in range(0, len(samples.data), stretch)
     ]
     return figure(

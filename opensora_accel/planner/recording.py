@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -497,7 +497,7 @@ def _traffic(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def _written(func: Any) -> tuple[frozenset[str], bool]:
     """Names of arguments that an operator writes to, and whether it reads them too."""
     names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}

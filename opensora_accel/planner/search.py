@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import Placement, contention, host_s, operation_s
@@ -34,7 +34,14 @@ from opensora_accel.planner.workload import Workload
 GIB = 2**30
 # Bytes of optimizer state for each parameter: two moments, the low-bit ones with a scale for every 256 (4bit: 128).
 OPTIMIZERS = {"adamw": 8.0, "adamw-8bit": 2.03, "adamw-fp8": 2.03, "adamw-4bit": 1.06, "sgd": 0.0}
-_CHECKPOINTS = (("none", 0.0), ("selective", 0.0), ("selective", 1.0), ("full", 0.0), ("full", 0.5), ("full", 1.0))
+_CHECKPOINTS = (
+    ("none", 0.0),
+    ("selective", 0.0),
+    ("selective", 1.0),
+    ("full", 0.0),
+    ("full", 0.5),
+    ("full", 1.0),
+)
 _CHUNKS = (1, 4)
 # Finalists that are traced, and the fewest of them, however long tracing takes.
 FINALISTS, FEWEST = 12, 3
@@ -84,12 +91,18 @@ class Request:
     residents: Residents = Residents()
     # Samples of an optimizer step over all ranks; None: those of one microbatch of every data rank.
     global_batch: int | None = None
+    # Gives a workload with so many samples in a pass: then each data rank has its share of the global batch in one
+    # pass, as the trainer does it, and `accumulation` of them. None: a pass has the workload's samples, always.
+    resize: Callable[[Workload, int], Workload] | None = None
+    accumulation: int = 1
     # Fields of the Plan that are not to be searched.
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.world_size, int) or isinstance(self.world_size, bool) or self.world_size < 1:
-            raise ValueError(f"the number of GPUs must be a whole number, at least 1; got {self.world_size!r}")
+            raise ValueError(
+                f"the number of GPUs must be a whole number, at least 1; got {self.world_size!r}"
+            )
         if not self.mix or any(not share > 0 for _workload, share in self.mix):
             raise ValueError("a mix names at least one size of clips, each with a share above 0")
         if self.global_batch is not None and self.global_batch < 1:
@@ -109,13 +122,20 @@ class Request:
 _FREE = ("checkpoint", "mlp_chunks", "prefetch", "precision")
 
 
+class Passes(NamedTuple):
+    """Microbatches of an optimizer step, and how many times the workload's samples each has on a data rank."""
+
+    accumulation: int = 1
+    samples: int = 1
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A Plan, and what it needs and takes."""
 
     plan: Plan
-    # Microbatches of an optimizer step.
-    accumulation: int
+    passes: Passes
+    # Of an optimizer step, over all ranks.
     samples: int
     # [low, high], of the device and of an optimizer step.
     memory_bytes: tuple[int, int]
@@ -143,7 +163,7 @@ class Candidate:
     def to_dict(self) -> dict[str, Any]:
         return {
             "plan": self.plan.to_dict(),
-            "accumulation": self.accumulation,
+            "accumulation": self.passes.accumulation,
             "samples": self.samples,
             "memory_bytes": list(self.memory_bytes),
             "step_time_s": list(self.step_time_s),
@@ -193,11 +213,15 @@ def divisors(number: int) -> list[int]:
 
 def candidates(
     request: Request, excluded: Counter[str], has_tensor_table: bool = False
-) -> Iterator[tuple[Plan, int]]:
+) -> Iterator[tuple[Plan, Passes]]:
     """Plans that keep the rules, each with its microbatches; what the rules exclude is counted."""
     for degrees, data in _meshes(request, excluded, has_tensor_table):
-        accumulation = _accumulation(request, data, excluded)
-        if accumulation is None:
+        passes = passes_of(request, data)
+        if passes is None:
+            excluded[
+                f"the data ranks' samples must divide the global batch of {request.global_batch}; put more ranks on "
+                "ring or ulysses, or raise the batch"
+            ] += 1
             continue
         for sharding, (checkpoint, offload), chunks in itertools.product(
             _shardings(request, degrees, data), _CHECKPOINTS, _CHUNKS
@@ -214,7 +238,7 @@ def candidates(
                 except ValueError:
                     continue  # not with what is fixed
                 if plan.world_size == request.world_size:
-                    yield plan, accumulation
+                    yield plan, passes
 
 
 def _meshes(
@@ -235,7 +259,9 @@ def _meshes(
             excluded[f"tp > 1: no policy says where the layers of {largest.name} are cut"] += 1
             continue
         if heads % tp or tp > request.hardware.ranks_per_node:
-            excluded[f"tp must divide the {heads} heads and stay in a node of {request.hardware.ranks_per_node}"] += 1
+            excluded[
+                f"tp must divide the {heads} heads and stay in a node of {request.hardware.ranks_per_node}"
+            ] += 1
             continue
         for ulysses in choices("ulysses", request.world_size // tp):
             if heads % (ulysses * tp):
@@ -249,28 +275,30 @@ def _meshes(
                 yield {"ring": ring, "ulysses": ulysses, "tp": tp}, data
 
 
-def _accumulation(request: Request, data: int, excluded: Counter[str]) -> int | None:
-    """Microbatches, so that a step has the global batch; None where it cannot."""
+def passes_of(request: Request, data: int) -> Passes | None:
+    """So that a step has the global batch; None where so many data ranks cannot have it."""
     if request.global_batch is None:
-        return 1
+        return Passes(request.accumulation)
     of_a_pass = data * request.largest.batch
     if request.global_batch % of_a_pass:
-        excluded[
-            f"the data ranks' samples must divide the global batch of {request.global_batch}; put more ranks on ring "
-            "or ulysses, or raise --batch"
-        ] += 1
         return None
-    return request.global_batch // of_a_pass
+    times = request.global_batch // of_a_pass
+    return Passes(request.accumulation, times) if request.resize is not None else Passes(times)
 
 
 def _shardings(request: Request, degrees: Mapping[str, int], data: int) -> list[dict[str, Any]]:
     """Whole parameters, and ZeRO over all ranks, over a node's, and over four and sixteen nodes'."""
     found: list[dict[str, Any]] = [{"sharding": "none", "dp_replicate": data, "dp_shard": 1}]
-    sequence, per_node = degrees["ring"] * degrees["ulysses"], request.hardware.ranks_per_node // degrees["tp"]
+    sequence, per_node = (
+        degrees["ring"] * degrees["ulysses"],
+        request.hardware.ranks_per_node // degrees["tp"],
+    )
     sizes = {data}
     for nodes in (1, 4, 16):
         if data * sequence > nodes * per_node:
-            sizes.add(max(each for each in divisors(data) if each == 1 or each * sequence <= nodes * per_node))
+            sizes.add(
+                max(each for each in divisors(data) if each == 1 or each * sequence <= nodes * per_node)
+            )
     for size, stage in itertools.product(sorted(sizes), ("zero2", "zero3")):
         # A single rank has nothing to share; with ZeRO-3 its shard may lie in host memory.
         if size * sequence > 1 or stage == "zero3":
@@ -312,8 +340,8 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     excluded: Counter[str] = Counter()
     show("estimating every plan", 0.3)
     found = [
-        _estimate(request, estimators, plan, accumulation)
-        for plan, accumulation in candidates(request, excluded, estimators[0][0].reference.has_tensor_table)
+        _estimate(request, estimators, plan, passes)
+        for plan, passes in candidates(request, excluded, estimators[0][0].reference.has_tensor_table)
     ]
     capacity = request.hardware.memory_bytes
     may_fit = [each for each in found if each.memory_bytes[0] <= capacity and not _host_excess(request, each)]
@@ -326,7 +354,7 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         if num_fitting >= FINALISTS or len(traced) >= 3 * FINALISTS or is_late:
             break
         show(f"tracing {describe(each.plan)}", 0.4 + 0.6 * min(1.0, number / FINALISTS))
-        traced[each.plan] = exact(request, each.plan, each.accumulation)
+        traced[each.plan] = exact(request, each.plan, each.passes)
         num_fitting += traced[each.plan].fits
     merged = [traced.get(each.plan, each) for each in found]
     show("ranking", 1.0)
@@ -334,22 +362,26 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
 
 
 def _estimate(
-    request: Request, estimators: Sequence[tuple[Estimator, float]], plan: Plan, accumulation: int
+    request: Request, estimators: Sequence[tuple[Estimator, float]], plan: Plan, passes: Passes
 ) -> Candidate:
-    kinds = max((each.bytes_by_kind(plan) for each, _share in estimators), key=lambda kinds: sum(kinds.values()))
-    host = max(each.host_bytes(plan) for each, _share in estimators)
+    samples = passes.samples
+    kinds = max(
+        (each.bytes_by_kind(plan, samples) for each, _share in estimators),
+        key=lambda kinds: sum(kinds.values()),
+    )
+    host = max(each.host_bytes(plan, samples) for each, _share in estimators)
     seconds: Counter[str] = Counter()
     whole = sum(share for _each, share in estimators)
     for each, share in estimators:
-        for kind, taken in each.seconds_by_kind(plan, accumulation).items():
+        for kind, taken in each.seconds_by_kind(plan, *passes).items():
             seconds[kind] += taken * share / whole
     expected = sum(seconds.values())
     interval = expected * (1 - TIME_INTERVAL), expected * (1 + TIME_INTERVAL)
     live = sum(kinds.values())
-    return _candidate(request, plan, accumulation, (live, live), MEMORY_INTERVAL, kinds, interval, expected, seconds, host)
+    return _candidate(request, plan, passes, live, MEMORY_INTERVAL, kinds, interval, expected, seconds, host)
 
 
-def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
+def exact(request: Request, plan: Plan, passes: Passes = Passes()) -> Candidate:
     """One Plan, traced under itself for every size of clips, and simulated."""
     hardware = request.hardware
     placement = Placement.on(hardware, plan.world_size)
@@ -358,9 +390,11 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
     times, kinds_s = [0.0, 0.0, 0.0], Counter[str]()
     largest: tuple[Trace, Timeline] | None = None
     # Two microbatches tell of any number of them.
-    passes = min(2, accumulation)
+    traced = min(2, passes.accumulation)
     for workload, share in request.mix:
-        trace = trace_step(replace(workload, accumulation=passes), plan)
+        if request.resize is not None:
+            workload = request.resize(workload, passes.samples)
+        trace = trace_step(replace(workload, accumulation=traced), plan)
         timelines = [simulated(trace, each, placement) for each in bounds]
         optimizer_s = [
             sum(span.end_s - span.start_s for span in each.spans
@@ -368,10 +402,10 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
             for each in timelines
         ]  # fmt: skip
         for index, each in enumerate(timelines):
-            step_s = accumulation / passes * (each.step_s - optimizer_s[index]) + optimizer_s[index]
+            step_s = passes.accumulation / traced * (each.step_s - optimizer_s[index]) + optimizer_s[index]
             times[index] += step_s * share / whole
         for kind, seconds in timelines[1].critical_s.items():
-            kinds_s[kind] += seconds * accumulation / passes * share / whole
+            kinds_s[kind] += seconds * passes.accumulation / traced * share / whole
         if largest is None or trace.peak_bytes > largest[0].peak_bytes:
             largest = trace, timelines[1]
     assert largest is not None
@@ -382,7 +416,7 @@ def exact(request: Request, plan: Plan, accumulation: int = 1) -> Candidate:
     device["optimizer state"] = round(state * request.residents.state_ratio / 2)
     live = sum(device.values())
     found = _candidate(
-        request, plan, accumulation, (live, live), 0.0, device, (times[0], times[2]), times[1], kinds_s, trace.host_bytes,
+        request, plan, passes, live, 0.0, device, (times[0], times[2]), times[1], kinds_s, trace.host_bytes,
         num_groups=len(trace.groups), parameter_bytes=trace.parameter_bytes,
     )  # fmt: skip
     return replace(found, trace=trace, timeline=timeline)
@@ -402,11 +436,11 @@ def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timelin
     )
 
 
-def _candidate(  # noqa: PLR0913 — what estimates and traces have in common
+def _candidate(
     request: Request,
     plan: Plan,
-    accumulation: int,
-    live: tuple[int, int],
+    passes: Passes,
+    live: int,
     uncertain: float,
     kinds: Mapping[str, int],
     step_time_s: tuple[float, float],
@@ -427,7 +461,7 @@ def _candidate(  # noqa: PLR0913 — what estimates and traces have in common
         if size:
             by_kind[name.replace("_", " ")] = size
     beside = sum(by_kind.values()) - sum(kinds.values())
-    low, high = live[0] * (1 - uncertain) + beside, live[1] * (1 + uncertain) + beside
+    low, high = live * (1 - uncertain) + beside, live * (1 + uncertain) + beside
     by_kind["context"] = hardware.context_bytes
     by_kind["communication buffers"] = hardware.communicator_bytes * num_groups
     by_kind["allocator slack"] = round(high * hardware.allocator_slack)
@@ -435,7 +469,7 @@ def _candidate(  # noqa: PLR0913 — what estimates and traces have in common
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]
     memory = round(low), round(high)
     candidate = Candidate(
-        plan, accumulation, plan.data * request.largest.batch * accumulation, memory, step_time_s, expected_s,
+        plan, passes, plan.data * request.largest.batch * passes.samples * passes.accumulation, memory, step_time_s, expected_s,
         by_kind, dict(seconds), host_bytes, fits=memory[1] <= hardware.memory_bytes,
     )  # fmt: skip
     return replace(candidate, fits=candidate.fits and not _host_excess(request, candidate))
@@ -481,7 +515,8 @@ def reason_of(request: Request, candidate: Candidate, best: Candidate | None) ->
     if slower < 0:
         return f"not traced: by estimate {-slower:.0%} faster than the best, within the estimate's interval"
     ours, theirs = (
-        {kind: seconds / each.samples for kind, seconds in each.seconds_by_kind.items()} for each in (candidate, best)
+        {kind: seconds / each.samples for kind, seconds in each.seconds_by_kind.items()}
+        for each in (candidate, best)
     )
     more = max(ours, key=lambda kind: ours[kind] - theirs.get(kind, 0.0), default="")
     what = "" if not more or candidate.is_traced != best.is_traced else f", most of it {more}"

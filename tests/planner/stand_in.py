@@ -54,7 +54,9 @@ def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
             Operation("aten.sdpa", "attention", "compute", (len(operations) - 1,), phase, block, flops, 4 * n * c * width,  # type: ignore[arg-type]
                       (workload.batch, workload.num_heads, n, workload.num_tokens, c // workload.num_heads), dtype)
         )  # fmt: skip
-        operations.append(Operation("aten.add", "memory", "compute", (), phase, block, 0, 6 * n * c * width, (), dtype))  # type: ignore[arg-type]
+        operations.append(
+            Operation("aten.add", "memory", "compute", (), phase, block, 0, 6 * n * c * width, (), dtype)
+        )  # type: ignore[arg-type]
 
     def note(phase: str, block: int | None, more: int = 0) -> None:
         kinds = {"parameters": 0 if plan.cpu_offload else parameters, "gradients": 0,
@@ -80,7 +82,19 @@ def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
             gemm("backward", block)
         attention("backward", block)
         note("backward", block, kept // plan.mlp_chunks if plan.checkpoint != "none" else 0)
-    operations.append(Operation("aten.addcmul_", "memory", "compute", (), "optimizer", None, 0, 7 * parameters))
+    operations.append(
+        Operation("aten.addcmul_", "memory", "compute", (), "optimizer", None, 0, 7 * parameters)
+    )
     note("optimizer", None)
     host = offloaded + (4 * parameters if plan.cpu_offload else 0)
-    return Trace(plan, 0, workload.num_blocks, tuple(operations), tuple(memory), host, parameters, kept, tuple(groups.values()))
+    return Trace(
+        plan,
+        0,
+        workload.num_blocks,
+        tuple(operations),
+        tuple(memory),
+        host,
+        parameters,
+        kept,
+        tuple(groups.values()),
+    )

@@ -23,7 +23,9 @@ def collective(kind, group, sent_bytes=10**8):
 
 def product(m, n, k, dtype="bfloat16"):
     moved = 2 * (m * k + k * n + m * n)
-    return Operation("aten.mm", "gemm", "compute", flops=2 * m * n * k, num_bytes=moved, shape=(1, m, n, k), dtype=dtype)
+    return Operation(
+        "aten.mm", "gemm", "compute", flops=2 * m * n * k, num_bytes=moved, shape=(1, m, n, k), dtype=dtype
+    )
 
 
 def test_a_large_product_reaches_the_share_of_the_peak_that_is_known():
@@ -36,7 +38,9 @@ def test_a_large_product_reaches_the_share_of_the_peak_that_is_known():
 
 
 def test_a_dtype_without_a_figure_computes_as_float32():
-    as_is, other = (operation_s(product(4096, 4096, 4096, dtype), H100, ON_64) for dtype in ("float32", "int32"))
+    as_is, other = (
+        operation_s(product(4096, 4096, 4096, dtype), H100, ON_64) for dtype in ("float32", "int32")
+    )
     assert as_is == other > operation_s(product(4096, 4096, 4096), H100, ON_64)
 
 
@@ -51,7 +55,9 @@ def test_an_operator_that_has_figures_of_its_own_takes_them():
 def test_backward_of_attention_has_its_own_efficiency():
     shape = (1, 12, 16384, 16384, 128)
     forward, backward = (
-        Operation(f"aten._attention{end}", "attention", "compute", flops=10**13, shape=shape, dtype="bfloat16")
+        Operation(
+            f"aten._attention{end}", "attention", "compute", flops=10**13, shape=shape, dtype="bfloat16"
+        )
         for end in ("", "_backward")
     )
     assert operation_s(backward, H100, ON_64) > operation_s(forward, H100, ON_64)
@@ -88,7 +94,9 @@ def test_what_was_measured_is_taken():
     placement = Placement.on(hardware, 4)
     assert collective_s(collective("all-gather", (0, 1), 550), hardware, placement) == pytest.approx(1.5e-3)
     # Another number of busy ranks was not measured.
-    assert collective_s(collective("all-gather", (0, 1), 550), hardware, Placement.on(hardware, 2)) != pytest.approx(1.5e-3)
+    assert collective_s(
+        collective("all-gather", (0, 1), 550), hardware, Placement.on(hardware, 2)
+    ) != pytest.approx(1.5e-3)
 
 
 def test_a_line_between_points_goes_on_beyond_them():
@@ -99,7 +107,9 @@ def test_a_line_between_points_goes_on_beyond_them():
 
 def test_ranks_that_share_cores_take_longer():
     cpu = dataclasses.replace(Hardware.named("cpux4"), cores=2)
-    alone, crowded = (operation_s(product(512, 512, 512), cpu, Placement.on(cpu, number)) for number in (2, 4))
+    alone, crowded = (
+        operation_s(product(512, 512, 512), cpu, Placement.on(cpu, number)) for number in (2, 4)
+    )
     assert crowded == pytest.approx(2 * alone)
     assert host_s(cpu, Placement.on(cpu, 4)) == pytest.approx(2 * cpu.launch_s)
     measured = dataclasses.replace(cpu, crowding={"4": 2.5})
@@ -120,7 +130,9 @@ def test_a_faster_link_never_makes_a_collective_slower(kind, sent, ranks, stride
     def faster(link, times):
         return Link(link.bandwidth_bytes_per_s * times, link.latency_s / times)
 
-    better = dataclasses.replace(H100, within=faster(H100.within, within), between=faster(H100.between, between))
+    better = dataclasses.replace(
+        H100, within=faster(H100.within, within), between=faster(H100.between, between)
+    )
     placement = Placement(ranks * stride, 8)
     call = collective(kind, range(0, ranks * stride, stride), sent)
     assert collective_s(call, better, placement) <= collective_s(call, H100, placement) * (1 + 1e-12)
@@ -130,6 +142,7 @@ def test_a_faster_link_never_makes_a_collective_slower(kind, sent, ranks, stride
 @given(st.sampled_from(KINDS), st.integers(1, 10**9), st.sampled_from([2, 8, 32]), st.floats(1, 10))
 def test_more_bytes_never_take_less_time(kind, sent, ranks, times):
     few, many = (
-        collective_s(collective(kind, range(ranks), int(number)), H100, ON_64) for number in (sent, sent * times)
+        collective_s(collective(kind, range(ranks), int(number)), H100, ON_64)
+        for number in (sent, sent * times)
     )
     assert few <= many * (1 + 1e-12) and math.isfinite(many)

@@ -15,11 +15,21 @@ from opensora_accel.planner.hardware import Efficiency, Hardware, hardware_names
 def test_every_figure_of_a_device_says_where_it_is_from(name):
     hardware = Hardware.named(name)
     figures = {field.name for field in dataclasses.fields(hardware)} - {
-        *("name", "sources", "efficiencies", "collectives", "crowding", "slowness", "between", "runs_ahead", "cores")
+        *(
+            "name",
+            "sources",
+            "efficiencies",
+            "collectives",
+            "crowding",
+            "slowness",
+            "between",
+            "runs_ahead",
+            "cores",
+        )
     }
     assert figures | set(hardware.efficiencies) - {"attention backward"} <= set(hardware.sources)
     assert all(len(text) > 5 for text in hardware.sources.values())
-    assert 0 < hardware.peak("bfloat16") and hardware.peak("float16") <= max(hardware.peak_flops.values())
+    assert hardware.peak("bfloat16") > 0 and hardware.peak("float16") <= max(hardware.peak_flops.values())
 
 
 def test_a_name_tells_node_and_network():
@@ -55,7 +65,9 @@ def test_an_efficiency_passes_through_its_points_and_stays_between_them():
     assert 0.2 < efficiency.at({"flops": 1e10}) < 0.5 < efficiency.at({"flops": 1e11}) < 0.8
 
 
-@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(0.01, 1)), min_size=1, max_size=8), st.floats(1e-3, 1e12))
+@given(
+    st.lists(st.tuples(st.floats(1, 1e9), st.floats(0.01, 1)), min_size=1, max_size=8), st.floats(1e-3, 1e12)
+)
 def test_an_efficiency_is_never_beyond_its_points(points, size):
     efficiency = Efficiency(("bytes",), tuple(((known,), share) for known, share in points))
     shares = [share for _known, share in points]
@@ -65,7 +77,11 @@ def test_an_efficiency_is_never_beyond_its_points(points, size):
 def test_the_bounds_are_faster_and_slower():
     hardware = Hardware.named("h100x8-ib400")
     fast, slow = hardware.bound(-1), hardware.bound(+1)
-    assert fast.within.bandwidth_bytes_per_s > hardware.within.bandwidth_bytes_per_s > slow.within.bandwidth_bytes_per_s
+    assert (
+        fast.within.bandwidth_bytes_per_s
+        > hardware.within.bandwidth_bytes_per_s
+        > slow.within.bandwidth_bytes_per_s
+    )
     assert fast.launch_s < hardware.launch_s < slow.launch_s
     assert fast.slowness["gemm"] < 1 < slow.slowness["gemm"]
 
@@ -76,7 +92,9 @@ def test_peaks_are_those_that_the_profiler_knows():
     for device, part in (("h100", "H100"), ("h200", "H200"), ("a100", "A100")):
         bf16, fp32 = flops._PEAKS[part]
         peaks = DEVICES[device]["peak_flops"]
-        assert peaks["bfloat16"] == pytest.approx(bf16, rel=1e-2) and peaks["float32"] == pytest.approx(fp32, rel=1e-2)
+        assert peaks["bfloat16"] == pytest.approx(bf16, rel=1e-2) and peaks["float32"] == pytest.approx(
+            fp32, rel=1e-2
+        )
 
 
 @pytest.mark.parametrize(
