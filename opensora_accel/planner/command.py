@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner.explain import Explanation, explain
-from opensora_accel.planner.hardware import Hardware, hardware_names
+from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
 from opensora_accel.planner.search import (
     GIB,
     OPTIMIZERS,
@@ -27,6 +27,7 @@ from opensora_accel.planner.search import (
     passes_of,
     search,
 )
+from opensora_accel.planner.models import named_workload
 from opensora_accel.planner.workload import Workload, step_file
 
 EXAMPLES = """\
@@ -60,7 +61,7 @@ class Job:
 
     mix: tuple[tuple[Workload, float], ...]
     precision: str = "bf16"
-    residents: Residents = Residents()
+    residents: Residents = field(default_factory=Residents)
     global_batch: int | None = None
     accumulation: int = 1
     resize: Callable[[Workload, int], Workload] | None = None
@@ -108,6 +109,27 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
     outcome.best.plan.save(options.output)
     print(f"wrote {options.output}")
     return 0
+
+
+def choose(job: Job, world_size: int) -> Plan:
+    """The best Plan for a job on this machine; prints why. For `plan = "auto"` and `plan_for`.
+
+    The environment variable OPENSORA_ACCEL_HARDWARE names other hardware, or a file of `doctor --calibrate`.
+
+    Raises:
+        ValueError: nothing fits, and what would help.
+    """
+    hardware = this_machine(world_size)
+    request = Request(
+        job.mix, hardware, world_size, job.precision, job.residents, job.global_batch, job.resize, job.accumulation
+    )
+    with progress() as show:
+        outcome = search(request, show)
+    if outcome.best is None:
+        raise ValueError(nothing_fits(outcome))
+    print(f"the plan, of {len(outcome.candidates)} for {world_size} × {hardware.name}:")
+    print(explain(outcome.best, outcome).text(), flush=True)
+    return outcome.best.plan
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -391,7 +413,7 @@ def _samples(candidate: Candidate, most: int = 400) -> list[tuple[float, Mapping
     ends = {span.operation: span.end_s for span in timeline.spans}
     peak = trace.peak
     every = max(1, len(trace.memory) // most)
-    found, last = [], 0.0
+    found, last = list[tuple[float, Mapping[str, int]]](), 0.0
     for number, state in enumerate(trace.memory):
         last = max(last, ends.get(state.operation, last))
         if number % every == 0 or state is peak:

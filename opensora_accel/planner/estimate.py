@@ -209,12 +209,13 @@ class Estimator:
         """A step's seconds, by what takes them; they add up to the step."""
         blocks, hardware = self.reference.num_blocks, self.hardware
         placement = Placement.on(hardware, plan.world_size)
-        pass_s = Counter[str]()
+        pass_s = defaultdict[str, float](float)
         degrees = plan.ring, plan.ulysses, plan.tp, samples
         forward = self._compute("forward", degrees, 1, placement)
         backward = self._compute("backward", degrees, 1, placement)
         for part in (forward, backward):
-            pass_s.update({kind: part[kind] for kind in ("gemm", "attention", "memory", "host")})
+            for kind in ("gemm", "attention", "memory", "host"):
+                pass_s[kind] += part[kind]
         again_s = 0.0
         if plan.checkpoint != "none":
             again = forward["in blocks"] - (forward["attention"] if plan.checkpoint == "selective" else 0.0)
@@ -230,7 +231,7 @@ class Estimator:
         copied = blocks_held[0].inputs / plan.sequence if blocks_held else 0
         copy_s = hardware.host_link.time_s(1, copied)
         pass_s["copies"] = self._moved(plan) * (max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s))
-        step = Counter({kind: seconds * accumulation for kind, seconds in pass_s.items()})
+        step = defaultdict(float, {kind: seconds * accumulation for kind, seconds in pass_s.items()})
         optimizer = self._compute("optimizer", degrees, plan.num_shards, placement)
         step["optimizer"] = optimizer["memory"] + optimizer["host"]
         if plan.cpu_offload:
@@ -271,6 +272,7 @@ class Estimator:
         sequence, tp = ring * ulysses, tp if in_blocks else 1
         if operation.kind == "memory":
             return replace(operation, num_bytes=-(-operation.num_bytes * samples // sequence))
+        own: tuple[int, ...]
         if operation.kind == "attention":
             batch, heads, queries, keys, head_dim = operation.shape
             own = (batch * samples, -(-heads // (ulysses * tp)), -(-queries // ring), keys, head_dim)

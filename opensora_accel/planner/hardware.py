@@ -20,6 +20,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -319,6 +320,44 @@ class Hardware:
 def hardware_names() -> tuple[str, ...]:
     """Names of the devices that are known."""
     return tuple(DEVICES)
+
+
+def this_machine(world_size: int) -> Hardware:
+    """What this process runs on: as OPENSORA_ACCEL_HARDWARE names it, or the GPU's data sheet, or the CPU.
+
+    Between nodes 400 Gb/s for each GPU are assumed.
+
+    Raises:
+        ValueError: the GPU is none of those that are known, and what to do.
+    """
+    import psutil
+    import torch
+
+    given = os.environ.get("OPENSORA_ACCEL_HARDWARE", "")
+    if given:
+        return Hardware.named(given)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    network = "-ib400" if per_node < world_size else ""
+    host_bytes = psutil.virtual_memory().available
+    if not torch.cuda.is_available():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found = Hardware.named(f"cpux{per_node}{network}")
+        return dataclasses.replace(
+            found, memory_bytes=host_bytes // per_node, host_memory_bytes=host_bytes, cores=cores
+        )
+    name = torch.cuda.get_device_name()
+    plain = name.lower().replace(" ", "")
+    # The longest name first: GB200 has B200 in it.
+    device = next((each for each in sorted(DEVICES, key=len, reverse=True) if each in plain), None)
+    if device is None:
+        raise ValueError(
+            f"the planner has no figures of {name!r}; measure them with `opensora-accel doctor --calibrate FILE`, and "
+            "set OPENSORA_ACCEL_HARDWARE to that file"
+        )
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    return dataclasses.replace(
+        Hardware.named(f"{device}x{per_node}{network}"), memory_bytes=total_bytes, host_memory_bytes=host_bytes
+    )
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:

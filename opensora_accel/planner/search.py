@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -112,6 +112,12 @@ class Request:
         if unknown:
             Plan.from_dict({unknown[0]: self.fixed[unknown[0]]})  # says which fields there are
         self.hardware.nodes_of(self.world_size)
+
+    def as_run(self, workload: Workload, samples: int = 1) -> Workload:
+        """A size of the mix as it runs on the hardware, with so many times the samples in a pass."""
+        if self.resize is not None:
+            workload = self.resize(workload, samples)
+        return replace(workload, fused_optimizer=self.hardware.runs_ahead)
 
     @property
     def largest(self) -> Workload:
@@ -335,7 +341,7 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     estimators: list[tuple[Estimator, float]] = []
     for number, (workload, share) in enumerate(request.mix):
         show(f"tracing {workload.name}", 0.3 * number / len(request.mix))
-        reference = Reference.of(workload, request.precision)
+        reference = Reference.of(request.as_run(workload), request.precision)
         estimators.append((Estimator(reference, request.hardware, request.residents.state_ratio), share))
     excluded: Counter[str] = Counter()
     show("estimating every plan", 0.3)
@@ -370,7 +376,7 @@ def _estimate(
         key=lambda kinds: sum(kinds.values()),
     )
     host = max(each.host_bytes(plan, samples) for each, _share in estimators)
-    seconds: Counter[str] = Counter()
+    seconds = defaultdict[str, float](float)
     whole = sum(share for _each, share in estimators)
     for each, share in estimators:
         for kind, taken in each.seconds_by_kind(plan, *passes).items():
@@ -381,20 +387,18 @@ def _estimate(
     return _candidate(request, plan, passes, live, MEMORY_INTERVAL, kinds, interval, expected, seconds, host)
 
 
-def exact(request: Request, plan: Plan, passes: Passes = Passes()) -> Candidate:
+def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     """One Plan, traced under itself for every size of clips, and simulated."""
     hardware = request.hardware
     placement = Placement.on(hardware, plan.world_size)
     bounds = [hardware.bound(-1), hardware, hardware.bound(+1)]
     whole = sum(share for _workload, share in request.mix)
-    times, kinds_s = [0.0, 0.0, 0.0], Counter[str]()
+    times, kinds_s = [0.0, 0.0, 0.0], defaultdict[str, float](float)
     largest: tuple[Trace, Timeline] | None = None
     # Two microbatches tell of any number of them.
     traced = min(2, passes.accumulation)
     for workload, share in request.mix:
-        if request.resize is not None:
-            workload = request.resize(workload, passes.samples)
-        trace = trace_step(replace(workload, accumulation=traced), plan)
+        trace = trace_step(replace(request.as_run(workload, passes.samples), accumulation=traced), plan)
         timelines = [simulated(trace, each, placement) for each in bounds]
         optimizer_s = [
             sum(span.end_s - span.start_s for span in each.spans
