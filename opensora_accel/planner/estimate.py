@@ -33,7 +33,7 @@ from shardformer import blocks_of
 from shardformer.policy import find_policy, has_policy
 
 # Share by which an estimate may be off in either direction: seen against traces (docs/planner.md), not fitted.
-TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.15
+TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.08
 # What a host's AdamW moves in a second for one rank; assumed.
 _HOST_OPTIMIZER_BYTES_PER_S = 20e9
 # DDP's first and last buckets cannot hide; torch's default of 25 MiB.
@@ -186,7 +186,7 @@ class Estimator:
         if plan.cpu_offload:
             total -= memory.parameters // shards + round(memory.parameters * (1 + self._ratio) / shards)
             kinds["parameters"] = kinds["optimizer state"] = 0
-        kinds["activations and gathered weights"] = max(0, total - sum(kinds.values()))
+        kinds["activations and work"] = max(0, total - sum(kinds.values()))
         return kinds
 
     def host_bytes(self, plan: Plan, samples: int = 1) -> int:
@@ -329,7 +329,8 @@ class Estimator:
             moved = 2 * reference.hidden_bytes * samples / plan.ring / plan.ulysses / plan.tp
             send = self._collective("send", groups["ring"], moved, placement)
             forward_part, backward_part = (seconds / blocks / ring for seconds in (forward_s, backward_s))
-            waits = (passes - 1) * max(0.0, send - forward_part) + max(0.0, 2 * send - backward_part)
+            # Backward sends keys and values on, and their gradients after them in fp32.
+            waits = (passes - 1) * max(0.0, send - forward_part) + max(0.0, 3 * send - backward_part)
             found["ring"] = blocks * (ring - 1) * waits
         if plan.tp > 1:
             sent = 2 * local * (plan.tp - 1) / plan.tp

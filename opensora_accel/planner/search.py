@@ -2,7 +2,8 @@
 
     1. candidates    degrees that multiply to the ranks, with every way to save memory; rules exclude some, each told
     2. estimates     memory and seconds of all of them (estimate.py), in a few seconds for thousands
-    3. finalists     the fastest by estimate that may fit are traced under their own Plan, and simulated
+    3. finalists     the fastest by estimate that may fit are traced under their own Plan, and simulated; each one
+                     corrects the estimates of plans like it, and then the next one is chosen
     4. ranking       seconds of a step over its samples, among those that fit
 
 On 8 GPUs with a model of 12 heads: ulysses may be 1, 2 or 4, and 8 is excluded, because 12 heads are not divisible by
@@ -17,6 +18,8 @@ mean by how often each comes. Every number is an interval; that of an estimate i
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +48,9 @@ _CHECKPOINTS = (
 _CHUNKS = (1, 4)
 # Finalists that are traced, and the fewest of them, however long tracing takes.
 FINALISTS, FEWEST = 12, 3
+# A plan that is slower than the best by this factor, by a corrected estimate, is not traced any more.
+_NO_LONGER_WORTH = 1.03
+_OTHER = "activations and work"
 Show = Callable[[str, float], None]
 
 
@@ -349,22 +355,61 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         _estimate(request, estimators, plan, passes)
         for plan, passes in candidates(request, excluded, estimators[0][0].reference.has_tensor_table)
     ]
-    capacity = request.hardware.memory_bytes
-    may_fit = [each for each in found if each.memory_bytes[0] <= capacity and not _host_excess(request, each)]
-    may_fit.sort(key=lambda each: each.seconds_per_sample)
+    show("choosing finalists", 0.4)
     traced: dict[Plan, Candidate] = {}
-    num_fitting = 0
-    for number, each in enumerate(may_fit):
-        is_late = time.perf_counter() - start > budget_s and len(traced) >= FEWEST and num_fitting
-        # Beyond what may be faster than the best by the estimate's own interval nothing is looked for.
-        if num_fitting >= FINALISTS or len(traced) >= 3 * FINALISTS or is_late:
+    while len(traced) < FINALISTS:
+        correction = _Correction(found, traced)
+        left = [each for each in found if each.plan not in traced and _may_fit(request, each)]
+        best_s = min((each.seconds_per_sample for each in traced.values() if each.fits), default=math.inf)
+        each = min(left, key=lambda each: each.seconds_per_sample * correction.of(each.plan), default=None)
+        if each is None:
             break
-        show(f"tracing {describe(each.plan)}", 0.4 + 0.6 * min(1.0, number / FINALISTS))
+        is_late = time.perf_counter() - start > budget_s
+        is_slower = each.seconds_per_sample * correction.of(each.plan) > _NO_LONGER_WORTH * best_s
+        if best_s < math.inf and len(traced) >= FEWEST and (is_late or is_slower):
+            break
+        show(f"tracing {describe(each.plan)}", 0.4 + 0.6 * len(traced) / FINALISTS)
         traced[each.plan] = exact(request, each.plan, each.passes)
-        num_fitting += traced[each.plan].fits
-    merged = [traced.get(each.plan, each) for each in found]
+    correction = _Correction(found, traced)
+    merged = [traced.get(each.plan) or _scaled(each, correction.of(each.plan)) for each in found]
     show("ranking", 1.0)
     return Outcome(request, _ranked(request, merged), dict(excluded), time.perf_counter() - start)
+
+
+def _may_fit(request: Request, candidate: Candidate) -> bool:
+    """By the middle of what is estimated."""
+    low, high = candidate.memory_bytes
+    return (low + high) / 2 <= request.hardware.memory_bytes and not _host_excess(request, candidate)
+
+
+class _Correction:
+    """What traced plans took, over what was estimated of them: for other plans of the same degrees, or of the same
+    ring, or for all."""
+
+    def __init__(self, found: Sequence[Candidate], traced: Mapping[Plan, Candidate]):
+        ratios = defaultdict[Any, list[float]](list)
+        for each in found:
+            if each.plan in traced:
+                ratio = traced[each.plan].expected_s / each.expected_s
+                for key in self._keys(each.plan):
+                    ratios[key].append(ratio)
+        self._median = {key: statistics.median(values) for key, values in ratios.items()}
+
+    def of(self, plan: Plan) -> float:
+        return next((self._median[key] for key in self._keys(plan) if key in self._median), 1.0)
+
+    @staticmethod
+    def _keys(plan: Plan) -> tuple[Any, ...]:
+        return (plan.ring, plan.ulysses, plan.tp, plan.checkpoint), (plan.ring, plan.ulysses, plan.tp), plan.ring, None
+
+
+def _scaled(candidate: Candidate, factor: float) -> Candidate:
+    low, high = candidate.step_time_s
+    seconds = {kind: factor * each for kind, each in candidate.seconds_by_kind.items()}
+    return replace(
+        candidate, step_time_s=(factor * low, factor * high), expected_s=factor * candidate.expected_s,
+        seconds_by_kind=seconds,
+    )  # fmt: skip
 
 
 def _estimate(
@@ -415,7 +460,8 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     assert largest is not None
     trace, timeline = largest
     kinds = trace.bytes_by_kind_at_peak
-    device = {kind: size for kind, size in kinds.items() if not kind.endswith("host")}
+    # What is no parameter, gradient, ... is what autograd keeps, and what operators work with.
+    device = {_OTHER if kind == "other" else kind: size for kind, size in kinds.items() if not kind.endswith("host")}
     state = device.get("optimizer state", 0)
     device["optimizer state"] = round(state * request.residents.state_ratio / 2)
     live = sum(device.values())
