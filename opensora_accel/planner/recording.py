@@ -51,7 +51,7 @@ _FSDP = os.path.join(_TORCH, "distributed", "fsdp", "")
 _DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 # They start no kernel, beside views.
-_WITHOUT_KERNEL = {
+WITHOUT_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"),
     *("_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "set_", "resize_", "_local_scalar_dense"),
     *("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
@@ -304,7 +304,7 @@ class StepRecorder(LiveBytes):
 
     def _add_kernel(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         name = func._schema.name.split("::")[1]
-        if func.is_view or name in _WITHOUT_KERNEL:
+        if func.is_view or name in WITHOUT_KERNEL:
             return
         reads, writes = _reads_and_writes(func, args, kwargs, outputs)
         if not any(tensor.numel() for tensor in (*reads, *writes)):
