@@ -56,7 +56,9 @@ class ExtendedStep:
     parameter_bytes: int = 0
 
 
-def extend(recorder: StepRecorder, names: Sequence[str], stretches: Sequence[Stretch], has_shards_on_host: bool) -> ExtendedStep:
+def extend(
+    recorder: StepRecorder, names: Sequence[str], stretches: Sequence[Stretch], has_shards_on_host: bool
+) -> ExtendedStep:
     """The step with as many blocks as there are.
 
     Args:
@@ -344,7 +346,8 @@ class _Memory:
     def __init__(self, extension: _Extension):
         self._extension, recorder = extension, extension.recorder
         self._kind_of = [
-            "parameters" if storage.kind.endswith("parameters") else storage.kind for storage in recorder.storages
+            "parameters" if storage.kind.endswith("parameters") else storage.kind
+            for storage in recorder.storages
         ]
         self._now = Counter[str]()
         self._largest = 0

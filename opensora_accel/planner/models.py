@@ -212,9 +212,7 @@ MODELS: dict[str, PublishedModel] = {
         },
         heads=24,
         source="Wan-AI/Wan2.2-TI2V-5B-Diffusers, transformer/config.json; Wan2.2/wan/configs/wan_ti2v_5B.py",
-        **(
-            _WAN | {"channels": 48, "spatial": 16, "frozen": {**_UMT5_XXL, "Wan 2.2 VAE": 704_700_000}}
-        ),
+        **(_WAN | {"channels": 48, "spatial": 16, "frozen": {**_UMT5_XXL, "Wan 2.2 VAE": 704_700_000}}),
     ),
     "hunyuan-video": PublishedModel(
         class_name="HunyuanVideoTransformer3DModel",

@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from opensora_accel.offload import Queue, Queues
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
 from opensora_accel.planner.trace import Operation, Phase, Stream
 from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.live_bytes import LiveBytes
-from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_bytes, arena_memory
+from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_memory
 from opensora_accel.profiler.places import Place, Places
 from opensora_accel.profiler.records import RECOMPUTE
 from opensora_accel.verify.communication.operators import NAMESPACES, Call, calls_of
@@ -128,6 +128,7 @@ class StepRecorder(LiveBytes):
         self.at_start: dict[int, int] = {}
         # In the order in which they were complete.
         self.gradients: list[Gradient] = []
+        self._with_gradient: set[int] = set()
         # All-reduces of DDP's buckets, and the operations that copy averaged gradients out of them.
         self.buckets: list[int] = []
         self.unpackings: list[int] = []
@@ -161,14 +162,16 @@ class StepRecorder(LiveBytes):
         self._index_of = {name: index for index, name in enumerate(blocks)}
         self.look_up()
         self.at_start = {self._serials[address]: size for address, size in self._sizes.items() if size}
-        self._host_bytes = arena_bytes()
+        self._host_bytes = _bytes_on_host()
         with ExitStack() as entered:
             group = _fsdp_param_group.FSDPParamGroup
             entered.enter_context(mock.patch.object(group, "post_backward", self._post_backward()))
             for name, parameter in owners.model.named_parameters():
                 block = next((each for each in blocks if name.startswith(f"{each}.")), "")
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    hook = parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_there, block))
+                    hook = parameter.register_post_accumulate_grad_hook(
+                        partial(self._gradient_is_there, block)
+                    )
                     entered.callback(hook.remove)
             yield
         self.look_up()
@@ -310,7 +313,10 @@ class StepRecorder(LiveBytes):
         if not any(tensor.numel() for tensor in (*reads, *writes)):
             return
         # Whole numbers on the host: counts of tokens, positions.
-        if all(type(tensor) is Tensor and not tensor.is_floating_point() for tensor in (*reads, *writes)) and _is_fake():
+        if (
+            all(type(tensor) is Tensor and not tensor.is_floating_point() for tensor in (*reads, *writes))
+            and _is_fake()
+        ):
             return
         flops, shape, kind = 0, tuple[int, ...](), "memory"
         formula = flop_registry.get(func._overloadpacket)
@@ -357,7 +363,12 @@ class StepRecorder(LiveBytes):
             for tensor in written:
                 self._belongs_to_communication(tensor)
             last = self.operations[-1] if self.operations else None
-            if call.kind == "recv" and last is not None and last.collective == "send" and last.stream == "ring":
+            if (
+                call.kind == "recv"
+                and last is not None
+                and last.collective == "send"
+                and last.stream == "ring"
+            ):
                 # The other end of what the neighbours send at the same time.
                 self._writers[tensors[0].untyped_storage()._cdata] = len(self.operations) - 1
                 continue
@@ -379,7 +390,9 @@ class StepRecorder(LiveBytes):
             sent = number
             if self._is_reducing:
                 self._kernel_stream = "reduce"
-                self._reduced_bytes += call.input_bytes // len(call.group) if call.kind == "reduce-scatter" else 0
+                self._reduced_bytes += (
+                    call.input_bytes // len(call.group) if call.kind == "reduce-scatter" else 0
+                )
             if caller == "DDP" and call.kind == "all-reduce" and call.carries_numbers:
                 self.buckets.append(number)
                 self._bucket_memory |= {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -391,6 +404,11 @@ class StepRecorder(LiveBytes):
     def _gradient_is_there(self, block: str, parameter: Tensor) -> None:
         """Notes that the gradient of a parameter [...] is complete."""
         assert parameter.grad is not None
+        if id(parameter) in self._with_gradient:
+            # Of a step with several passes the last one counts: before it nothing is averaged.
+            self.gradients.clear()
+            self._with_gradient.clear()
+        self._with_gradient.add(id(parameter))
         self.gradients.append(Gradient(len(self.operations) - 1, block, parameter.grad.nbytes))
 
     def _post_backward(self) -> Callable[..., None]:
@@ -451,7 +469,7 @@ class StepRecorder(LiveBytes):
         super()._set(address, size_bytes)
 
     def _note_host(self) -> None:
-        now_bytes = arena_bytes()
+        now_bytes = _bytes_on_host()
         if now_bytes != self._host_bytes:
             self.host_changes.append((len(self.operations) - 1, now_bytes - self._host_bytes))
             self._host_bytes = now_bytes
@@ -485,6 +503,11 @@ class _RecordedQueues(Queues):
 
 
 # ---- what an operator reads, writes and computes
+
+
+def _bytes_on_host() -> int:
+    """Block inputs that wait there. The engine's own count, for which it takes back what is not needed any more."""
+    return GLOBAL_ACTIVATION_MANAGER.engine.counters.in_use_bytes
 
 
 def _is_fake() -> bool:

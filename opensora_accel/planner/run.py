@@ -28,9 +28,9 @@ from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
 
-# Steps before the one that is recorded: in the first one engines learn sizes. DDP learns the order of gradients in it,
-# and makes its buckets anew in the second.
-_WARM_UP_STEPS, _WARM_UP_STEPS_OF_DDP = 1, 2
+# Steps before the one that is recorded: in the first one FSDP2 and the optimizer set themselves up. DDP learns the order
+# of gradients in it, and makes its buckets anew in the second; a block that moves alone reserves one slot in each.
+_WARM_UP_STEPS, _WARM_UP_STEPS_OF_SOME = 1, 2
 # Blocks of a stretch that are recorded at first: the first and the last ones differ, and two in between are compared.
 _FEW = 3
 # No plan's arena is that large.
@@ -46,9 +46,11 @@ def run_step(workload: Workload, plan: Plan, rank: int, num_blocks: int | None) 
         plan = plan.replace(offload=1.0)
     few = _FEW + 2 * (plan.prefetch if plan.sharding != "none" else 0)
     while True:
+        session = _Session(workload, plan, rank, num_blocks, few)
         try:
-            return _Session(workload, plan, rank, num_blocks, few).trace()
-        except NotRepeated:
+            return session.trace()
+        except NotRepeated as error:
+            assert session.leaves_blocks_out, error
             few *= 2
 
 
@@ -58,6 +60,7 @@ class _Session:
     def __init__(self, workload: Workload, plan: Plan, rank: int, num_blocks: int | None, few: int):
         self.workload, self.plan, self.rank = workload, plan, rank
         self._most, self._few = num_blocks, few
+        self.leaves_blocks_out = False
 
     def trace(self) -> Trace:
         plan, shape = self.plan, MeshShape.of(self.plan)
@@ -95,9 +98,7 @@ class _Session:
             groups=tuple(recorder.groups),
         )
 
-    def _record(
-        self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks
-    ) -> list[str]:
+    def _record(self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks) -> list[str]:
         """Runs the step; the names of the blocks."""
         one_pass = self.workload.prepare(model, run)
         blocks = find_blocks(model, blocks_of(model) if has_policy(model) else None)
@@ -114,8 +115,9 @@ class _Session:
             others.forget_works()
 
         has_ddp = self.plan.sharding == "none" and self.plan.mixed > 1 and self.plan.precision != "bf16"
+        one_moves = num_blocks_to_move(run.plan.offload, len(blocks), KEEP_LAST) == 1
         if self.workload.is_repeatable:
-            for _ in range(_WARM_UP_STEPS_OF_DDP if has_ddp else _WARM_UP_STEPS):
+            for _ in range(_WARM_UP_STEPS_OF_SOME if has_ddp or one_moves else _WARM_UP_STEPS):
                 step()
         owners = Owners(model, blocks, optimizer)
         places = Places(model, blocks, optimizer, moved=recorder.moved, saved=owners.add_inputs)
@@ -133,7 +135,9 @@ class _Session:
             _cut(model, policy, self._most)
         blocks = blocks_of(model)
         moved = (
-            num_blocks_to_move(self.plan.offload, len(blocks), KEEP_LAST) if self.plan.checkpoint != "none" else 0
+            num_blocks_to_move(self.plan.offload, len(blocks), KEEP_LAST)
+            if self.plan.checkpoint != "none"
+            else 0
         )
         is_regular = all(not entry.alternating for entry in policy.blocks)
         groups: list[list[nn.Module]] = []
@@ -150,6 +154,7 @@ class _Session:
             stretches.append(Stretch(first, recorded, len(group)))
             dropped |= {id(block) for block in group[recorded:]}
             first += recorded
+        self.leaves_blocks_out = bool(dropped)
         for entry in policy.blocks:
             _keep(model, entry.module, lambda block: id(block) not in dropped)
         kept_moved = sum(s.recorded for s, kind in zip(stretches, kinds, strict=True) if kind[1])

@@ -182,7 +182,11 @@ def simulate(
 
 class _Simulation:
     def __init__(
-        self, operations: Sequence[Operation], work_s: Sequence[float], launch_s: float, contention: Contention
+        self,
+        operations: Sequence[Operation],
+        work_s: Sequence[float],
+        launch_s: float,
+        contention: Contention,
     ):
         self.operations, self.contention = operations, contention
         self.left_s, self.launch_s = list(work_s), launch_s

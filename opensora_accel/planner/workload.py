@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel.fsdp import set_last_microbatch
@@ -65,7 +64,9 @@ def step_file(path: Path, *, batch: int = 1) -> Workload:
     module = load_file(path)
     for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
         if not callable(getattr(module, name, None)):
-            raise ValueError(f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file")
+            raise ValueError(
+                f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file"
+            )
     return of_step(path.name, module.model_fn, module.step, batch=batch)
 
 
@@ -76,14 +77,15 @@ def of_step(
 
     It runs once, so what only later steps do (DDP's buckets in the order of gradients) is not in its trace.
     """
+    return Workload(name, model_fn, _GivenStep(step), batch=batch, is_repeatable=False)
 
-    def prepare(model: nn.Module, run: Run) -> Pass:
-        def one_pass(_is_last: bool) -> None:
-            step(model, run)
 
-        return one_pass
+@dataclass(frozen=True)
+class _GivenStep:
+    step: Callable[[nn.Module, Run], Any]
 
-    return Workload(name, model_fn, prepare, batch=batch, is_repeatable=False)
+    def __call__(self, model: nn.Module, run: Run) -> Pass:
+        return lambda _is_last: self.step(model, run)
 
 
 def of_model(
@@ -99,24 +101,29 @@ def of_model(
             latents, and what the model returns has their shape.
         sizes: further fields of `Workload`.
     """
+    return Workload(name, model_fn, _FlowMatching(inputs), **sizes)
 
-    def prepare(model: nn.Module, run: Run) -> Pass:
+
+@dataclass(frozen=True)
+class _FlowMatching:
+    inputs: Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
+
+    def __call__(self, model: nn.Module, run: Run) -> Pass:
         init_parallel(run.plan, "cpu")
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
-        given = dict(inputs(model, DTYPES[run.plan.precision]))
-        clean = next(iter(given.values()))
+        given = dict(self.inputs(model, DTYPES[run.plan.precision]))
+        name, clean = next(iter(given.items()))
         noise = torch.randn_like(clean)
 
         def one_pass(is_last: bool) -> None:
             set_last_microbatch(model, is_last)
             is_quiet = isinstance(forward, DistributedDataParallel) and not is_last
             with forward.no_sync() if is_quiet else nullcontext():
-                output = forward(**given)
-                velocity: Tensor = output[0] if isinstance(output, tuple) else output
-                loss = functional.mse_loss(velocity.float(), noise.float() - clean.float())
-                del output, velocity
+                # As `training.flow.flow_loss` has it.
+                output = forward(**given | {name: 0.5 * clean + 0.5 * noise})
+                error = (output[0] if isinstance(output, tuple) else output) - (noise - clean)
+                loss = (error.float() if error.dtype != torch.float64 else error).square().mean()
+                del output, error
                 loss.backward()
 
         return one_pass
-
-    return Workload(name, model_fn, prepare, **sizes)
