@@ -111,15 +111,17 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
     return 0
 
 
-def choose(job: Job, world_size: int) -> Plan:
-    """The best Plan for a job on this machine; prints why. For `plan = "auto"` and `plan_for`.
+def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
+    """The best Plan for a job; prints why. For `plan = "auto"` and `plan_for`.
 
-    The environment variable OPENSORA_ACCEL_HARDWARE names other hardware, or a file of `doctor --calibrate`.
+    Args:
+        hardware_name: by default this machine. There the environment variable OPENSORA_ACCEL_HARDWARE names other
+            hardware, or a file of `doctor --calibrate`.
 
     Raises:
         ValueError: nothing fits, and what would help.
     """
-    hardware = this_machine(world_size)
+    hardware = Hardware.named(hardware_name) if hardware_name else this_machine(world_size)
     request = Request(
         job.mix, hardware, world_size, job.precision, job.residents, job.global_batch, job.resize, job.accumulation
     )

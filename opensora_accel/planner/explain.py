@@ -159,7 +159,7 @@ def change_between(plan: Plan, other: Plan) -> str:
         choice for choice in _CHOICES if any(getattr(plan, name) != getattr(other, name) for name in choice)
     ]
     # Other degrees bring another number of shards with them.
-    if len(differing) == 2 and differing[0] == _CHOICES[0] and plan.sharding == other.sharding:
+    if differing == list(_CHOICES[:2]) and plan.sharding == other.sharding:
         is_all = plan.num_shards == plan.mixed and other.num_shards == other.mixed
         differing = differing[:1] if is_all else differing
     if len(differing) != 1:

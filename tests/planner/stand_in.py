@@ -23,6 +23,9 @@ class StandInWorkload:
     batch: int = 1
     has_tensor_table: bool = False
     channels: int = 1024
+    accumulation: int = 1
+    fused_optimizer: bool = True
+    has_tensor_table: bool = False
 
 
 def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
@@ -65,23 +68,27 @@ def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
 
     inputs, kept = n * c * width, 20 * n * c * width
     offloaded = 0
-    for block in range(workload.num_blocks):
-        gemm("forward", block)
-        note("forward", block)
-        attention("forward", block)
-        if plan.checkpoint == "none":
-            held += kept
-        elif float(plan.offload) > block / workload.num_blocks:
-            offloaded += inputs
-        else:
-            held += inputs if plan.checkpoint == "full" else 2 * inputs
-    for block in reversed(range(workload.num_blocks)):
-        if plan.checkpoint != "none":
-            gemm("recompute", block)
-        for _ in range(2):
-            gemm("backward", block)
-        attention("backward", block)
-        note("backward", block, kept // plan.mlp_chunks if plan.checkpoint != "none" else 0)
+    for _ in range(workload.accumulation):
+        held = 0
+        for block in range(workload.num_blocks):
+            gemm("forward", block)
+            note("forward", block)
+            attention("forward", block)
+            if plan.checkpoint == "none":
+                held += kept
+            elif float(plan.offload) > block / workload.num_blocks:
+                offloaded += inputs
+            else:
+                held += inputs if plan.checkpoint == "full" else 2 * inputs
+        for block in reversed(range(workload.num_blocks)):
+            if plan.checkpoint != "none":
+                gemm("recompute", block)
+                if plan.checkpoint == "full":
+                    attention("recompute", block)
+            for _ in range(2):
+                gemm("backward", block)
+            attention("backward", block)
+            note("backward", block, kept // plan.mlp_chunks if plan.checkpoint != "none" else 0)
     operations.append(
         Operation("aten.addcmul_", "memory", "compute", (), "optimizer", None, 0, 7 * parameters)
     )
