@@ -48,7 +48,7 @@ def plan_for(
     from opensora_accel.planner.command import Job, choose
     from opensora_accel.planner.workload import of_model
 
-    if not callable(model):
+    if not callable(model) or hasattr(model, "state_dict"):
         raise ValueError(
             f"plan_for takes a function that builds the model, as `lambda: Model(...)`; got {type(model).__name__}"
         )
