@@ -124,7 +124,7 @@ class Timeline:
 
     @cached_property
     def critical_s(self) -> Mapping[str, float]:
-        """The same by what bounds the operations: "gemm", "attention", "memory", "copy_in", "all-to-all over ulysses"."""
+        """The same by what bounds the operations: "gemm", "memory", "copy_in", "all-to-all over ulysses", ..."""
         return self._summed(
             self.critical_path,
             lambda operation: (

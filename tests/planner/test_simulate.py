@@ -118,7 +118,7 @@ def test_wrong_seconds_and_factors_are_refused():
         run(("compute", -1))
     with pytest.raises(ValueError, match="at least 0; got nan"):
         run(("compute", float("nan")))
-    with pytest.raises(ValueError, match="at least 1 .* got 0.5"):
+    with pytest.raises(ValueError, match=r"at least 1 .* got 0\.5"):
         run(("compute", 1), contention=Contention(compute_beside_collective=0.5))
 
 
