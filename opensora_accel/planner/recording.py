@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,8 +211,10 @@ class StepRecorder(LiveBytes):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor's device is asked for
-            return func(*args, **kwargs)
+        if func.namespace == "prim":
+            # torch's C++ asks for a device, for every second operator.
+            is_known = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+            return args[0].fake_device if is_known else func(*args, **kwargs)
         if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
             # torch has left this mode to call it. What the operator does is to be seen again.
             TorchDispatchMode.__enter__(self)

@@ -94,7 +94,7 @@ class Timeline:
             found[last.operation] += last.end_s - max(free_s, last.start_s)
             for cause, seconds in self._behind(last.operation, free_s):
                 found[cause] += seconds
-        return dict(found)
+        return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
     @cached_property
     def exposed_s(self) -> Mapping[str, float]:
@@ -124,7 +124,7 @@ class Timeline:
 
     @cached_property
     def critical_s(self) -> Mapping[str, float]:
-        """The same by what bounds the operations: "gemm", "attention", "memory", "copy_in", "all-to-all over ulysses"."""
+        """The same by what bounds the operations: "gemm", "memory", "copy_in", "all-to-all over ulysses", ..."""
         return self._summed(
             self.critical_path,
             lambda operation: (
