@@ -123,7 +123,14 @@ def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
     """
     hardware = Hardware.named(hardware_name) if hardware_name else this_machine(world_size)
     request = Request(
-        job.mix, hardware, world_size, job.precision, job.residents, job.global_batch, job.resize, job.accumulation
+        job.mix,
+        hardware,
+        world_size,
+        job.precision,
+        job.residents,
+        job.global_batch,
+        job.resize,
+        job.accumulation,
     )
     with progress() as show:
         outcome = search(request, show)

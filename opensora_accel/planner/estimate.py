@@ -35,7 +35,7 @@ from shardformer.policy import find_policy, has_policy
 # Share by which an estimate may be off in either direction: seen against traces (docs/planner.md), not fitted.
 TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.08
 # What a host's AdamW moves in a second for one rank; assumed.
-_HOST_OPTIMIZER_BYTES_PER_S = 20e9
+HOST_OPTIMIZER_BYTES_PER_S = 20e9
 # DDP's first and last buckets cannot hide; torch's default of 25 MiB.
 _BUCKET_BYTES = 25 * 2**20
 
@@ -236,7 +236,7 @@ class Estimator:
         step["optimizer"] = optimizer["memory"] + optimizer["host"]
         if plan.cpu_offload:
             shard = self.reference.whole.parameter_bytes / plan.tp / plan.num_shards
-            step["optimizer"] = shard * 7 / _HOST_OPTIMIZER_BYTES_PER_S
+            step["optimizer"] = shard * 7 / HOST_OPTIMIZER_BYTES_PER_S
             step["copies"] += hardware.host_link.time_s(1, shard * (1 + 2 * accumulation))
         return {kind: seconds for kind, seconds in step.items() if seconds > 0}
 

@@ -356,7 +356,9 @@ def this_machine(world_size: int) -> Hardware:
         )
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     return dataclasses.replace(
-        Hardware.named(f"{device}x{per_node}{network}"), memory_bytes=total_bytes, host_memory_bytes=host_bytes
+        Hardware.named(f"{device}x{per_node}{network}"),
+        memory_bytes=total_bytes,
+        host_memory_bytes=host_bytes,
     )
 
 

@@ -36,9 +36,7 @@ class Meter:
         self.dtypes = ("bfloat16", "float32") if self.is_gpu else ("float32", "bfloat16")
         self.dtype = getattr(torch, self.dtypes[0])
 
-    def seconds(
-        self, make: Callable[[], Callable[[], Any]], least_s: float = 0.01, rounds: int = 3
-    ) -> float:
+    def seconds(self, make: Callable[[], Callable[[], Any]], least_s: float = 0.01, rounds: int = 3) -> float:
         """The least of some rounds, each of as many calls as `least_s` needs, of functions that `make` gives."""
         functions = [make() for _ in range(_KEPT)]
         for function in functions:

@@ -28,10 +28,17 @@ from typing import Any, NamedTuple
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import Placement, contention, host_s, operation_s
-from opensora_accel.planner.estimate import MEMORY_INTERVAL, TIME_INTERVAL, Estimator, Reference, axis_groups
+from opensora_accel.planner.estimate import (
+    HOST_OPTIMIZER_BYTES_PER_S,
+    MEMORY_INTERVAL,
+    TIME_INTERVAL,
+    Estimator,
+    Reference,
+    axis_groups,
+)
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline, simulate
-from opensora_accel.planner.trace import Trace, trace_step
+from opensora_accel.planner.trace import Operation, Trace, trace_step
 from opensora_accel.planner.workload import Workload
 
 GIB = 2**30
@@ -50,6 +57,8 @@ _CHUNKS = (1, 4)
 FINALISTS, FEWEST = 12, 3
 # A plan that is slower than the best by this factor, by a corrected estimate, is not traced any more.
 _NO_LONGER_WORTH = 1.03
+# Plans within about this share of each other count as equally fast.
+_AS_FAST = 0.005
 _OTHER = "activations and work"
 Show = Callable[[str, float], None]
 
@@ -322,7 +331,8 @@ def _extras(request: Request, fields: Mapping[str, Any]) -> list[dict[str, Any]]
     """Shards in host memory, and collectives in two levels where a group leaves its node with several ranks on it."""
     choices: list[dict[str, Any]] = [{}]
     shards = fields["dp_shard"] * fields["ring"] * fields["ulysses"]
-    if fields["sharding"] == "zero3":
+    # A device that computes in host memory has nothing to move there.
+    if fields["sharding"] == "zero3" and request.hardware.runs_ahead:
         choices.append({"cpu_offload": True})
         if shards == 1:
             return choices[1:]
@@ -400,7 +410,12 @@ class _Correction:
 
     @staticmethod
     def _keys(plan: Plan) -> tuple[Any, ...]:
-        return (plan.ring, plan.ulysses, plan.tp, plan.checkpoint), (plan.ring, plan.ulysses, plan.tp), plan.ring, None
+        return (
+            (plan.ring, plan.ulysses, plan.tp, plan.checkpoint),
+            (plan.ring, plan.ulysses, plan.tp),
+            plan.ring,
+            None,
+        )
 
 
 def _scaled(candidate: Candidate, factor: float) -> Candidate:
@@ -461,7 +476,9 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     trace, timeline = largest
     kinds = trace.bytes_by_kind_at_peak
     # What is no parameter, gradient, ... is what autograd keeps, and what operators work with.
-    device = {_OTHER if kind == "other" else kind: size for kind, size in kinds.items() if not kind.endswith("host")}
+    device = {
+        _OTHER if kind == "other" else kind: size for kind, size in kinds.items() if not kind.endswith("host")
+    }
     state = device.get("optimizer state", 0)
     device["optimizer state"] = round(state * request.residents.state_ratio / 2)
     live = sum(device.values())
@@ -474,16 +491,16 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
 
 def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timeline:
     """The timeline of a trace on a machine."""
-    start_s = host_s(hardware, placement)
-    shared = contention(hardware, placement)
-    if hardware.runs_ahead:
-        return simulate(
-            trace, lambda each: operation_s(each, hardware, placement), launch_s=start_s, contention=shared
-        )
     # Where kernels run on the host's cores, starting one is part of it.
-    return simulate(
-        trace, lambda each: operation_s(each, hardware, placement) + start_s, launch_s=0.0, contention=shared
-    )
+    start_s = host_s(hardware, placement)
+    beside_s = 0.0 if hardware.runs_ahead else start_s
+
+    def seconds(operation: Operation) -> float:
+        if trace.plan.cpu_offload and operation.phase == "optimizer":
+            return operation.num_bytes / HOST_OPTIMIZER_BYTES_PER_S + beside_s
+        return operation_s(operation, hardware, placement) + beside_s
+
+    return simulate(trace, seconds, launch_s=start_s - beside_s, contention=contention(hardware, placement))
 
 
 def _candidate(
@@ -540,8 +557,12 @@ def _host_excess(request: Request, candidate: Candidate) -> str:
 def _ranked(request: Request, found: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The best first. A plan that was only estimated does not stand before one that was traced."""
     fitting = sorted(
-        (each for each in found if each.fits), key=lambda each: (not each.is_traced, each.seconds_per_sample)
-    )
+        (each for each in found if each.fits),
+        # Of plans that are as fast the one with the least to set comes first.
+        key=lambda each: (
+            not each.is_traced, round(math.log(each.seconds_per_sample) / _AS_FAST), len(describe(each.plan)),
+        ),
+    )  # fmt: skip
     others = sorted((each for each in found if not each.fits), key=lambda each: each.memory_bytes[1])
     best = fitting[0] if fitting else None
     return tuple(
@@ -562,8 +583,10 @@ def reason_of(request: Request, candidate: Candidate, best: Candidate | None) ->
         return f"needs up to {candidate.memory_bytes[1] / GIB:,.1f} GiB of {has / GIB:,.1f}: {most}"
     assert best is not None
     slower = candidate.seconds_per_sample / best.seconds_per_sample - 1
-    if slower < 0:
+    if slower < 0 and not candidate.is_traced:
         return f"not traced: by estimate {-slower:.0%} faster than the best, within the estimate's interval"
+    if abs(slower) <= 2 * _AS_FAST and candidate.is_traced:
+        return "as fast, with more to set, or more memory"
     ours, theirs = (
         {kind: seconds / each.samples for kind, seconds in each.seconds_by_kind.items()}
         for each in (candidate, best)

@@ -72,4 +72,3 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         heads = int(outline.config.num_attention_heads)
         found.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
     return found
-

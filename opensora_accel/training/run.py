@@ -59,7 +59,9 @@ def run(
     # A run that goes on has the plan that it was saved with.
     chooses = given.wants_plan and not given.config.resume
     if chooses and choose_plan is None:
-        raise ValueError('only the command line chooses a plan; set plan to one, as opensora_accel.plan_for gives it')
+        raise ValueError(
+            "only the command line chooses a plan; set plan to one, as opensora_accel.plan_for gives it"
+        )
     is_first = os.environ.get("RANK", "0") == "0"
     chosen = choose_plan(given.config) if chooses and is_first and choose_plan is not None else None
     import torch.distributed as dist
@@ -124,7 +126,9 @@ def _read(arguments: Sequence[str]) -> _Given:
         if name == "--plan":
             value = value if equals else remaining.pop(0) if remaining else ""
             if value != AUTO_PLAN:
-                raise ValueError(f"--plan takes {AUTO_PLAN} alone, or fields, as --plan.ulysses 2; got {value!r}")
+                raise ValueError(
+                    f"--plan takes {AUTO_PLAN} alone, or fields, as --plan.ulysses 2; got {value!r}"
+                )
             wants_plan = True
             continue
         if name not in ("--config", "--resume"):

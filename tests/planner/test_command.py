@@ -40,7 +40,12 @@ def run(*arguments):
 def test_the_best_plan_is_written_and_told(stand_in, capsys):
     assert run(*CLIP, *ON) == 0
     told = capsys.readouterr().out
-    assert "(simulated)" in told and "the best" in told and "memory at the peak" in told and "wrote plan.json" in told
+    assert (
+        "(simulated)" in told
+        and "the best" in told
+        and "memory at the peak" in told
+        and "wrote plan.json" in told
+    )
     plan = Plan.load(stand_in / "plan.json")
     assert plan.world_size == 16 and plan.precision == "bf16"
 

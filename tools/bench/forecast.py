@@ -35,7 +35,9 @@ from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import Workload, of_model
 
 MODELS = {
-    "wide": Sizes(heads=6, head_dim=64, feed_forward=1536, layers=3, frames=4, height=16, width=32, text_tokens=32),
+    "wide": Sizes(
+        heads=6, head_dim=64, feed_forward=1536, layers=3, frames=4, height=16, width=32, text_tokens=32
+    ),
     "long": Sizes(heads=4, head_dim=32, feed_forward=512, layers=2, frames=8, height=32, width=32),
     "deep": Sizes(heads=8, head_dim=24, feed_forward=768, layers=8, frames=4, height=16, width=24),
 }
@@ -74,7 +76,12 @@ def workload_of(sizes: Sizes) -> Workload:
         }
 
     return of_model(
-        "small Wan", sizes.build, inputs, num_tokens=sizes.tokens, num_heads=sizes.heads, fused_optimizer=False
+        "small Wan",
+        sizes.build,
+        inputs,
+        num_tokens=sizes.tokens,
+        num_heads=sizes.heads,
+        fused_optimizer=False,
     )
 
 
@@ -106,7 +113,9 @@ def measure(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None
     """Adds the fastest turn of every row, all rows in turn."""
     with ExitStack() as running:
         worlds = {
-            ranks: running.enter_context(Ranks(Job("plan_step", num_ranks=ranks, device="cpu", limit_s=600.0)))
+            ranks: running.enter_context(
+                Ranks(Job("plan_step", num_ranks=ranks, device="cpu", limit_s=600.0))
+            )
             for ranks in sorted({row["ranks"] for row in rows})
         }
 
@@ -136,7 +145,9 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; claims that do not hold are printed and stored."""
     parser = harness.make_parser("forecast", __doc__, rounds=5)
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="a calibrated file, in place of measuring one")
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="a calibrated file, in place of measuring one"
+    )
     parser.add_argument("--calls", type=int, default=2, help="steps of a turn (2)")
     parser.add_argument("--most-ranks", type=int, default=4, help="plans of at most so many ranks (4)")
     usual: dict[str, Any] = {"cpu": {}, "cuda": {}, "quick": {"rounds": 2, "calls": 1, "most_ranks": 1}}
@@ -152,7 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plan.world_size <= options.most_ranks and options.only in f"{model} {describe(plan)}"
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        hardware = Hardware.load(options.hardware) if options.hardware else calibrated(options.most_ranks, Path(folder))
+        hardware = (
+            Hardware.load(options.hardware)
+            if options.hardware
+            else calibrated(options.most_ranks, Path(folder))
+        )
     harness.say("measuring")
     measure(rows, options)
     for row in rows:
@@ -169,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured, told = ([row[name] for row in rows] for name in ("measured_ms", "forecast_ms"))
     if len(rows) > 2:
         claims.append(make_claim("rank correlation", rank_correlation(measured, told), "at least", 0.9))
-    claims.append(make_claim("median error", statistics.median(abs(row["error"]) for row in rows), "at most", 0.1))
+    claims.append(
+        make_claim("median error", statistics.median(abs(row["error"]) for row in rows), "at most", 0.1)
+    )
     held = sum(row["holds"] for row in rows) / len(rows)
     claims.append(make_claim("share of intervals that hold the measured step", held, "at least", 0.9))
     report.show(make_table("Steps, measured and forecast", columns, rows))
