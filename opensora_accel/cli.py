@@ -42,7 +42,6 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    from opensora_accel.planner.command import Job
     from opensora_accel.planner.command import main as plan
 
     def job_of_config(path: Path) -> Job:

@@ -285,7 +285,7 @@ def main(arguments: Sequence[str], calibrate: Callable[[Path], None] | None = No
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="measure this machine for `opensora-accel plan --hardware FILE`, in two minutes; under torchrun its links too",
+        help="measure this machine for `opensora-accel plan --hardware FILE`; under torchrun its links too",
     )
     options = parser.parse_args(arguments)
     as_json = options.json

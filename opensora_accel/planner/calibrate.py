@@ -164,7 +164,8 @@ def _small_step(
     channels = heads * head_dim
 
     def build() -> nn.Module:
-        model: nn.Module = WanTransformer3DModel(
+        made: Any = WanTransformer3DModel
+        model: nn.Module = made(
             num_attention_heads=heads, attention_head_dim=head_dim, in_channels=4, out_channels=4, text_dim=16,
             freq_dim=32, ffn_dim=4 * channels, num_layers=4, rope_max_seq_len=64,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 from opensora_accel.plan import Plan
 from opensora_accel.planner.explain import Explanation, explain
 from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
+from opensora_accel.planner.models import named_workload
 from opensora_accel.planner.search import (
     GIB,
     OPTIMIZERS,
@@ -27,7 +28,6 @@ from opensora_accel.planner.search import (
     passes_of,
     search,
 )
-from opensora_accel.planner.models import named_workload
 from opensora_accel.planner.workload import Workload, step_file
 
 EXAMPLES = """\
@@ -295,8 +295,8 @@ def _answer(request: Request, plan: Plan, show: Show) -> int:
     passes = passes_of(request, plan.data)
     if passes is None:
         raise ValueError(
-            f"the plan's {plan.data} data rank(s) of {request.largest.batch} sample(s) do not divide the global batch of "
-            f"{request.global_batch}; use a multiple of {plan.data * request.largest.batch}, or more sequence ranks"
+            f"the plan's {plan.data} data rank(s) of {request.largest.batch} sample(s) do not divide the global batch "
+            f"of {request.global_batch}; use a multiple of {plan.data * request.largest.batch}, or more sequence ranks"
         )
     candidate = exact(request, plan, passes)
     outcome = Outcome(request, (candidate,), {}, 0.0)

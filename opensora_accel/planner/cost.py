@@ -11,7 +11,7 @@ dp_shard=2 × ulysses=8 on nodes of 8, ulysses stays on NVLink, and dp_shard pai
 Of a group of P ranks on N nodes, L = P/N each, and s bytes that a rank sends (w within nodes, b between them):
 
     all-gather, reduce-scatter    a ring: (P−N)·αw + (N−1)·αb + max(s/βw, s/(L·βb)); L ranks of a node have L ports
-    all-reduce                    the same with twice the messages, or along a tree, 2·log2(N) of them, if that is faster
+    all-reduce                    the same with twice the messages, or with 2·log2(P) along a tree, if that is faster
     all-to-all                    links.one_level_s: to L−1 ranks within the node, and then to (N−1)·L outside
     send                          the slowest link of the group's ring: αb + s/βb where it leaves a node
 

@@ -23,7 +23,9 @@ _CONTEXT = "assumed: 0.6 GiB of CUDA context and kernels, and cuBLAS' workspace 
 _BUFFERS = "assumed: 16 channels of 2 × 4 MiB for each communicator (NCCL_BUFFSIZE is 4 MiB)"
 _SLACK = "assumed: 3 % of the live bytes are lost between blocks of PyTorch's caching allocator"
 _FA2 = "FlashAttention-2, arXiv:2307.08691: up to 73 % of the peak forward and 63 % backward on A100; shorter: assumed"
-_FA_SM90 = "assumed: between FlashAttention-2 (35 %) and FlashAttention-3 (75 %) on H100, arXiv:2407.08608; backward 0.85 of it"
+_FA_SM90 = (
+    "assumed: between FlashAttention-2 (35 %) and -3 (75 %) on H100, arXiv:2407.08608; backward 0.85 of it"
+)
 
 
 def _gemm(best: float) -> dict[str, Any]:
@@ -80,7 +82,9 @@ def _gpu(
             "attention backward": _attention(attention[1]),
             "memory": _memory(0.85),
         },
-        "uncertainties": {"gemm": 0.15, "attention": 0.25, "memory": 0.25, "collective": 0.3, "copy": 0.25, "host": 0.3},
+        "uncertainties": {
+            "gemm": 0.15, "collective": 0.3, "host": 0.3, **dict.fromkeys(("attention", "memory", "copy"), 0.25),
+        },
         "sources": {
             "peak_flops": f"{sheet}, dense",
             "memory_bytes": sheet,
@@ -190,7 +194,8 @@ DEVICES: dict[str, dict[str, Any]] = {
         },
     ),
     "mi300x": _gpu(
-        peaks={"bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9, "float32": 163.4, "tf32": 653.7, "float64": 163.4},
+        peaks={**dict.fromkeys(("bfloat16", "float16"), 1307.4), "float8": 2614.9, "tf32": 653.7,
+               **dict.fromkeys(("float32", "float64"), 163.4)},
         memory_gb=206.1,  # 192 GiB
         memory_gb_per_s=5300,
         link_gb_per_s=448,
@@ -236,7 +241,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         sources={
             "gemm": "assumed",
             "attention": "assumed: near A100's",
-            "within": f"assumed: half of PCIe 4.0 ×16, through the host, because the card has no peer access; {_REACHED}",
+            "within": f"assumed: half of PCIe 4.0 ×16, through the host, as there is no peer access; {_REACHED}",
         },
     ),
 }  # fmt: skip
@@ -265,8 +270,8 @@ DEVICES["cpu"] = {
     "uncertainties": {"gemm": 0.5, "attention": 0.5, "memory": 0.5, "collective": 0.5, "copy": 0.5, "host": 0.5},
     "sources": dict.fromkeys(
         ("peak_flops", "memory_bytes", "memory_bytes_per_s", "within", "host_link", "ranks_per_node",
-         "host_memory_bytes", "launch_s", "beside_collective", "context_bytes", "communicator_bytes", "allocator_slack", "uncertainties",
-         "gemm", "attention", "memory"),
+         "host_memory_bytes", "launch_s", "beside_collective", "context_bytes", "communicator_bytes",
+         "allocator_slack", "uncertainties", "gemm", "attention", "memory"),
         "assumed for one core of a server and gloo over loopback: `opensora-accel doctor --calibrate` measures",
     ),
 }  # fmt: skip

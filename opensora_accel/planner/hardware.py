@@ -118,8 +118,8 @@ class Hardware:
     uncertainties: dict[str, float]
     # Where each figure is from.
     sources: dict[str, str]
-    # Measured collectives: "all-gather 2/4" is of groups of 2 ranks while a node's 4 ranks communicate; as (bytes that a
-    # rank sends, seconds). Others follow from the links.
+    # Measured collectives: "all-gather 2/4" is of groups of 2 ranks while a node's 4 ranks communicate; as (bytes that
+    # a rank sends, seconds). Others follow from the links.
     collectives: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
     crowding: dict[str, float] = field(default_factory=dict)

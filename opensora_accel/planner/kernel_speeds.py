@@ -115,10 +115,10 @@ def attention(meter: Meter) -> dict[str, dict[tuple[int, ...], float]]:
             return lambda: functional.scaled_dot_product_attention(q, k, v)
 
         def backward() -> Callable[[], Any]:
-            leaves = [each.requires_grad_() for each in inputs()]
-            out = functional.scaled_dot_product_attention(*leaves)
+            q, k, v = (each.requires_grad_() for each in inputs())
+            out = functional.scaled_dot_product_attention(q, k, v)
             grad = torch.randn_like(out)
-            return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
         rates["attention"][sizes] = flops / meter.seconds(forward)
         rates["attention backward"][sizes] = 2.5 * flops / meter.seconds(backward)

@@ -105,8 +105,10 @@ def _pareto(root: Value) -> str:
         [x / gib for x, _y in line], [y for _x, y in line], where="post", color="#52a39b", linewidth=1.2
     )
     chart.axes.axvline(root["device_bytes"].data / gib, color="#b28d3a", linestyle="--", linewidth=1.2)
-    chart.axes.annotate("what a GPU has", (root["device_bytes"].data / gib, 1), (3, -10), xycoords=("data", "axes fraction"),
-                        textcoords="offset points", fontsize=8)  # fmt: skip
+    chart.axes.annotate(
+        "what a GPU has", (root["device_bytes"].data / gib, 1), (3, -10), xycoords=("data", "axes fraction"),
+        textcoords="offset points", fontsize=8,
+    )  # fmt: skip
     chart.axes.set(
         xlabel="memory of a GPU, at most (GiB)", ylabel="seconds a sample", yscale="log", xscale="log"
     )
@@ -191,7 +193,7 @@ def _memory(root: Value) -> str:
     ]
     return figure(
         charts.memory_timeline({"memory": samples.data}, "p-memory"),
-        "Live bytes by kind over the step, without what the allocator and the libraries take. The broken line is host memory.",
+        "Live bytes by kind, without what the allocator and the libraries take. The broken line is host memory.",
         table("Live bytes by kind over the step", ["since the start", *kinds], rows),
     )
 

@@ -210,7 +210,7 @@ class _Session:
 
 
 def _attention_as_on_a_gpu() -> AbstractContextManager[Any]:
-    """The kernel for CPUs computes bf16 in fp32; a GPU's does not, which takes half the memory and a tenth of the time."""
+    """The kernel for CPUs computes bf16 in fp32. A GPU's does not: half the memory, and a tenth of the time."""
     return mock.patch.object(cpu, "_heads_first", lambda tensor: tensor.transpose(1, 2))
 
 

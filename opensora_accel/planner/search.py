@@ -536,7 +536,8 @@ def _candidate(
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]
     memory = round(low), round(high)
     candidate = Candidate(
-        plan, passes, plan.data * request.largest.batch * passes.samples * passes.accumulation, memory, step_time_s, expected_s,
+        plan, passes, plan.data * request.largest.batch * passes.samples * passes.accumulation, memory, step_time_s,
+        expected_s,
         by_kind, dict(seconds), host_bytes, fits=memory[1] <= hardware.memory_bytes,
     )  # fmt: skip
     return replace(candidate, fits=candidate.fits and not _host_excess(request, candidate))

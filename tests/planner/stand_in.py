@@ -28,7 +28,7 @@ class StandInWorkload:
     has_tensor_table: bool = False
 
 
-def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
+def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:  # noqa: C901 — a step
     """Products, attention, an addition, what the axes send, and live bytes, of rank 0."""
     c, n = workload.channels, -(-workload.num_tokens * workload.batch // plan.sequence)
     dtype, width = ("bfloat16", 2) if plan.precision == "bf16" else ("float32", 4)
@@ -54,7 +54,8 @@ def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
             )  # fmt: skip
         flops = 4 * n * workload.num_tokens * c * (2 if phase == "backward" else 1) // plan.tp
         operations.append(
-            Operation("aten.sdpa", "attention", "compute", (len(operations) - 1,), phase, block, flops, 4 * n * c * width,  # type: ignore[arg-type]
+            Operation("aten.sdpa", "attention", "compute", (len(operations) - 1,), phase, block, flops,
+                      4 * n * c * width,
                       (workload.batch, workload.num_heads, n, workload.num_tokens, c // workload.num_heads), dtype)
         )  # fmt: skip
         operations.append(
@@ -63,7 +64,8 @@ def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:
 
     def note(phase: str, block: int | None, more: int = 0) -> None:
         kinds = {"parameters": 0 if plan.cpu_offload else parameters, "gradients": 0,
-                 "optimizer state": 0 if plan.cpu_offload else 2 * parameters, "block inputs": held, "recomputation": more}  # fmt: skip
+                 "optimizer state": 0 if plan.cpu_offload else 2 * parameters, "block inputs": held,
+                 "recomputation": more}  # fmt: skip
         memory.append(MemoryState(len(operations) - 1, phase, block, kinds))
 
     inputs, kept = n * c * width, 20 * n * c * width

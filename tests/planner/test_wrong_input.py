@@ -45,7 +45,7 @@ WRONG = {
     "no plan file": ((*MODEL, *CLIP, *ON, "--fits", "none.json"), "No such file"),
     "a plan of other ranks": ((*MODEL, *CLIP, *ON, "--fits", "four.json"), "the plan needs 4 ranks"),
     "a plan that is none": ((*MODEL, *CLIP, *ON, "--fits", "broken.json"), "not JSON"),
-    "a plan beside the batch": ((*MODEL, *CLIP, *ON, "--fits", "eight.json", "--batch", "4"), "do not divide the global"),
+    "a plan beside the batch": ((*MODEL, *CLIP, *ON, "--fits", "eight.json", "--batch", "4"), "do not divide"),
     "no config": (("--config", "none.toml", *ON), "there is no config file"),
     "sizes of a config": (("--config", "none.toml", *CLIP, *ON), "leave --frames out"),
     "no step file": (("--step", "none.py", *ON), "there is no file"),

@@ -177,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(options, launch_us=1e6 * hardware.launch_s, crowding=hardware.crowding)
     report.result["forecasts"] = rows
     columns = {
-        "model": "model", "plan": "plan_text", "ranks": "ranks", "measured ms": "measured_ms", "forecast ms": "forecast_ms",
+        "model": "model", "plan": "plan_text", "ranks": "ranks", "measured ms": "measured_ms",
+        "forecast ms": "forecast_ms",
         "low": "low_ms", "high": "high_ms", "error": "error", "holds": "holds",
     }  # fmt: skip
     claims = report.result["claims"]
