@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from opensora_accel.planner.recording import Change, StepRecorder
-from opensora_accel.planner.trace import MemoryState, Operation
+from opensora_accel.planner.trace import MemoryState, Operation, Stream
 
 # What a rank keeps on the host where its shards live there.
 _ON_HOST = ("parameters", "optimizer state")
@@ -131,7 +131,7 @@ class _Extension:
     @cached_property
     def period_at(self) -> dict[int, _Period]:
         """By number, for operations of a period that the block's neighbour follows: the last one has no such end."""
-        found = {}
+        found: dict[int, _Period] = {}
         for period, following in zip(self.periods, self.periods[1:], strict=False):
             step = 1 if period.is_forward else -1
             if following.is_forward == period.is_forward and following.block == period.block + step:
@@ -166,7 +166,7 @@ class _Extension:
         return number
 
     @cached_property
-    def waits(self) -> list[tuple[tuple[str, int], ...]]:
+    def waits(self) -> list[tuple[tuple[Stream, int], ...]]:
         """Of each operation: the streams that it waits for, and how many operations back on each (0 is the last)."""
         place: dict[int, int] = {}
         count = Counter[str]()

@@ -230,8 +230,8 @@ def _cut(model: nn.Module, policy: Any, most: int) -> None:
 
 def _keep(model: nn.Module, path: str, wanted: Any) -> None:
     """Leaves those blocks of a list of modules that are wanted."""
-    blocks = model.get_submodule(path)
+    blocks = children(model, path)
     left = [block for block in blocks if wanted(block)]
-    if len(left) < len(list(blocks)):
+    if len(left) < len(blocks):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, nn.ModuleList(left))

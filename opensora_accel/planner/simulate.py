@@ -73,7 +73,7 @@ class Timeline:
     @cached_property
     def busy_s(self) -> Mapping[str, float]:
         """By stream, the seconds in which it runs something."""
-        found = Counter[str]()
+        found = defaultdict[str, float](float)
         for span in self.spans:
             found[span.stream] += span.end_s - span.start_s
         return dict(found)
@@ -104,7 +104,7 @@ class Timeline:
     @cached_property
     def exposed_by_axis(self) -> Mapping[str, float]:
         """Of that, what collectives took, by the axis of the mesh."""
-        collectives = {
+        collectives: dict[int | str, float] = {
             cause: seconds
             for cause, seconds in self.exposed.items()
             if isinstance(cause, int) and self.operations[cause].kind == "collective"

@@ -73,7 +73,7 @@ class Sizes:
         from diffusers import WanTransformer3DModel
 
         torch.manual_seed(0)
-        return WanTransformer3DModel(
+        model: Any = WanTransformer3DModel(
             num_attention_heads=self.heads,
             attention_head_dim=self.head_dim,
             in_channels=CHANNELS,
@@ -84,6 +84,7 @@ class Sizes:
             num_layers=self.layers,
             rope_max_seq_len=max(self.frames, self.height, self.width),
         )
+        return model
 
 
 class PlanStep:
