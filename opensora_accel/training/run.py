@@ -115,21 +115,26 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str,
 def _read(arguments: Sequence[str]) -> _Given:
     """The configuration of `--config FILE`, the options for tyro, and the configuration by both.
 
-    `--resume` alone means the newest saved state, and `--plan auto` no plan at all, which is why they are not left to
-    tyro.
+    `--resume` alone means the newest saved state, and `--plan` a plan's file or none at all ("auto"), which is why they
+    are not left to tyro.
     """
-    file, resume, wants_plan, options = None, None, False, list[str]()
+    file, resume, options = None, None, list[str]()
+    plan, wants_plan = None, False
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
         if name == "--plan":
             value = value if equals else remaining.pop(0) if remaining else ""
-            if value != AUTO_PLAN:
+            if value == AUTO_PLAN:
+                wants_plan = True
+            elif value.endswith(".json"):
+                plan = Plan.load(value)
+            else:
                 raise ValueError(
-                    f"--plan takes {AUTO_PLAN} alone, or fields, as --plan.ulysses 2; got {value!r}"
+                    f"--plan takes a file that `opensora-accel plan` wrote (.json), or {AUTO_PLAN}; a field is set as "
+                    f"--plan.ulysses 2; got {value!r}"
                 )
-            wants_plan = True
             continue
         if name not in ("--config", "--resume"):
             options.append(argument)
@@ -143,6 +148,10 @@ def _read(arguments: Sequence[str]) -> _Given:
             wants_plan = wants_plan or asks_for_a_plan(value)
         else:
             raise ValueError("--config needs a file, for example --config configs/bunny.toml")
+    if plan is not None:
+        # A field on the command line wins over the plan's file, as over the configuration's.
+        file = dataclasses.replace(file or TrainConfig(), plan=plan)
+        wants_plan = False
     config = _with_options(file or TrainConfig(), options)
     if resume is not None:
         config = dataclasses.replace(config, resume=resume)

@@ -191,3 +191,19 @@ def test_plan_for_a_loop(monkeypatch, capsys):
         build, inputs, world_size=1, hardware="h100x8", num_tokens=48, num_heads=2, precision="bf16"
     )
     assert plan.world_size == 1 and "the plan, of" in capsys.readouterr().out
+
+
+def test_the_trainer_takes_a_plans_file_or_has_one_chosen(tmp_path, monkeypatch):
+    from opensora_accel.training import run as run_module
+
+    Plan(ulysses=2, checkpoint="full").save(tmp_path / "plan.json")
+    config, _, _ = run_module.parse(["--plan", str(tmp_path / "plan.json"), "--plan.mlp_chunks", "2"])
+    assert config.plan == Plan(ulysses=2, checkpoint="full", mlp_chunks=2)
+    started, chosen = [], Plan(dp_replicate=1, mlp_chunks=4)
+    monkeypatch.setattr(run_module, "_train", lambda config, *_rest: started.append(config.plan) or 0)
+    (tmp_path / "run.toml").write_text('plan = "auto"\n')
+    for arguments in (["--plan", "auto"], ["--config", str(tmp_path / "run.toml")]):
+        assert run_module.run(arguments, choose_plan=lambda config: chosen) == 0
+    assert started == [chosen, chosen]
+    with pytest.raises(ValueError, match="only the command line chooses a plan"):
+        run_module.run(["--plan", "auto"])

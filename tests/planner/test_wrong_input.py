@@ -103,7 +103,8 @@ def test_calibrate_refuses_before_it_measures(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--plan", "best"), "--plan takes auto alone"),
+        (("--plan", "best"), "--plan takes a file that `opensora-accel plan` wrote"),
+        (("--plan", "none.json"), "No such file"),
         (("--plan", "auto", "--plan.ulysses", "2"), "leave one of them out"),
     ],
 )
