@@ -24,6 +24,7 @@ __all__ = [
     "install_as",
     "load_weights",
     "materialize",
+    "plan_for",
 ]
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _LAZY = {
     "deferred_init": "opensora_accel.deferred",
     "load_weights": "opensora_accel.weights",
     "materialize": "opensora_accel.deferred",
+    "plan_for": "opensora_accel.planner",
 }
 
 

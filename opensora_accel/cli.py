@@ -2,6 +2,7 @@
 
 commands:
   train     train a diffusers video transformer on a folder of clips
+  plan      tell which parallel plan fits a job and is the fastest, on GPUs that need not be here
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
   policy    propose how a model of your own is made sequence-parallel, and prove it
@@ -25,12 +26,69 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opensora_accel.plan import Plan
+    from opensora_accel.planner.command import Job
+    from opensora_accel.training.config import TrainConfig
 
 
 def _train(arguments: Sequence[str]) -> int:
     from opensora_accel.training.run import run
 
-    return run(arguments)
+    return run(arguments, choose_plan=_choose_plan)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from opensora_accel.planner.command import main as plan
+
+    def job_of_config(path: Path) -> Job:
+        from opensora_accel.training.config import load_config
+
+        return _job_of(load_config(path))
+
+    return plan(arguments, job_of_config)
+
+
+def _job_of(config: TrainConfig) -> Job:
+    """A configured run, as the planner takes it."""
+    from opensora_accel.planner.command import Job
+    from opensora_accel.planner.search import Residents
+    from opensora_accel.planner.workload import Workload, of_model
+    from opensora_accel.training.planned import planned_sizes
+
+    sizes = {size.name: size for size in planned_sizes(config)}
+
+    def with_batch(name: str, batch: int) -> Workload:
+        size = sizes[name]
+        return of_model(
+            name,
+            size.true.model,
+            size.inputs(batch),
+            batch=batch,
+            num_tokens=size.num_tokens,
+            text_tokens=size.text_tokens,
+            num_heads=size.num_heads,
+        )
+
+    moments = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
+    return Job(
+        tuple((with_batch(name, 1), 1.0) for name in sizes),
+        config.plan.precision,
+        Residents(moments[config.optim.state], bool(config.optim.ema_decay)),
+        config.data.batch_size,
+        config.optim.accumulation,
+        lambda workload, batch: with_batch(workload.name, batch),
+    )
+
+
+def _choose_plan(config: TrainConfig) -> Plan:
+    """For `plan = "auto"`: the best that fits this machine, or a calibrated file of it."""
+    from opensora_accel.planner.command import choose
+
+    return choose(_job_of(config), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def _shard(arguments: Sequence[str]) -> int:
@@ -41,7 +99,6 @@ def _shard(arguments: Sequence[str]) -> int:
 
 def _verify(arguments: Sequence[str]) -> int:
     import tempfile
-    from pathlib import Path
 
     from opensora_accel.verify.command import Proof
     from opensora_accel.verify.command import main as verify
@@ -154,12 +211,18 @@ def _cache(arguments: Sequence[str]) -> int:
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
-    return doctor(arguments)
+    def calibrate(path: Path) -> None:
+        from opensora_accel.planner.calibrate import write
+
+        write(path)
+
+    return doctor(arguments, calibrate)
 
 
 # Commands import what they need when they run: torch takes a second, a model of diffusers more, and --help nothing.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "plan": _plan,
     "shard": _shard,
     "verify": _verify,
     "policy": _policy,

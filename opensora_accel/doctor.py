@@ -270,15 +270,29 @@ def measure_links() -> dict[str, Any]:
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """`opensora-accel doctor`; the exit status is 1 where something would stop a run."""
+def main(arguments: Sequence[str], calibrate: Callable[[Path], None] | None = None) -> int:
+    """`opensora-accel doctor`; the exit status is 1 where something would stop a run.
+
+    Args:
+        calibrate: measures this machine into a file that the planner reads.
+    """
     parser = argparse.ArgumentParser("opensora-accel doctor", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.add_argument(
         "--links", action="store_true", help="measure the links between ranks (under torchrun)"
     )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine for `opensora-accel plan --hardware FILE`; under torchrun its links too",
+    )
     options = parser.parse_args(arguments)
     as_json = options.json
+    if options.calibrate is not None:
+        assert calibrate is not None, "the command line hands it in"
+        calibrate(options.calibrate)
+        return 0
     if options.links:
         links = measure_links()
         if dist.get_rank() == 0:

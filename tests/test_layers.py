@@ -175,6 +175,7 @@ before, forward = dict(os.environ), torch.nn.Module.__call__
 import opensora_accel, shardformer
 import opensora_accel.attention, opensora_accel.communications, opensora_accel.verify, opensora_accel.cli
 import opensora_accel.integrations, opensora_accel.integrations.diffusers
+import opensora_accel.planner
 import shardformer.modeling.kernels, shardformer.proposal.command
 assert dict(os.environ) == before, "the environment was written to"
 assert torch.nn.Module.__call__ is forward and not dist.is_initialized()

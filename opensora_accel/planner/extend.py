@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from opensora_accel.planner.recording import Change, StepRecorder
-from opensora_accel.planner.trace import MemoryState, Operation
+from opensora_accel.planner.trace import MemoryState, Operation, Stream
 
 # What a rank keeps on the host where its shards live there.
 _ON_HOST = ("parameters", "optimizer state")
@@ -131,7 +131,7 @@ class _Extension:
     @cached_property
     def period_at(self) -> dict[int, _Period]:
         """By number, for operations of a period that the block's neighbour follows: the last one has no such end."""
-        found = {}
+        found: dict[int, _Period] = {}
         for period, following in zip(self.periods, self.periods[1:], strict=False):
             step = 1 if period.is_forward else -1
             if following.is_forward == period.is_forward and following.block == period.block + step:
@@ -166,7 +166,7 @@ class _Extension:
         return number
 
     @cached_property
-    def waits(self) -> list[tuple[tuple[str, int], ...]]:
+    def waits(self) -> list[tuple[tuple[Stream, int], ...]]:
         """Of each operation: the streams that it waits for, and how many operations back on each (0 is the last)."""
         place: dict[int, int] = {}
         count = Counter[str]()
@@ -367,7 +367,7 @@ class _Memory:
                 period = extension.period_at.get(number)
                 copies = extension.copies.get(period.block if period else -1, 0)
                 self._now["communication"] += copies * sum(sizes)
-        self._start = Counter(self._now)
+        self._start = sum(self._now.values()) + self._shards
         self._states: list[tuple[int, Counter[str], int]] = []
         self._rises = True
         self._record(-1)
@@ -402,9 +402,11 @@ class _Memory:
 
     def finish(self, step: ExtendedStep) -> None:
         self._record(len(step.operations) - 1)
-        before, after = sum(self._start.values()), sum(self._now.values())
-        if before != after:
-            raise NotRepeated(f"a step begins with {before} live bytes and ends with {after}")
+        # Whatever a copy makes it frees again, as its block does.
+        gained = sum(self._now.values()) + self._shards - self._start
+        recorded = sum(change.size_bytes for change in self._extension.recorder.changes)
+        if gained != recorded:
+            raise NotRepeated(f"a step leaves {gained} bytes behind, and with fewer blocks {recorded}")
         totals = [sum(now.values()) for _number, now, _host in self._states]
         highest = max(totals)
         told: int | None = None

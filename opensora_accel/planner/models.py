@@ -167,7 +167,7 @@ class PublishedModel:
         )
 
 
-_WAN = {
+_WAN: dict[str, Any] = {
     "class_name": "WanTransformer3DModel",
     "inputs": _wan,
     "channels": 16,
@@ -177,7 +177,7 @@ _WAN = {
     "text_tokens": 512,
     "frozen": {**_UMT5_XXL, "Wan 2.1 VAE": 126_892_531},
 }
-_COGVIDEOX = {
+_COGVIDEOX: dict[str, Any] = {
     "class_name": "CogVideoXTransformer3DModel",
     "inputs": _cogvideox,
     "channels": 16,

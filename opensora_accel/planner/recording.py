@@ -14,52 +14,47 @@ caller waits for at once has been started; or a copy of the offload engine stand
 
 from __future__ import annotations
 
-import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from types import FrameType
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
+from opensora_accel.planner.operators import (
+    COPY_IN,
+    caller_of_collective,
+    filled_by,
+    is_waited_for,
+    kernel_of,
+    name_of,
+    reads_and_writes,
+    shard_bytes,
+    starts_kernel,
+    stream_of,
+    tensors_in,
+    traffic,
+)
 from opensora_accel.planner.trace import Operation, Phase, Stream
 from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.live_bytes import LiveBytes
 from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_memory
 from opensora_accel.profiler.places import Place, Places
 from opensora_accel.profiler.records import RECOMPUTE
-from opensora_accel.verify.communication.operators import NAMESPACES, Call, calls_of
+from opensora_accel.verify.communication.operators import NAMESPACES, calls_of
 from opensora_accel.verify.meshes import MeshShape, group_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 # Operators of other namespaces are run in parts, where they have any: a ring's are attention and messages.
 _OPAQUE = (*NAMESPACES, "aten", "prims")
-_TORCH = os.path.dirname(torch.__file__)
-_FSDP = os.path.join(_TORCH, "distributed", "fsdp", "")
-_DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
-_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
-# They start no kernel, beside views.
-_WITHOUT_KERNEL = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"),
-    *("_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "set_", "resize_", "_local_scalar_dense"),
-    *("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
-    *("_fused_sdp_choice", "record_stream", "item", "is_same_size"),
-}
-# They read some rows of their first argument.
-_READ_ROWS = {"embedding", "index", "index_select", "gather"}
-_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
 
 
 @dataclass(frozen=True)
@@ -210,8 +205,10 @@ class StepRecorder(LiveBytes):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor's device is asked for
-            return func(*args, **kwargs)
+        if func.namespace == "prim":
+            # torch's C++ asks for a device, for every second operator.
+            is_known = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+            return args[0].fake_device if is_known else func(*args, **kwargs)
         if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
             # torch has left this mode to call it. What the operator does is to be seen again.
             TorchDispatchMode.__enter__(self)
@@ -225,9 +222,8 @@ class StepRecorder(LiveBytes):
                 self._add_calls(func, args, kwargs, outputs)
             else:
                 self._add_kernel(func, args, kwargs, outputs)
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        for tensor in tensors_in(outputs):
+            self._count(tensor.untyped_storage())
         return outputs
 
     def add(self, operation: Operation, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> int:
@@ -235,7 +231,7 @@ class StepRecorder(LiveBytes):
         number, stream = len(self.operations), operation.stream
         after = self._pending.pop(stream, set())
         for tensor in (*reads, *writes):
-            writer = self._writers.get(tensor.untyped_storage()._cdata)
+            writer = self._writers.get(_address(tensor))
             if writer is not None and self.operations[writer].stream != stream:
                 after.add(writer)
         if operation.kind == "collective" and "compute" in self._last:
@@ -256,7 +252,7 @@ class StepRecorder(LiveBytes):
         self.operations.append(replace(operation, after=waits, phase=mark.phase, block=block))
         self._last[stream] = number
         for tensor in writes:
-            address = tensor.untyped_storage()._cdata
+            address = _address(tensor)
             if operation.kind in ("collective", "copy_in") or stream != "compute":
                 self._writers[address] = number
             else:
@@ -295,89 +291,50 @@ class StepRecorder(LiveBytes):
         parts: dict[str, int] = {}
         is_of_model = False
         for tensor in tensors:
-            serial = self._serials.get(tensor.untyped_storage()._cdata)
+            serial = self._serials.get(_address(tensor))
             if serial is not None:
                 storage = self.storages[serial]
                 is_of_model |= storage.is_owned and not storage.block
-                parts[storage.block] = parts.get(storage.block, 0) + _traffic(tensor)
+                parts[storage.block] = parts.get(storage.block, 0) + traffic(tensor)
         named = [block for block in parts if block]
         if len(named) == 1 and not is_of_model:
             return replace(mark, owner=named[0])
         return replace(mark, parts=parts) if named else mark
 
     def _add_kernel(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        name = func._schema.name.split("::")[1]
-        if func.is_view or name in _WITHOUT_KERNEL:
+        if not starts_kernel(func):
             return
-        reads, writes = _reads_and_writes(func, args, kwargs, outputs)
-        if not any(tensor.numel() for tensor in (*reads, *writes)):
+        reads, writes = reads_and_writes(func, args, kwargs, outputs)
+        tensors = (*reads, *writes)
+        # On fake tensors whole numbers are real, and on the host: counts of tokens, positions.
+        on_host = all(type(tensor) is Tensor and not tensor.is_floating_point() for tensor in tensors)
+        if (on_host and _is_fake()) or not any(tensor.numel() for tensor in tensors):
             return
-        # Whole numbers on the host: counts of tokens, positions.
-        if (
-            all(type(tensor) is Tensor and not tensor.is_floating_point() for tensor in (*reads, *writes))
-            and _is_fake()
-        ):
-            return
-        flops, shape, kind = 0, tuple[int, ...](), "memory"
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=outputs))
-        if any(part in name for part in _ATTENTION):
-            q, k = [tensor for tensor in reads if tensor.dim() == 4][1 if "backward" in name else 0 :][:2]
-            kind, shape = "attention", (q.size(0), q.size(1), q.size(2), k.size(2), q.size(3))
-        elif flops:
-            kind, shape = "gemm", _gemm_shape(name, args, outputs, flops)
-        num_bytes = sum(map(_traffic, writes))
-        if name in _READ_ROWS:
-            num_bytes *= 2
-        elif name == "all_gather_copy_in":  # this rank's shards go to their place in what is gathered
-            num_bytes = 2 * sum(tensor.nbytes for tensor in args[0])
-        elif not name.endswith("_like"):
-            num_bytes += sum(map(_traffic, reads))
-        if name == "all_gather_copy_in" and self._copies_shards:
-            shards = sum(tensor.nbytes for tensor in args[0])
-            self.wait("compute", self.add(Operation("copy in", "copy_in", "copy_in", num_bytes=shards)))
-        dtype = next((t.dtype for t in (*writes, *reads) if t.is_floating_point()), torch.float32)
-        operation = Operation(
-            f"aten.{name}" if func.namespace == "aten" else f"{func.namespace}.{name}",
-            kind,  # type: ignore[arg-type]
-            self._kernel_stream,
-            flops=flops,
-            num_bytes=num_bytes,
-            shape=shape,
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        number = self.add(operation, reads, writes)
-        if any(tensor.untyped_storage()._cdata in self._bucket_memory for tensor in reads):
+        if self._copies_shards and name_of(func) == COPY_IN:
+            copy = Operation("copy in", "copy_in", "copy_in", num_bytes=shard_bytes(args))
+            self.wait("compute", self.add(copy))
+        operation = kernel_of(func, args, kwargs, outputs, reads, writes)
+        number = self.add(replace(operation, stream=self._kernel_stream), reads, writes)
+        if any(_address(tensor) in self._bucket_memory for tensor in reads):
             self.unpackings.append(number)
 
     def _add_calls(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        is_async = _is_async(func, args, kwargs)
-        sent: int | None = None
+        caller, filled = caller_of_collective(), filled_by(func, args, kwargs, outputs)
+        number: int | None = None
         for call, tensors in calls_of(func, args, kwargs):
             if call.kind == "barrier":
                 continue
             self.groups[call.group] = None
-            filled = [*tree_leaves((outputs, args, kwargs))]
-            written = [each for each in filled if isinstance(each, Tensor)]
-            for tensor in written:
+            for tensor in (*tensors, *filled):
                 self._belongs_to_communication(tensor)
-            last = self.operations[-1] if self.operations else None
-            if (
-                call.kind == "recv"
-                and last is not None
-                and last.collective == "send"
-                and last.stream == "ring"
-            ):
+            if call.kind == "recv" and self.operations and self.operations[-1].collective == "send":
                 # The other end of what the neighbours send at the same time.
-                self._writers[tensors[0].untyped_storage()._cdata] = len(self.operations) - 1
+                self._writers[_address(tensors[0])] = len(self.operations) - 1
                 continue
-            caller = _caller()
-            stream = _stream_of(call, caller)
             operation = Operation(
                 call.kind,
                 "collective",
-                stream,
+                stream_of(call, caller),
                 num_bytes=call.sent_bytes,
                 dtype=call.dtype,
                 collective=call.kind,
@@ -385,19 +342,20 @@ class StepRecorder(LiveBytes):
                 axis=str(group_of(call.group, self._shape)),
                 peer=call.peer,
             )
-            is_message = call.kind in ("send", "recv")
-            number = self.add(operation, tensors, tensors if is_message else written)
-            sent = number
+            number = self.add(operation, tensors, tensors if call.is_point_to_point else filled)
             if self._is_reducing:
                 self._kernel_stream = "reduce"
-                self._reduced_bytes += (
-                    call.input_bytes // len(call.group) if call.kind == "reduce-scatter" else 0
-                )
+                shares = len(call.group) if call.kind == "reduce-scatter" else 0
+                self._reduced_bytes += call.input_bytes // shares if shares else 0
             if caller == "DDP" and call.kind == "all-reduce" and call.carries_numbers:
                 self.buckets.append(number)
-                self._bucket_memory |= {tensor.untyped_storage()._cdata for tensor in tensors}
-        if sent is not None and not is_async and self.operations[sent].stream not in ("reduce", "ring"):
-            self.wait("compute", sent)
+                self._bucket_memory |= {_address(tensor) for tensor in tensors}
+        if (
+            number is not None
+            and self.operations[number].stream == "exchange"
+            and is_waited_for(func, args, kwargs)
+        ):
+            self.wait("compute", number)
 
     # ---- gradients
 
@@ -437,7 +395,7 @@ class StepRecorder(LiveBytes):
     # ---- memory
 
     def _belongs_to_communication(self, tensor: Tensor) -> None:
-        serial = self._serials.get(tensor.untyped_storage()._cdata)
+        serial = self._serials.get(_address(tensor))
         if serial is not None and self.storages[serial].kind == "other":
             self.storages[serial].kind = "communication"
 
@@ -445,7 +403,7 @@ class StepRecorder(LiveBytes):
         address = storage._cdata
         if address not in self._sizes and address not in self._ignored:
             for memory in arena_memory():
-                if memory.untyped_storage()._cdata == address:
+                if _address(memory) == address:
                     self.ignore(memory)
                     return
             self._serials[address] = len(self.storages)
@@ -475,12 +433,13 @@ class StepRecorder(LiveBytes):
             self._host_bytes = now_bytes
 
 
+_STREAM_OF: dict[Queue, Stream] = {Queue.COMPUTE: "compute", Queue.OUT: "copy_out", Queue.IN: "copy_in"}
+
+
 class _RecordedQueues(Queues):
     """The queues of an offload engine, as streams of a recorded step. An event is the number of an operation."""
 
     overlaps = True
-
-    _STREAMS = {Queue.COMPUTE: "compute", Queue.OUT: "copy_out", Queue.IN: "copy_in"}
 
     def __init__(self, recorder: StepRecorder):
         self._recorder = recorder
@@ -495,14 +454,11 @@ class _RecordedQueues(Queues):
             destination.copy_(source)
 
     def record(self, queue: Queue) -> int | None:
-        return self._recorder.last_on(self._STREAMS[queue]) if self._recorder.is_recording else None
+        return self._recorder.last_on(_STREAM_OF[queue]) if self._recorder.is_recording else None
 
     def wait(self, queue: Queue, event: int | None) -> None:
         if self._recorder.is_recording:
-            self._recorder.wait(self._STREAMS[queue], event)
-
-
-# ---- what an operator reads, writes and computes
+            self._recorder.wait(_STREAM_OF[queue], event)
 
 
 def _bytes_on_host() -> int:
@@ -510,88 +466,10 @@ def _bytes_on_host() -> int:
     return GLOBAL_ACTIVATION_MANAGER.engine.counters.in_use_bytes
 
 
+def _address(tensor: Tensor) -> int:
+    """Of the storage of a tensor [...]."""
+    return tensor.untyped_storage()._cdata
+
+
 def _is_fake() -> bool:
     return type(torch.empty(0, device="cpu")) is not Tensor
-
-
-def _traffic(tensor: Tensor) -> int:
-    """Bytes of a tensor [...] in memory: what is expanded is there once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
-
-
-@lru_cache(maxsize=None)
-def _written(func: Any) -> tuple[frozenset[str], bool]:
-    """Names of arguments that an operator writes to, and whether it reads them too."""
-    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    name = func._schema.name.split("::")[1]
-    only_writes = name in ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_") or any(
-        argument.is_out for argument in func._schema.arguments
-    )
-    return frozenset(names), not only_writes
-
-
-def _reads_and_writes(
-    func: Any, args: Sequence[Any], kwargs: Any, outputs: Any
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors [...] that an operator reads, and those that it writes."""
-    names = [argument.name for argument in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    written, reads_them = _written(func)
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    for name, value in values.items():
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        if name in written:
-            writes += tensors
-        if name not in written or reads_them:
-            reads += tensors
-    if not written:
-        writes = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return reads, writes
-
-
-def _stream_of(call: Call, caller: str) -> Stream:
-    if call.kind in ("send", "recv"):
-        return "ring"
-    if caller == "FSDP2":
-        return "gather" if call.kind == "all-gather" else "reduce"
-    return "reduce" if caller == "DDP" else "exchange"
-
-
-def _caller() -> str:
-    """FSDP2 or DDP, where one of them communicates."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_FSDP):
-            return "FSDP2"
-        if path == _ENGINE:
-            # A hook of C++ at a parameter, and the only one that communicates is DDP's.
-            at_leaf = getattr(torch._C._current_autograd_node(), "variable", None) is not None
-            return "DDP" if at_leaf else ""
-        if path == _DDP:
-            return "" if frame.f_code.co_name == "_run_ddp_forward" else "DDP"
-        frame = frame.f_back
-    return ""
-
-
-def _is_async(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether the caller of a collective goes on without waiting for it."""
-    names = [argument.name for argument in func._schema.arguments]
-    if func.namespace != "c10d" or "async_op" not in names:
-        return True
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(values.get("async_op", True))
-
-
-def _gemm_shape(name: str, args: Sequence[Any], outputs: Any, flops: int) -> tuple[int, int, int, int]:
-    """(batch, m, n, k) of a product, or of the product that a convolution is."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if "convolution" in name:
-        out = args[0] if "backward" in name else outputs
-        weight = args[2] if "backward" in name else args[1]
-        return 1, out.numel() // out.size(1), out.size(1), weight.numel() // weight.size(0)
-    one, other = tensors[-2:]
-    batch = one.size(0) if one.dim() == 3 else 1
-    return batch, one.size(-2), other.size(-1), one.size(-1)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from opensora_accel.attention.kernels import cpu
 from opensora_accel.checkpoint.blocks import KEEP_LAST
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine, num_blocks_to_move
 from opensora_accel.plan import Plan
 from opensora_accel.planner.extend import NotRepeated, Stretch, extend
 from opensora_accel.planner.recording import StepRecorder
 from opensora_accel.planner.trace import Trace
-from opensora_accel.planner.workload import Workload
+from opensora_accel.planner.workload import Pass, Workload
 from opensora_accel.profiler.owners import Owners
 from opensora_accel.profiler.places import Places, find_blocks
 from opensora_accel.verify.communication.fake_world import FakeFloats, OtherRanks, fake_world
@@ -24,9 +28,6 @@ from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
 
-# Steps before the one that is recorded: in the first one FSDP2 and the optimizer set themselves up. DDP learns the order
-# of gradients in it, and makes its buckets anew in the second; a block that moves alone reserves one slot in each.
-_WARM_UP_STEPS, _WARM_UP_STEPS_OF_SOME = 1, 2
 # Blocks of a stretch that are recorded at first: the first and the last ones differ, and two in between are compared.
 _FEW = 3
 # No plan's arena is that large.
@@ -71,6 +72,7 @@ class _Session:
             recorder,
             launcher_environment(run),
             accelerator_stand_ins(),
+            _attention_as_on_a_gpu() if self.workload.fused_optimizer else nullcontext(),
         ):
             if plan.offload:
                 engine.setup_arena(limit_bytes=_UNLIMITED_BYTES)
@@ -96,29 +98,74 @@ class _Session:
     def _record(self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks) -> list[str]:
         """Runs the step; the names of the blocks."""
         one_pass = self.workload.prepare(model, run)
+        with ExitStack() as recording:
+            if self.workload.is_repeatable:
+                optimizer, names = self._optimizer_of(model), self._names_of(model)
+                for _ in range(self._num_warm_ups(run.plan, len(names))):
+                    self._step(one_pass, optimizer)
+                    others.forget_works()
+                self._begin(model, optimizer, recorder, recording)
+                self._step(one_pass, optimizer)
+            else:
+                # The step applies the plan itself. What it records begins when it calls the model.
+                made: list[torch.optim.Optimizer] = []
+
+                def begin(module: nn.Module, _args: Any) -> None:
+                    if not made and any(each is model for each in module.modules()):
+                        made.append(self._optimizer_of(model))
+                        self._begin(model, made[0], recorder, recording)
+
+                recording.callback(register_module_forward_pre_hook(begin).remove)
+                one_pass(True)
+                if not made:
+                    raise ValueError("the step never calls the model that model_fn() has made; call it")
+                made[0].step()
+                made[0].zero_grad()
+                names = self._names_of(model)
+        return names
+
+    def _begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recorder: StepRecorder,
+        recording: ExitStack,
+    ) -> None:
         blocks = find_blocks(model, blocks_of(model) if has_policy(model) else None)
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            fused=self.workload.fused_optimizer,
-        )
-
-        def step() -> None:
-            for number in range(self.workload.accumulation):
-                one_pass(number == self.workload.accumulation - 1)
-            optimizer.step()
-            optimizer.zero_grad()
-            others.forget_works()
-
-        has_ddp = self.plan.sharding == "none" and self.plan.mixed > 1 and self.plan.precision != "bf16"
-        one_moves = num_blocks_to_move(run.plan.offload, len(blocks), KEEP_LAST) == 1
-        if self.workload.is_repeatable:
-            for _ in range(_WARM_UP_STEPS_OF_SOME if has_ddp or one_moves else _WARM_UP_STEPS):
-                step()
         owners = Owners(model, blocks, optimizer)
         places = Places(model, blocks, optimizer, moved=recorder.moved, saved=owners.add_inputs)
-        with places, recorder.recording(places, owners, list(blocks)):
-            step()
-        return list(blocks)
+        recording.enter_context(places)
+        recording.enter_context(recorder.recording(places, owners, list(blocks)))
+
+    def _names_of(self, model: nn.Module) -> list[str]:
+        return list(find_blocks(model, blocks_of(model) if has_policy(model) else None))
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW with the state that it has from its first step on."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=self.workload.fused_optimizer)
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    def _step(self, one_pass: Pass, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(self.workload.accumulation):
+            one_pass(number == self.workload.accumulation - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _num_warm_ups(self, plan: Plan, num_blocks: int) -> int:
+        """Steps to run before the one that is recorded, so that it is like all that follow."""
+        if plan.sharding == "none" and plan.mixed > 1 and plan.precision != "bf16":
+            return (
+                2  # DDP learns the order of gradients in the first, and makes its buckets anew in the second
+            )
+        if num_blocks_to_move(plan.offload, num_blocks, KEEP_LAST) == 1:
+            return 2  # each reserves one of the two slots
+        # The arena and both slots, and what rounding left out, are made in the first.
+        return 1 if plan.offload or plan.reduce_dtype != "same" else 0
 
     def _shorten(self, model: nn.Module) -> tuple[list[Stretch], Plan]:
         """Takes blocks away that others like them tell of; the stretches of those left, and the plan that fits."""
@@ -162,6 +209,11 @@ class _Session:
         return self.plan.replace(offload=min(1.0, moved / num_blocks))
 
 
+def _attention_as_on_a_gpu() -> AbstractContextManager[Any]:
+    """The kernel for CPUs computes bf16 in fp32. A GPU's does not: half the memory, and a tenth of the time."""
+    return mock.patch.object(cpu, "_heads_first", lambda tensor: tensor.transpose(1, 2))
+
+
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:
     """What tells blocks of different kinds apart: class, parameters and their shapes."""
     shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
@@ -178,8 +230,8 @@ def _cut(model: nn.Module, policy: Any, most: int) -> None:
 
 def _keep(model: nn.Module, path: str, wanted: Any) -> None:
     """Leaves those blocks of a list of modules that are wanted."""
-    blocks = model.get_submodule(path)
+    blocks = children(model, path)
     left = [block for block in blocks if wanted(block)]
-    if len(left) < len(list(blocks)):
+    if len(left) < len(blocks):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, nn.ModuleList(left))

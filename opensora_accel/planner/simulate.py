@@ -73,7 +73,7 @@ class Timeline:
     @cached_property
     def busy_s(self) -> Mapping[str, float]:
         """By stream, the seconds in which it runs something."""
-        found = Counter[str]()
+        found = defaultdict[str, float](float)
         for span in self.spans:
             found[span.stream] += span.end_s - span.start_s
         return dict(found)
@@ -94,7 +94,7 @@ class Timeline:
             found[last.operation] += last.end_s - max(free_s, last.start_s)
             for cause, seconds in self._behind(last.operation, free_s):
                 found[cause] += seconds
-        return dict(found)
+        return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
     @cached_property
     def exposed_s(self) -> Mapping[str, float]:
@@ -104,7 +104,7 @@ class Timeline:
     @cached_property
     def exposed_by_axis(self) -> Mapping[str, float]:
         """Of that, what collectives took, by the axis of the mesh."""
-        collectives = {
+        collectives: dict[int | str, float] = {
             cause: seconds
             for cause, seconds in self.exposed.items()
             if isinstance(cause, int) and self.operations[cause].kind == "collective"
@@ -124,7 +124,7 @@ class Timeline:
 
     @cached_property
     def critical_s(self) -> Mapping[str, float]:
-        """The same by what bounds the operations: "gemm", "attention", "memory", "copy_in", "all-to-all over ulysses"."""
+        """The same by what bounds the operations: "gemm", "memory", "copy_in", "all-to-all over ulysses", ..."""
         return self._summed(
             self.critical_path,
             lambda operation: (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -117,8 +117,8 @@ class _FlowMatching:
 
         def one_pass(is_last: bool) -> None:
             set_last_microbatch(model, is_last)
-            is_quiet = isinstance(forward, DistributedDataParallel) and not is_last
-            with forward.no_sync() if is_quiet else nullcontext():
+            is_ddp = isinstance(forward, DistributedDataParallel)
+            with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
                 # As `training.flow.flow_loss` has it.
                 output = forward(**given | {name: 0.5 * clean + 0.5 * noise})
                 error = (output[0] if isinstance(output, tuple) else output) - (noise - clean)

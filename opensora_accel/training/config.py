@@ -414,13 +414,35 @@ class ProfileOptions:
     peak_flops: float | None = None
 
 
+# In the place of a plan: the planner chooses it when the run starts.
+AUTO_PLAN = "auto"
+
+
 def load_config(path: str | Path) -> TrainConfig:
     """The run described by a TOML or JSON file; options that it does not name keep their defaults.
+
+    `plan = "auto"` is read as the default plan: see `asks_for_a_plan`.
 
     Raises:
         FileNotFoundError: there is no such file; the message names the config files beside it.
         ValueError: the file is not TOML or JSON, or `config_from_dict` refuses its values.
     """
+    values = _read_file(path)
+    if values.get("plan") == AUTO_PLAN:
+        values = {name: value for name, value in values.items() if name != "plan"}
+    return config_from_dict(values, str(path))
+
+
+def asks_for_a_plan(path: str | Path) -> bool:
+    """Whether the file says plan = "auto".
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_config`.
+    """
+    return bool(_read_file(path).get("plan") == AUTO_PLAN)
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         nearby = sorted(p.name for p in path.parent.glob("*.[tj][os][mo][ln]"))
@@ -431,7 +453,8 @@ def load_config(path: str | Path) -> TrainConfig:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as {path.suffix.lstrip('.') or 'TOML'}: {error}") from error
-    return config_from_dict(values, str(path))
+    # `config_from_dict` tells what else than a table is wrong with.
+    return values if isinstance(values, dict) else {"": values}
 
 
 def config_from_dict(values: Mapping[str, Any], source: str) -> TrainConfig:

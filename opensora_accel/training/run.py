@@ -7,13 +7,16 @@ import gc
 import os
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from opensora_accel.plan import Plan
 from opensora_accel.training.config import (
+    AUTO_PLAN,
     ProfileOptions,
     TrainConfig,
+    asks_for_a_plan,
     config_from_dict,
     differences,
     load_config,
@@ -25,17 +28,42 @@ from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, find_saved
 _SHOWN_STEPS = 20
 
 
-def run(arguments: Sequence[str], profiling: ProfileOptions | None = None) -> int:
+class _Given(NamedTuple):
+    """What the command line and the file say."""
+
+    # The file by itself, and the options that are left to tyro.
+    file: TrainConfig | None
+    options: list[str]
+    # By both.
+    config: TrainConfig
+    # The plan is "auto", and the configurations have the default one in its place.
+    wants_plan: bool
+
+
+def run(
+    arguments: Sequence[str],
+    profiling: ProfileOptions | None = None,
+    choose_plan: Callable[[TrainConfig], Plan] | None = None,
+) -> int:
     """Trains; the exit status.
 
     Args:
         profiling: it is recorded where the time of so many steps went, and then it ends.
+        choose_plan: gives the plan of a run whose plan is "auto"; the first rank calls it before there is any group.
 
     Raises:
         ValueError, OSError: what a user can mend.
         MissingRankError: a rank did not come to a collective.
     """
-    file, options, config = _read(arguments)  # first: what is wrong in it is said before anything starts
+    given = _read(arguments)  # first: what is wrong in it is said before anything starts
+    # A run that goes on has the plan that it was saved with.
+    chooses = given.wants_plan and not given.config.resume
+    if chooses and choose_plan is None:
+        raise ValueError(
+            "only the command line chooses a plan; set plan to one, as opensora_accel.plan_for gives it"
+        )
+    is_first = os.environ.get("RANK", "0") == "0"
+    chosen = choose_plan(given.config) if chooses and is_first and choose_plan is not None else None
     import torch.distributed as dist
 
     from opensora_accel.communications.waiting import MissingRankError, report_failure, waiting
@@ -43,11 +71,16 @@ def run(arguments: Sequence[str], profiling: ProfileOptions | None = None) -> in
 
     started_here = not dist.is_initialized()
     try:
-        start_distributed(config.timeout_s or None)
+        start_distributed(given.config.timeout_s or None)
         assert dist.group.WORLD is not None
         # Gradients are averaged by torch's own collectives, whose failures name no rank.
         with waiting("a step", dist.group.WORLD):
-            return _train(*_resolve(file, options, config), profiling)
+            if chooses:
+                # The others wait here while the first rank chooses.
+                plan = from_first_rank(lambda: chosen)
+                assert plan is not None, "the first rank has chosen"
+                given = given._replace(config=dataclasses.replace(given.config, plan=plan))
+            return _train(*_resolve(given), profiling)
     except MissingRankError:
         raise
     except Exception as error:
@@ -76,19 +109,33 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str,
     Raises:
         ValueError, OSError: a wrong option or file, or no saved state to go on from.
     """
-    return _resolve(*_read(arguments))
+    return _resolve(_read(arguments))
 
 
-def _read(arguments: Sequence[str]) -> tuple[TrainConfig | None, list[str], TrainConfig]:
+def _read(arguments: Sequence[str]) -> _Given:
     """The configuration of `--config FILE`, the options for tyro, and the configuration by both.
 
-    `--resume` alone means the newest saved state, which is why it is not left to tyro.
+    `--resume` alone means the newest saved state, and `--plan` a plan's file or none at all ("auto"), which is why they
+    are not left to tyro.
     """
-    file, resume, options = None, None, []
+    file, resume, options = None, None, list[str]()
+    plan, wants_plan = None, False
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
+        if name == "--plan":
+            value = value if equals else remaining.pop(0) if remaining else ""
+            if value == AUTO_PLAN:
+                wants_plan = True
+            elif value.endswith(".json"):
+                plan = Plan.load(value)
+            else:
+                raise ValueError(
+                    f"--plan takes a file that `opensora-accel plan` wrote (.json), or {AUTO_PLAN}; a field is set as "
+                    f"--plan.ulysses 2; got {value!r}"
+                )
+            continue
         if name not in ("--config", "--resume"):
             options.append(argument)
             continue
@@ -98,12 +145,20 @@ def _read(arguments: Sequence[str]) -> tuple[TrainConfig | None, list[str], Trai
             resume = value or NEWEST
         elif value:
             file = load_config(value)
+            wants_plan = wants_plan or asks_for_a_plan(value)
         else:
             raise ValueError("--config needs a file, for example --config configs/bunny.toml")
+    if plan is not None:
+        # A field on the command line wins over the plan's file, as over the configuration's.
+        file = dataclasses.replace(file or TrainConfig(), plan=plan)
+        wants_plan = False
     config = _with_options(file or TrainConfig(), options)
     if resume is not None:
         config = dataclasses.replace(config, resume=resume)
-    return file, options, config
+    fields = [option.partition("=")[0] for option in options if option.startswith("--plan.")]
+    if wants_plan and fields:
+        raise ValueError(f'the plan is "{AUTO_PLAN}", which chooses {fields[0]} too; leave one of them out')
+    return _Given(file, options, config, wants_plan)
 
 
 def _with_options(config: TrainConfig, options: list[str]) -> TrainConfig:
@@ -120,10 +175,9 @@ def _with_options(config: TrainConfig, options: list[str]) -> TrainConfig:
     return config_from_dict(dataclasses.asdict(parsed), "the command line")
 
 
-def _resolve(
-    file: TrainConfig | None, options: list[str], config: TrainConfig
-) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
+def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
     """The configuration of the run that goes on, its saved state and the record of that; None where it starts."""
+    file, options, config, _wants_plan = given
     # Where several ranks run, all of them agree on the saved state here.
     found = find_saved_state(config.resume, Path(config.output)) if config.resume else None
     if found is None:

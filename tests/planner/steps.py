@@ -140,8 +140,6 @@ def really(workload, plan, steps=3):
             key = call.kind, str(group_of(call.group, shape))
             calls[key] += 1
             sent[key] += call.sent_bytes
-    del model, one_pass, optimizer, step
-    gc.collect()
     GLOBAL_ACTIVATION_MANAGER.close()
     parallel_states.reset()
     return {

@@ -1,0 +1,430 @@
+"""`opensora-accel plan`: which Plan fits a job and is the fastest, on hardware that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opensora_accel.plan import Plan
+from opensora_accel.planner.explain import Explanation, explain
+from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
+from opensora_accel.planner.models import named_workload
+from opensora_accel.planner.search import (
+    GIB,
+    OPTIMIZERS,
+    Candidate,
+    Outcome,
+    Request,
+    Residents,
+    Show,
+    describe,
+    exact,
+    passes_of,
+    search,
+)
+from opensora_accel.planner.workload import Workload, step_file
+
+EXAMPLES = """\
+examples:
+  opensora-accel plan --model wan2.1-14b --frames 81 --height 720 --width 1280 --gpus 64 --hardware h100x8-ib400
+      ranks plans for 64 H100 on 8 nodes and writes the best one to plan.json, which others take as it is:
+      opensora-accel train --plan plan.json, opensora-accel profile --plan plan.json, Plan.load("plan.json")
+  ... --batch 64                a step has 64 samples, whatever the plan: it decides between data and sequence ranks
+  ... --mix 81x480x832:3 --mix 1x720x1280:1
+      three of four batches are clips of 81 frames, one is images; --frames, --height and --width are left out
+  ... --set ulysses=8 --set checkpoint=full       searches the rest
+  ... --fits my_plan.json       answers for one plan: does it fit, how fast, why
+  ... --report plan.html        a page with the picture of time against memory
+  opensora-accel plan --config configs/bunny.toml --gpus 8 --hardware a100x8
+      plans a configured run of `opensora-accel train`
+  opensora-accel plan --step my_step.py --gpus 8 --hardware my_machine.json
+      plans a loop of your own: the file defines model_fn() and step(model, run), as for `opensora-accel verify`
+
+how to read the table: memory and step are intervals from the fast to the slow end of what is uncertain. A plan fits if
+the high end does. "traced" plans were run on tensors without values under the plan itself, operator by operator, and
+simulated; the others are estimated. Samples a second is of all GPUs together.
+
+hardware: DEVICE, DEVICExCOUNT or DEVICExCOUNT-NETWORK: h100x8-ib400 is nodes of 8 H100, each with a port of 400 Gb/s.
+Devices are {devices}; networks ib, roce, efa, eth. `opensora-accel doctor --calibrate FILE` measures
+this machine into a .json file that --hardware takes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for: sizes of clips with how often each comes, and what the run itself says."""
+
+    mix: tuple[tuple[Workload, float], ...]
+    precision: str = "bf16"
+    residents: Residents = field(default_factory=Residents)
+    global_batch: int | None = None
+    accumulation: int = 1
+    resize: Callable[[Workload, int], Workload] | None = None
+
+
+JobOfConfig = Callable[[Path], Job]
+
+
+def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> int:
+    """Prints what was found, and writes what is asked for. The exit status is 1 where nothing fits.
+
+    Args:
+        job_of_config: what `--config FILE` is planned as, which the trainer knows.
+
+    Raises:
+        ValueError, OSError: what a user can mend.
+    """
+    options = _parser().parse_args(arguments)
+    for path in (options.json, options.report, options.output):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise FileNotFoundError(
+                f"there is no folder {path.resolve().parent} to write {path.name} to; make it first"
+            )
+    hardware = Hardware.named(options.hardware)
+    job = _job(options, job_of_config)
+    request = Request(
+        job.mix, hardware, options.gpus, options.precision or job.precision, _residents(options, job),
+        options.batch or job.global_batch, job.resize, job.accumulation, _fixed(options.set),
+    )  # fmt: skip
+    with progress() as show:
+        if options.fits is not None:
+            return _answer(request, Plan.load(options.fits), show)
+        outcome = search(request, show, options.seconds)
+    told = explain(outcome.best, outcome) if outcome.best else None
+    _print(outcome, told, options.top)
+    document = document_of(outcome, told)
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.report is not None:
+        from opensora_accel.planner.page import page
+
+        options.report.write_text(page(document), encoding="utf-8")
+    if outcome.best is None:
+        return 1
+    outcome.best.plan.save(options.output)
+    print(f"wrote {options.output}")
+    return 0
+
+
+def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
+    """The best Plan for a job; prints why. For `plan = "auto"` and `plan_for`.
+
+    Args:
+        hardware_name: by default this machine. There the environment variable OPENSORA_ACCEL_HARDWARE names other
+            hardware, or a file of `doctor --calibrate`.
+
+    Raises:
+        ValueError: nothing fits, and what would help.
+    """
+    hardware = Hardware.named(hardware_name) if hardware_name else this_machine(world_size)
+    request = Request(
+        job.mix,
+        hardware,
+        world_size,
+        job.precision,
+        job.residents,
+        job.global_batch,
+        job.resize,
+        job.accumulation,
+    )
+    with progress() as show:
+        outcome = search(request, show)
+    if outcome.best is None:
+        raise ValueError(nothing_fits(outcome))
+    print(f"the plan, of {len(outcome.candidates)} for {world_size} × {hardware.name}:")
+    print(explain(outcome.best, outcome).text(), flush=True)
+    return outcome.best.plan
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opensora-accel plan",
+        description=f"{__doc__} Needs no GPU: the step is traced on tensors without values, and simulated.",
+        epilog=EXAMPLES.format(devices=", ".join(hardware_names())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", metavar="NAME", help="a published model: wan2.1-1.3b, wan2.1-14b, ...")
+    what.add_argument("--config", type=Path, metavar="FILE", help="a configuration of `opensora-accel train`")
+    what.add_argument(
+        "--step", type=Path, metavar="FILE", help="a Python file with model_fn() and step(model, run)"
+    )
+    for name in ("frames", "height", "width"):
+        what.add_argument(f"--{name}", type=int, metavar="N", help="of a clip, in pixels where it is one")
+    what.add_argument(
+        "--mix", action="append", default=[], metavar="FxHxW[:SHARE]", help="sizes of a mix; repeat it"
+    )
+    what.add_argument(
+        "--micro-batch", type=int, default=1, metavar="N", help="samples of a data rank in one pass (1)"
+    )
+    what.add_argument("--batch", type=int, metavar="N", help="samples of an optimizer step, over all GPUs")
+    what.add_argument(
+        "--precision", choices=("bf16", "fp32"), help="compute precision (bf16, or the configuration's)"
+    )
+    what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="adamw, or with moments in fewer bits")
+    what.add_argument("--ema", action="store_true", help="averaged weights are kept on the GPU")
+    what.add_argument(
+        "--text-encoder-gib", type=float, metavar="GIB", help="of a text encoder that stays on the GPU"
+    )
+    what.add_argument("--vae-gib", type=float, metavar="GIB", help="of a VAE that stays on the GPU")
+    on = parser.add_argument_group("on what")
+    on.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks, over all nodes")
+    on.add_argument(
+        "--hardware", required=True, metavar="NAME", help="h100x8-ib400, or a calibrated .json file"
+    )
+    on.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the Plan; repeat it"
+    )
+    on.add_argument("--fits", type=Path, metavar="PLAN", help="answer for this plan only")
+    out = parser.add_argument_group("what is written")
+    out.add_argument(
+        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the best plan (plan.json)"
+    )
+    out.add_argument("--json", type=Path, metavar="FILE", help="every candidate")
+    out.add_argument("--report", type=Path, metavar="FILE", help="a page with pictures")
+    out.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table (8)")
+    out.add_argument(
+        "--seconds", type=float, default=45.0, metavar="S", help="trace no further finalist after these (45)"
+    )
+    return parser
+
+
+def _job(options: argparse.Namespace, job_of_config: JobOfConfig | None) -> Job:
+    given = [name for name in ("model", "config", "step") if getattr(options, name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "say what is trained by one of --model NAME, --config FILE and --step FILE; "
+            f"got {' and '.join(f'--{name}' for name in given) or 'none of them'}"
+        )
+    sizes = [name for name in ("frames", "height", "width") if getattr(options, name) is not None]
+    if options.config is not None or options.step is not None:
+        if sizes or options.mix:
+            raise ValueError(f"--{given[0]} says how large clips are; leave --{(sizes or ['mix'])[0]} out")
+        if options.config is not None:
+            if job_of_config is None:
+                raise ValueError(
+                    "--config is read by the command line; call plan_for(model, ...) in a program"
+                )
+            return job_of_config(options.config)
+        return Job(((step_file(options.step, batch=options.micro_batch), 1.0),))
+    if options.micro_batch < 1:
+        raise ValueError(f"--micro-batch is a number of samples, at least 1; got {options.micro_batch}")
+    if options.mix and sizes:
+        raise ValueError(f"--mix says how large clips are; leave --{sizes[0]} out")
+    if not options.mix and len(sizes) < 3:
+        missing = [name for name in ("frames", "height", "width") if name not in sizes]
+        raise ValueError(
+            f"--{' and --'.join(missing)} missing: a clip is --frames 81 --height 720 --width 1280, say, or use --mix"
+        )
+    mix = options.mix or [f"{options.frames}x{options.height}x{options.width}"]
+    return Job(tuple(_size(options.model, each, options.micro_batch) for each in mix))
+
+
+def _size(model: str, text: str, micro_batch: int) -> tuple[Workload, float]:
+    """A workload of FRAMESxHEIGHTxWIDTH[:SHARE]."""
+    sizes, _, share = text.partition(":")
+    try:
+        frames, height, width = (int(each) for each in sizes.split("x"))
+        weight = float(share) if share else 1.0
+    except ValueError as error:
+        raise ValueError(
+            f"a size is FRAMESxHEIGHTxWIDTH and a share, as 81x480x832:3; got {text!r}"
+        ) from error
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"the share of {sizes} must be a finite number above 0; got {share!r}")
+    return named_workload(model, frames=frames, height=height, width=width, batch=micro_batch), weight
+
+
+def _residents(options: argparse.Namespace, job: Job) -> Residents:
+    sizes = {}
+    for name in ("text_encoder", "vae"):
+        gib = getattr(options, f"{name}_gib")
+        if gib is not None and not 0 <= gib < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')}-gib is a size in GiB, at least 0; got {gib}")
+        sizes[f"{name}_bytes"] = getattr(job.residents, f"{name}_bytes") if gib is None else round(gib * GIB)
+    return Residents(options.optimizer or job.residents.optimizer, options.ema or job.residents.ema, **sizes)
+
+
+def _fixed(settings: Sequence[str]) -> dict[str, Any]:
+    """`--set ulysses=8` as fields of a Plan."""
+    found: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise ValueError(
+                f"--set takes a field of the Plan and its value, as --set ulysses=8; got {text!r}"
+            )
+        try:
+            found[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+@contextmanager
+def progress() -> Iterator[Show]:
+    """A bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda what, share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True),
+        transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+# ---- what is said
+
+
+def _answer(request: Request, plan: Plan, show: Show) -> int:
+    """`--fits PLAN`."""
+    plan.check_world_size(request.world_size)
+    show(f"tracing {describe(plan)}", 0.5)
+    passes = passes_of(request, plan.data)
+    if passes is None:
+        raise ValueError(
+            f"the plan's {plan.data} data rank(s) of {request.largest.batch} sample(s) do not divide the global batch "
+            f"of {request.global_batch}; use a multiple of {plan.data * request.largest.batch}, or more sequence ranks"
+        )
+    candidate = exact(request, plan, passes)
+    outcome = Outcome(request, (candidate,), {}, 0.0)
+    low, high = candidate.memory_bytes
+    has = request.hardware.memory_bytes
+    verdict = "fits" if candidate.fits else "may fit" if low <= has < high else "does NOT fit"
+    print(f"{verdict}: {low / GIB:.1f} to {high / GIB:.1f} GiB of {has / GIB:.1f} GiB")
+    print(
+        f"step: {candidate.step_time_s[0]:.3f} to {candidate.step_time_s[1]:.3f} s, {candidate.samples} sample(s)"
+    )
+    print(explain(candidate, outcome).text())
+    return 0 if candidate.fits else 1
+
+
+def _print(outcome: Outcome, told: Explanation | None, top: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    request = outcome.request
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    names = ", ".join(workload.name for workload, _share in request.mix)
+    table = Table(
+        title=f"{names} on {request.world_size} × {request.hardware.name} (simulated)", title_justify="left"
+    )
+    for name, justify in (
+        ("plan", "left"),
+        ("memory GiB", "right"),
+        ("step s", "right"),
+        ("samples/s", "right"),
+        ("why not", "left"),
+    ):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for each in outcome.candidates[:top]:
+        table.add_row(
+            describe(each.plan)
+            + (f" accumulation={each.passes.accumulation}" if each.passes.accumulation > 1 else ""),
+            f"{each.memory_bytes[0] / GIB:.1f}–{each.memory_bytes[1] / GIB:.1f}",
+            f"{each.step_time_s[0]:.3g}–{each.step_time_s[1]:.3g}",
+            f"{1 / each.seconds_per_sample:.3g}" if each.seconds_per_sample else "–",
+            ("" if each.is_traced else "estimated: ") + (each.reason or "the best"),
+        )
+    console.print(table)
+    fitting = sum(each.fits for each in outcome.candidates)
+    traced = sum(each.is_traced for each in outcome.candidates)
+    print(
+        f"{len(outcome.candidates)} plans, {fitting} fit, {traced} traced, in {outcome.seconds:.0f} s; a GPU has "
+        f"{request.hardware.memory_bytes / GIB:.1f} GiB"
+    )
+    for rule, times in outcome.excluded.items():
+        print(f"excluded: {rule} ({times} sets of degrees)")
+    if told is not None:
+        print(f"\nthe best: {told.text()}")
+    else:
+        print(f"\n{nothing_fits(outcome)}")
+
+
+def nothing_fits(outcome: Outcome) -> str:
+    """What is missing, and what would help."""
+    request = outcome.request
+    if not outcome.candidates:
+        rules = "; ".join(outcome.excluded) or "what is fixed by --set leaves none"
+        return f"no plan uses {request.world_size} ranks: {rules}. Choose another number of GPUs, or fix fewer fields"
+    nearest: Candidate = outcome.candidates[0]
+    return (
+        f"nothing fits: the least is {describe(nearest.plan)}, which {nearest.reason}. Use more GPUs, smaller or fewer "
+        "frames, a smaller --micro-batch, --optimizer adamw-8bit, or hardware with more memory"
+    )
+
+
+def document_of(outcome: Outcome, told: Explanation | None) -> dict[str, Any]:
+    """What --json writes and the page is made of."""
+    request, best = outcome.request, outcome.best
+    shown = best or next((each for each in outcome.candidates if each.is_traced), None)
+    return {
+        "model": ", ".join(workload.name for workload, _share in request.mix),
+        "gpus": request.world_size,
+        "hardware": request.hardware.name,
+        "device_bytes": request.hardware.memory_bytes,
+        "precision": request.precision,
+        "best": best.to_dict() if best else None,
+        "explanation": told.to_dict() if told else None,
+        "timeline": _lanes(shown) if shown else None,
+        "memory": _samples(shown) if shown else None,
+        "excluded": dict(outcome.excluded),
+        "candidates": [{"text": describe(each.plan), **each.to_dict()} for each in outcome.candidates],
+        "sources": dict(request.hardware.sources),
+        "seconds": outcome.seconds,
+    }
+
+
+def _lanes(candidate: Candidate) -> dict[str, Any] | None:
+    """The streams of a simulated step: bars of the same phase that touch are one."""
+    trace, timeline = candidate.trace, candidate.timeline
+    if trace is None or timeline is None:
+        return None
+    lanes = []
+    for stream in timeline.busy_s:
+        bars: list[list[Any]] = []
+        for span in timeline.spans:
+            if span.stream != stream:
+                continue
+            phase = trace.operations[span.operation].phase
+            if (
+                bars
+                and bars[-1][0] == phase
+                and span.start_s - bars[-1][1] - bars[-1][2] < timeline.step_s / 2000
+            ):
+                bars[-1][2] = span.end_s - bars[-1][1]
+            else:
+                bars.append([phase, span.start_s, span.end_s - span.start_s])
+        lanes.append(
+            {"name": stream, "bars": bars, "busy_s": timeline.busy_s[stream],
+             "share": timeline.busy_s[stream] / timeline.step_s, "exposed_s": timeline.exposed_s.get(stream, 0.0)}
+        )  # fmt: skip
+    return {"seconds": timeline.step_s, "lanes": lanes}
+
+
+def _samples(candidate: Candidate, most: int = 400) -> list[tuple[float, Mapping[str, int]]] | None:
+    """Live bytes by kind over the simulated step."""
+    trace, timeline = candidate.trace, candidate.timeline
+    if trace is None or timeline is None:
+        return None
+    ends = {span.operation: span.end_s for span in timeline.spans}
+    peak = trace.peak
+    every = max(1, len(trace.memory) // most)
+    found, last = list[tuple[float, Mapping[str, int]]](), 0.0
+    for number, state in enumerate(trace.memory):
+        last = max(last, ends.get(state.operation, last))
+        if number % every == 0 or state is peak:
+            found.append((last, dict(state.bytes_by_kind)))
+    return found

@@ -1,0 +1,172 @@
+"""Seconds of one operation by itself: a roofline for kernels, and latency and bandwidth for what travels.
+
+A kernel takes the longer of its operations at the device's reached peak and of its bytes at the reached bandwidth:
+
+    seconds = max(flops / (peak × efficiency), bytes / (bandwidth × efficiency))
+
+A collective takes α for each message one after another and 1/β for each byte, and which link counts follows from where
+the ranks of its group stand: the mesh has its outermost axis first, and consecutive ranks fill a node. With 16 ranks as
+dp_shard=2 × ulysses=8 on nodes of 8, ulysses stays on NVLink, and dp_shard pairs ranks 0 and 8 over the network.
+
+Of a group of P ranks on N nodes, L = P/N each, and s bytes that a rank sends (w within nodes, b between them):
+
+    all-gather, reduce-scatter    a ring: (P−N)·αw + (N−1)·αb + max(s/βw, s/(L·βb)); L ranks of a node have L ports
+    all-reduce                    the same with twice the messages, or with 2·log2(P) along a tree, if that is faster
+    all-to-all                    links.one_level_s: to L−1 ranks within the node, and then to (N−1)·L outside
+    send                          the slowest link of the group's ring: αb + s/βb where it leaves a node
+
+With one node the same formulas have N = 1 and no b. A collective that was measured on as many ranks takes what it took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from opensora_accel.links import Link, one_level_s
+from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.simulate import Contention
+from opensora_accel.planner.trace import Operation
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a job stand: consecutive ones fill a node."""
+
+    world_size: int
+    ranks_per_node: int
+
+    @classmethod
+    def on(cls, hardware: Hardware, world_size: int) -> Placement:
+        """As a launcher fills the hardware's nodes.
+
+        Raises:
+            ValueError: they do not fit on the one node that there is.
+        """
+        hardware.nodes_of(world_size)
+        return cls(world_size, min(world_size, hardware.ranks_per_node))
+
+    def spread(self, group: tuple[int, ...]) -> tuple[int, int]:
+        """Nodes that have ranks of a group, and the fewest of its ranks on one of them."""
+        return _spread(group, self.ranks_per_node)
+
+    def leaves_node(self, one: int, other: int) -> bool:
+        return one // self.ranks_per_node != other // self.ranks_per_node
+
+
+@lru_cache(maxsize=10_000)
+def _spread(group: tuple[int, ...], ranks_per_node: int) -> tuple[int, int]:
+    counts: dict[int, int] = {}
+    for rank in group:
+        counts[rank // ranks_per_node] = counts.get(rank // ranks_per_node, 0) + 1
+    return len(counts), min(counts.values())
+
+
+def operation_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:
+    """Seconds of one operation that runs alone."""
+    if operation.kind == "collective":
+        return collective_s(operation, hardware, placement)
+    if operation.kind in ("copy_out", "copy_in"):
+        return hardware.host_link.time_s(1, operation.num_bytes)
+    return kernel_s(operation, hardware) * core_share(hardware, placement)
+
+
+def core_share(hardware: Hardware, placement: Placement) -> float:
+    """How much longer a rank computes because ranks of its node share its cores; 1 where each has a device."""
+    if not hardware.cores:
+        return 1.0
+    measured = hardware.crowding.get(str(placement.ranks_per_node))
+    return measured or max(1.0, placement.ranks_per_node / hardware.cores)
+
+
+def host_s(hardware: Hardware, placement: Placement) -> float:
+    """The host's time to start one operation."""
+    return hardware.launch_s * core_share(hardware, placement)
+
+
+def contention(hardware: Hardware, placement: Placement) -> Contention:
+    """What shares a link: collectives of a node, and those that leave it."""
+
+    def links(operation: Operation) -> Sequence[str]:
+        if operation.kind != "collective":
+            return ()
+        return ("network",) if placement.spread(operation.group)[0] > 1 else ("node",)
+
+    return Contention(links, hardware.beside_collective)
+
+
+def kernel_s(operation: Operation, hardware: Hardware) -> float:
+    """Seconds of a product, of attention, or of an operator that is bound by memory traffic."""
+    moved_s = 0.0
+    if operation.num_bytes:
+        reached = hardware.efficiency(f"memory {operation.name}", "memory").at({"bytes": operation.num_bytes})
+        moved_s = operation.num_bytes / (hardware.memory_bytes_per_s * reached) * hardware.slowness["memory"]
+    if operation.kind == "memory" or not operation.flops:
+        return moved_s
+    if operation.kind == "gemm":
+        batch, m, n, k = operation.shape if len(operation.shape) == 4 else (1, 1.0, 1.0, 1.0)
+        sizes = {"flops": operation.flops / max(1, batch), "m": m, "n": n, "k": k}
+        classes = ["gemm"]
+    else:
+        _batch, heads, queries, keys, head_dim = (
+            operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 1)
+        )
+        sizes = {
+            "flops": operation.flops,
+            "heads": heads,
+            "queries": queries,
+            "keys": keys,
+            "head_dim": head_dim,
+        }
+        classes = ["attention backward", "attention"] if "backward" in operation.name else ["attention"]
+    share = hardware.efficiency(*classes).at(sizes)
+    computed_s = (
+        operation.flops / (hardware.peak(operation.dtype) * share) * hardware.slowness[operation.kind]
+    )
+    # A point that was measured by its shape has its traffic in it.
+    return computed_s if hardware.cores else max(computed_s, moved_s)
+
+
+def collective_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:
+    """Seconds of a collective whose ranks all come at the same time."""
+    num_ranks, sent_bytes = len(operation.group), operation.num_bytes
+    kind = operation.collective
+    if num_ranks < 2 or kind in ("recv", "barrier"):
+        return 0.0
+    measured = hardware.collectives.get(f"{kind} {num_ranks}/{placement.ranks_per_node}")
+    if measured is not None and placement.spread(operation.group)[0] == 1:
+        return between_points(measured, sent_bytes)
+    nodes, per_node = placement.spread(operation.group)
+    within, between = hardware.within, hardware.between
+    if nodes > 1 and between is None:
+        # Says what to do.
+        hardware.nodes_of(placement.world_size)
+    far = between or within
+    if kind == "send":
+        # All ranks of a ring send at once, and wait for the slowest of them.
+        return (far if nodes > 1 else within).time_s(1, sent_bytes)
+    if kind == "all-to-all":
+        size_bytes = sent_bytes * num_ranks / (num_ranks - 1)
+        return one_level_s("all-to-all", size_bytes, nodes, num_ranks // nodes, (within, far))
+    messages = _ring_s(num_ranks, nodes, within, far)
+    if kind == "all-reduce":
+        tree = 2 * math.log2(num_ranks) * (far if nodes > 1 else within).latency_s
+        messages = min(2 * messages, tree)
+    inside_s = sent_bytes / within.bandwidth_bytes_per_s if per_node > 1 else 0.0
+    outside_s = sent_bytes / (per_node * far.bandwidth_bytes_per_s) if nodes > 1 else 0.0
+    return messages + max(inside_s, outside_s)
+
+
+def between_points(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds on the straight line between the two points around a size; beyond the last ones it goes on."""
+    after = next((i for i, (known, _seconds) in enumerate(points) if known >= size), len(points) - 1)
+    (low, low_s), (high, high_s) = points[max(0, after - 1)], points[max(1, after)]
+    return max(low_s if size < low else 0.0, low_s + (high_s - low_s) * (size - low) / (high - low))
+
+
+def _ring_s(num_ranks: int, nodes: int, within: Link, far: Link) -> float:
+    if nodes == 1:
+        return (num_ranks - 1) * within.latency_s
+    return (num_ranks - nodes) * within.latency_s + (nodes - 1) * far.latency_s

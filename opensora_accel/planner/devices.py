@@ -1,0 +1,285 @@
+"""What each device can do, as data with the source of every figure; no figure here was fitted to a measured step.
+
+Peaks are dense (without sparsity), in operations a second; memory and links in bytes a second, links in one direction.
+A figure whose source begins with "assumed" is nobody's measurement: `opensora-accel doctor --calibrate` replaces it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+GB, TB, GIB = 10**9, 10**12, 2**30
+
+# Matrix products that were reached, of the peak (bf16): stas00/ml-engineering, compute/accelerator, "Maximum Achievable
+# Matmul FLOPS comparison table". Such a product is large and of the best shape.
+_MATMUL = "best bf16 product of ml-engineering's MAMF table; smaller products: assumed"
+_ASSUMED_MATMUL = "assumed: as an H100"
+_NCCL_LATENCY = "NCCL's src/graph/tuning.cc, hwLat of a ring with the Simple protocol"
+_REACHED = (
+    "assumed: 0.8 of NVLink and 0.9 of a network are reached, as nccl-tests commonly print for large messages"
+)
+_HOST = "assumed: an application moves 0.8 of the data sheet's bandwidth with page-locked memory"
+_CONTEXT = "assumed: 0.6 GiB of CUDA context and kernels, and cuBLAS' workspace of 32 MiB"
+_BUFFERS = "assumed: 16 channels of 2 × 4 MiB for each communicator (NCCL_BUFFSIZE is 4 MiB)"
+_SLACK = "assumed: 3 % of the live bytes are lost between blocks of PyTorch's caching allocator"
+_FA2 = "FlashAttention-2, arXiv:2307.08691: up to 73 % of the peak forward and 63 % backward on A100; shorter: assumed"
+_FA_SM90 = (
+    "assumed: between FlashAttention-2 (35 %) and -3 (75 %) on H100, arXiv:2407.08608; backward 0.85 of it"
+)
+
+
+def _gemm(best: float) -> dict[str, Any]:
+    """Efficiency by the operations of a product: a small one fills neither the device nor its pipelines."""
+    shares = {1e7: 0.02, 1e9: 0.2, 1e10: 0.5, 1e11: 0.85, 1e12: 0.95, 1e13: 1.0}
+    return {"by": ["flops"], "points": [[[flops], best * share] for flops, share in shares.items()]}
+
+
+def _attention(best: float) -> dict[str, Any]:
+    """By the queries: short sequences are bound by softmax and by starting."""
+    shares = {64: 0.05, 256: 0.25, 1024: 0.6, 4096: 0.9, 16384: 1.0}
+    return {"by": ["queries"], "points": [[[queries], best * share] for queries, share in shares.items()]}
+
+
+def _memory(best: float) -> dict[str, Any]:
+    """By the bytes that a kernel moves."""
+    shares = {1e4: 0.02, 1e6: 0.35, 1e7: 0.75, 1e8: 0.95, 1e9: 1.0}
+    return {"by": ["bytes"], "points": [[[moved], best * share] for moved, share in shares.items()]}
+
+
+def _gpu(
+    *,
+    peaks: dict[str, float],
+    memory_gb: float,
+    memory_gb_per_s: float,
+    link_gb_per_s: float,
+    link_latency_s: float,
+    host_gb_per_s: float,
+    node: int,
+    node_host_gib: int,
+    matmul: float,
+    attention: tuple[float, float],
+    sheet: str,
+    sources: dict[str, str],
+) -> dict[str, Any]:
+    return {
+        "peak_flops": {name: 1e12 * value for name, value in peaks.items()},
+        "memory_bytes": int(memory_gb * GB),
+        "memory_bytes_per_s": memory_gb_per_s * GB,
+        "within": {"bandwidth_bytes_per_s": 0.8 * link_gb_per_s * GB, "latency_s": link_latency_s},
+        "host_link": {"bandwidth_bytes_per_s": 0.8 * host_gb_per_s * GB, "latency_s": 10e-6},
+        "ranks_per_node": node,
+        "host_memory_bytes": node_host_gib * GIB,
+        "launch_s": 6e-6,
+        "runs_ahead": True,
+        "cores": None,
+        "beside_collective": 1.06,
+        "context_bytes": round(0.6 * GIB) + 32 * 2**20,
+        "communicator_bytes": 16 * 2 * 4 * 2**20,
+        "allocator_slack": 0.03,
+        "efficiencies": {
+            "gemm": _gemm(matmul),
+            "attention": _attention(attention[0]),
+            "attention backward": _attention(attention[1]),
+            "memory": _memory(0.85),
+        },
+        "uncertainties": {
+            "gemm": 0.15, "collective": 0.3, "host": 0.3, **dict.fromkeys(("attention", "memory", "copy"), 0.25),
+        },
+        "sources": {
+            "peak_flops": f"{sheet}, dense",
+            "memory_bytes": sheet,
+            "memory_bytes_per_s": f"{sheet}; 0.85 of it is reached: assumed",
+            "within": f"{sheet}; {_REACHED}; latency: {_NCCL_LATENCY}",
+            "host_link": f"{sheet}; {_HOST}",
+            "ranks_per_node": sheet,
+            "host_memory_bytes": "assumed: what such a node is commonly sold with",
+            "launch_s": "assumed: an eager operator of PyTorch takes 6 µs of the host, with autograd",
+            "beside_collective": "assumed: NCCL's kernels take about 8 of an H100's 132 multiprocessors",
+            "context_bytes": _CONTEXT,
+            "communicator_bytes": _BUFFERS,
+            "allocator_slack": _SLACK,
+            "uncertainties": "assumed",
+            "gemm": _ASSUMED_MATMUL,
+            "attention": _FA_SM90,
+            "memory": "assumed",
+            **sources,
+        },
+    }  # fmt: skip
+
+
+_NVLINK_S, _PCIE_S = 3.4e-6, 5.7e-6
+_H100_PEAKS = {
+    "bfloat16": 989.4,
+    "float16": 989.4,
+    "float8": 1978.9,
+    "float32": 66.9,
+    "tf32": 494.7,
+    "float64": 66.9,
+}
+
+DEVICES: dict[str, dict[str, Any]] = {
+    "a100": _gpu(
+        peaks={"bfloat16": 312, "float16": 312, "float32": 19.5, "tf32": 156, "float64": 19.5},
+        memory_gb=85.9,  # 80 GiB
+        memory_gb_per_s=2039,
+        link_gb_per_s=300,
+        link_latency_s=_NVLINK_S,
+        host_gb_per_s=32,
+        node=8,
+        node_host_gib=1024,
+        matmul=0.859,
+        attention=(0.7, 0.6),
+        sheet="NVIDIA's data sheet of A100 80GB SXM",
+        sources={"gemm": _MATMUL, "attention": _FA2},
+    ),
+    "h100": _gpu(
+        peaks=_H100_PEAKS,
+        memory_gb=85.0,  # nvidia-smi: 81,559 MiB of 80 GB
+        memory_gb_per_s=3350,
+        link_gb_per_s=450,
+        link_latency_s=_NVLINK_S,
+        host_gb_per_s=64,
+        node=8,
+        node_host_gib=2048,
+        matmul=0.801,
+        attention=(0.55, 0.47),
+        sheet="NVIDIA's data sheet of H100 SXM",
+        sources={"gemm": _MATMUL, "memory_bytes": "what nvidia-smi prints for H100 80GB HBM3, less what is reserved"},
+    ),
+    "h200": _gpu(
+        peaks=_H100_PEAKS,
+        memory_gb=150.1,  # nvidia-smi: 143,771 MiB
+        memory_gb_per_s=4800,
+        link_gb_per_s=450,
+        link_latency_s=_NVLINK_S,
+        host_gb_per_s=64,
+        node=8,
+        node_host_gib=2048,
+        matmul=0.801,
+        attention=(0.55, 0.47),
+        sheet="NVIDIA's data sheet of H200 SXM",
+        sources={"memory_bytes": "what nvidia-smi prints for H200, less what is reserved"},
+    ),
+    "b200": _gpu(
+        peaks={"bfloat16": 2250, "float16": 2250, "float8": 4500, "float32": 75, "tf32": 1125, "float64": 37},
+        memory_gb=180,
+        memory_gb_per_s=7700,
+        link_gb_per_s=900,
+        link_latency_s=_NVLINK_S,
+        host_gb_per_s=64,
+        node=8,
+        node_host_gib=2048,
+        matmul=0.75,
+        attention=(0.5, 0.42),
+        sheet="NVIDIA's data sheet of HGX B200 (an eighth of the board)",
+        sources={"attention": "assumed", "gemm": "assumed: 0.75"},
+    ),
+    "gb200": _gpu(
+        peaks={"bfloat16": 2500, "float16": 2500, "float8": 5000, "float32": 80, "tf32": 1250, "float64": 40},
+        memory_gb=186,
+        memory_gb_per_s=8000,
+        link_gb_per_s=900,
+        link_latency_s=_NVLINK_S,
+        host_gb_per_s=225,
+        node=72,
+        node_host_gib=17 * 1024,
+        matmul=0.75,
+        attention=(0.5, 0.42),
+        sheet="NVIDIA's data sheet of GB200 NVL72 (a 72nd of the rack)",
+        sources={
+            "attention": "assumed",
+            "gemm": "assumed: 0.75",
+            "host_link": f"NVLink-C2C: 900 GB/s both ways of a Grace, which two GPUs share; {_HOST}",
+            "host_memory_bytes": "NVIDIA's data sheet of GB200 NVL72: 17 TB of LPDDR5X",
+        },
+    ),
+    "mi300x": _gpu(
+        peaks={**dict.fromkeys(("bfloat16", "float16"), 1307.4), "float8": 2614.9, "tf32": 653.7,
+               **dict.fromkeys(("float32", "float64"), 163.4)},
+        memory_gb=206.1,  # 192 GiB
+        memory_gb_per_s=5300,
+        link_gb_per_s=448,
+        link_latency_s=_NVLINK_S,
+        host_gb_per_s=64,
+        node=8,
+        node_host_gib=2048,
+        matmul=0.601,
+        attention=(0.35, 0.28),
+        sheet="AMD's data sheet of Instinct MI300X",
+        sources={
+            "gemm": _MATMUL,
+            "attention": "assumed",
+            "within": f"seven links of 64 GB/s one way, {_REACHED}; latency: assumed as NVLink's",
+        },
+    ),
+    "l40s": _gpu(
+        peaks={"bfloat16": 362, "float16": 362, "float8": 733, "float32": 91.6, "tf32": 183, "float64": 1.4},
+        memory_gb=48.3,
+        memory_gb_per_s=864,
+        link_gb_per_s=32,
+        link_latency_s=_PCIE_S,
+        host_gb_per_s=32,
+        node=8,
+        node_host_gib=1024,
+        matmul=0.75,
+        attention=(0.6, 0.5),
+        sheet="NVIDIA's data sheet of L40S",
+        sources={"attention": "assumed: near A100's", "within": f"PCIe 4.0 ×16, shared with the host; {_REACHED}"},
+    ),
+    "rtx4090": _gpu(
+        peaks={"bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "float32": 82.6, "tf32": 82.6, "float64": 1.3},
+        memory_gb=25.3,
+        memory_gb_per_s=1008,
+        link_gb_per_s=16,
+        link_latency_s=2 * _PCIE_S,
+        host_gb_per_s=32,
+        node=8,
+        node_host_gib=256,
+        matmul=0.85,
+        attention=(0.7, 0.6),
+        sheet="NVIDIA's Ada whitepaper, GeForce RTX 4090 (fp32 accumulation)",
+        sources={
+            "gemm": "assumed",
+            "attention": "assumed: near A100's",
+            "within": f"assumed: half of PCIe 4.0 ×16, through the host, as there is no peer access; {_REACHED}",
+        },
+    ),
+}  # fmt: skip
+
+# Every rank is a process of one thread. These are orders of magnitude: calibrate.
+DEVICES["cpu"] = {
+    "peak_flops": {"float32": 60e9, "bfloat16": 30e9, "float64": 30e9},
+    "memory_bytes": 8 * GIB,
+    "memory_bytes_per_s": 8 * GB,
+    "within": {"bandwidth_bytes_per_s": 1.0 * GB, "latency_s": 100e-6},
+    "host_link": {"bandwidth_bytes_per_s": 5.0 * GB, "latency_s": 2e-6},
+    "ranks_per_node": 4,
+    "host_memory_bytes": 64 * GIB,
+    "launch_s": 12e-6,
+    "runs_ahead": False,
+    "cores": 4,
+    "beside_collective": 1.5,
+    "context_bytes": 0,
+    "communicator_bytes": 2**20,
+    "allocator_slack": 0.0,
+    "efficiencies": {
+        "gemm": {"by": ["flops"], "points": [[[1e5], 0.2], [[1e7], 0.8], [[1e9], 0.9]]},
+        "attention": {"by": ["queries"], "points": [[[64], 0.2], [[4096], 0.5]]},
+        "memory": {"by": ["bytes"], "points": [[[1e4], 0.3], [[1e8], 0.9]]},
+    },
+    "uncertainties": {"gemm": 0.5, "attention": 0.5, "memory": 0.5, "collective": 0.5, "copy": 0.5, "host": 0.5},
+    "sources": dict.fromkeys(
+        ("peak_flops", "memory_bytes", "memory_bytes_per_s", "within", "host_link", "ranks_per_node",
+         "host_memory_bytes", "launch_s", "beside_collective", "context_bytes", "communicator_bytes",
+         "allocator_slack", "uncertainties", "gemm", "attention", "memory"),
+        "assumed for one core of a server and gloo over loopback: `opensora-accel doctor --calibrate` measures",
+    ),
+}  # fmt: skip
+
+# A network's gigabits a second are those of one GPU: `ib400` is a port of 400 Gb/s for each.
+NETWORKS: dict[str, tuple[float, str]] = {
+    "ib": (14e-6, f"InfiniBand; {_REACHED}; latency: {_NCCL_LATENCY}"),
+    "roce": (14e-6, f"RDMA over Ethernet; {_REACHED}; latency: {_NCCL_LATENCY}"),
+    "efa": (25e-6, f"Elastic Fabric Adapter; {_REACHED}; latency: assumed"),
+    "eth": (50e-6, f"TCP over Ethernet; {_REACHED}; latency: assumed"),
+}

@@ -1,0 +1,399 @@
+"""What a plan runs on: devices, links, memory and how near to their peaks kernels come, as plain data with sources.
+
+A name tells device, devices of a node and the network between nodes, in gigabits a second for each device:
+
+    h100x8-ib400     nodes of 8 H100, each with a port of 400 Gb/s = 50 GB/s
+    h100x8           one node; more than 8 ranks have no link between them
+    rtx4090          one node of as many as such a node commonly has
+
+An efficiency is a share of the peak that depends on the shape. It is known at some points, and between them it is the
+mean of all points, weighed by 1/distance⁴, where a distance is counted in doublings of each size. A product of 2e10
+operations between points of 1e10 (0.5) and 1e11 (0.85): one doubling from the first and 2.32 from the second, so
+(0.5/1 + 0.85/29) / (1/1 + 1/29) = 0.512. A size beyond all points counts as the last of them.
+
+All of it is saved as JSON and read back; `opensora-accel doctor --calibrate FILE` writes such a file of this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from opensora_accel.links import Link
+from opensora_accel.planner.devices import DEVICES, NETWORKS
+
+# What an efficiency may depend on.
+FEATURES = ("flops", "bytes", "m", "n", "k", "heads", "queries", "keys", "head_dim")
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peak at some sizes.
+
+    Raises:
+        ValueError: no point, a share that is not in (0, 1], sizes that are not above 0, or an unknown feature.
+    """
+
+    by: tuple[str, ...]
+    points: tuple[tuple[tuple[float, ...], float], ...]
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.by if name not in FEATURES]
+        if unknown or not self.by:
+            raise ValueError(f"an efficiency depends on some of {', '.join(FEATURES)}; got {list(self.by)}")
+        if not self.points:
+            raise ValueError("an efficiency needs at least one point, as [[1e9], 0.5]")
+        for sizes, share in self.points:
+            if len(sizes) != len(self.by) or not all(0 < size < math.inf for size in sizes):
+                raise ValueError(
+                    f"a point has one size above 0 for each of {list(self.by)}; got {list(sizes)}"
+                )
+            if not 0 < share <= 1:
+                raise ValueError(f"an efficiency is a share of the peak above 0 and at most 1; got {share}")
+
+    def at(self, sizes: Mapping[str, float]) -> float:
+        """The share of the peak at these sizes, of which there is one for each feature of `by`."""
+        return _interpolate(self, tuple(max(1e-9, sizes[name]) for name in self.by))
+
+
+@lru_cache(maxsize=100_000)
+def _interpolate(efficiency: Efficiency, sizes: tuple[float, ...]) -> float:
+    columns = list(zip(*(point for point, _share in efficiency.points), strict=True))
+    clipped = [min(max(size, min(known)), max(known)) for size, known in zip(sizes, columns, strict=True)]
+    total = weight = 0.0
+    for point, share in efficiency.points:
+        squared = sum(math.log2(size / known) ** 2 for size, known in zip(clipped, point, strict=True))
+        if squared < 1e-12:
+            return share
+        total += share / squared**2
+        weight += 1 / squared**2
+    return total / weight
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Figures of one device, of its node and of the network; bytes, bytes a second, seconds.
+
+    Raises:
+        ValueError: a figure that cannot be; the message has its name and what it must be.
+    """
+
+    name: str
+    # Dense operations a second, by dtype.
+    peak_flops: dict[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    # From one rank to another of its node, and to one of another node (None: there is a single node).
+    within: Link
+    between: Link | None
+    # From a device to host memory, one way; PCIe.
+    host_link: Link
+    ranks_per_node: int
+    # Of a node, which its ranks share.
+    host_memory_bytes: int
+    # The host's time for one operator, and whether kernels run beside it.
+    launch_s: float
+    runs_ahead: bool
+    # Cores that the ranks of a node share, where they compute on them.
+    cores: int | None
+    # How many times longer compute takes while a collective runs, which needs multiprocessors or cores too.
+    beside_collective: float
+    # What is taken beside the live bytes: by the driver, by each communicator, and as a share by the allocator.
+    context_bytes: int
+    communicator_bytes: int
+    allocator_slack: float
+    # By class of kernel ("gemm", "attention", "attention backward", "memory"), or "memory aten.gelu" for one operator.
+    efficiencies: dict[str, Efficiency]
+    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host.
+    uncertainties: dict[str, float]
+    # Where each figure is from.
+    sources: dict[str, str]
+    # Measured collectives: "all-gather 2/4" is of groups of 2 ranks while a node's 4 ranks communicate; as (bytes that
+    # a rank sends, seconds). Others follow from the links.
+    collectives: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
+    crowding: dict[str, float] = field(default_factory=dict)
+    # How much longer kernels of a class take than these figures say: `bound` sets it.
+    slowness: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0)
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "memory_bytes_per_s", "ranks_per_node", "host_memory_bytes"):
+            _check_number(name, getattr(self, name), above=0)
+        for name in ("launch_s", "context_bytes", "communicator_bytes", "allocator_slack"):
+            _check_number(name, getattr(self, name), least=0)
+        _check_number("beside_collective", self.beside_collective, least=1)
+        if not self.peak_flops:
+            raise ValueError('peak_flops needs a figure for each dtype, as {"bfloat16": 989e12}')
+        for dtype, peak in self.peak_flops.items():
+            _check_number(f"peak_flops.{dtype}", peak, above=0)
+        for kind in ("gemm", "attention", "memory"):
+            if kind not in self.efficiencies:
+                raise ValueError(
+                    f"efficiencies has nothing for {kind!r}; it needs gemm, attention and memory"
+                )
+        for name, points in self.collectives.items():
+            if len(points) < 2 or any(not (size > 0 and seconds > 0) for size, seconds in points):
+                raise ValueError(
+                    f"collectives.{name} needs two points or more of bytes and seconds above 0; got {list(points)}"
+                )
+        for ranks, times in self.crowding.items():
+            _check_number(f"crowding.{ranks}", times, above=0)
+        for kind in ("gemm", "attention", "memory", "collective", "copy", "host"):
+            share = self.uncertainties.get(kind)
+            if not isinstance(share, (int, float)) or not 0 <= share < 1:
+                raise ValueError(f"uncertainties.{kind} is a share from 0 to below 1; got {share!r}")
+
+    def peak(self, dtype: str) -> float:
+        """Dense operations a second in a dtype; one that has no figure computes as float32.
+
+        Raises:
+            ValueError: there is none for float32 either.
+        """
+        found = self.peak_flops.get(dtype, self.peak_flops.get("float32"))
+        if found is None:
+            raise ValueError(
+                f"{self.name} has no peak for {dtype}; it has {', '.join(self.peak_flops)}: add it to peak_flops"
+            )
+        return found
+
+    def efficiency(self, *classes: str) -> Efficiency:
+        """That of the first class that has one."""
+        return next(self.efficiencies[name] for name in classes if name in self.efficiencies)
+
+    def nodes_of(self, world_size: int) -> int:
+        """Nodes that so many ranks take.
+
+        Raises:
+            ValueError: there is one node, and it has fewer.
+        """
+        nodes = -(-world_size // self.ranks_per_node)
+        if nodes > 1 and self.between is None:
+            raise ValueError(
+                f"{world_size} ranks need {nodes} nodes of {self.ranks_per_node}, but the hardware {self.name!r} names "
+                f"no network between nodes; name one, as {self.name.partition('-')[0]}-ib400, or plan for at most "
+                f"{self.ranks_per_node} ranks"
+            )
+        return nodes
+
+    def bound(self, sign: int) -> Hardware:
+        """The same with every speed at the fast (−1) or the slow (+1) end of what is uncertain."""
+        factor = {kind: 1 + sign * share for kind, share in self.uncertainties.items()}
+
+        def slower(link: Link, kind: str) -> Link:
+            return Link(link.bandwidth_bytes_per_s / factor[kind], link.latency_s * factor[kind])
+
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}{'+' if sign > 0 else '-'}",
+            within=slower(self.within, "collective"),
+            between=slower(self.between, "collective") if self.between else None,
+            host_link=slower(self.host_link, "copy"),
+            collectives={
+                name: tuple((size, seconds * factor["collective"]) for size, seconds in points)
+                for name, points in self.collectives.items()
+            },
+            launch_s=self.launch_s * factor["host"],
+            uncertainties=dict.fromkeys(self.uncertainties, 0.0),
+            # Peaks are scaled and not shares, which may not pass 1.
+            slowness={kind: factor[kind] for kind in ("gemm", "attention", "memory")},
+        )
+
+    # ---- as data
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, values: Any, source: str = "hardware") -> Hardware:
+        """Checks and makes one of plain data.
+
+        Raises:
+            ValueError: a field is missing, unknown or wrong; the message has the source and the field.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"{source}: hardware is a JSON object; got {type(values).__name__}")
+        fields = {each.name: each for each in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise ValueError(f"{source}: hardware has no field {key!r}; {nearest(key, fields)}")
+        needed = [
+            name for name, each in fields.items()
+            if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        ]  # fmt: skip
+        missing = [name for name in needed if name not in values]
+        if missing:
+            raise ValueError(
+                f"{source}: {', '.join(missing)} missing; write the file with doctor --calibrate"
+            )
+        try:
+            made = dict(values)
+            for name in ("within", "between", "host_link"):
+                made[name] = _link(name, values[name]) if values[name] is not None else None
+            made["collectives"] = {
+                name: tuple((float(size), float(seconds)) for size, seconds in points)
+                for name, points in values.get("collectives", {}).items()
+            }
+            made["efficiencies"] = {
+                name: Efficiency(
+                    tuple(value["by"]),
+                    tuple((tuple(map(float, sizes)), float(share)) for sizes, share in value["points"]),
+                )
+                for name, value in values["efficiencies"].items()
+            }
+            return cls(**made)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{source}: a field has the wrong form ({error}); write it with --calibrate"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: it is no JSON, or `from_dict` refuses it.
+            OSError: the file cannot be read.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: hardware is read from a JSON file; this is none ({error})") from error
+        return cls.from_dict(values, str(path))
+
+    @classmethod
+    def named(cls, name: str) -> Hardware:
+        """The hardware of a name as h100x8-ib400, or of a file that ends in .json.
+
+        Raises:
+            ValueError: an unknown device or network, with the nearest name.
+            OSError: the file cannot be read.
+        """
+        if name.endswith(".json"):
+            return cls.load(name)
+        devices, _, network = name.lower().partition("-")
+        match = re.fullmatch(r"([a-z0-9]+?)(?:x(\d+))?", devices)
+        # `rtx4090` has an x of its own.
+        device, count = (
+            (devices, None) if devices in DEVICES else match.groups() if match else (devices, None)
+        )
+        if device not in DEVICES:
+            raise ValueError(
+                f"no hardware is named {name!r}: a name is DEVICE, DEVICExCOUNT or DEVICExCOUNT-NETWORK, as "
+                f"h100x8-ib400, or a .json file of `opensora-accel doctor --calibrate`; {nearest(device, DEVICES)}"
+            )
+        if count is not None and int(count) == 0:
+            raise ValueError(f"{name!r} has nodes of 0 devices; a node has at least 1, as in {device}x8")
+        values = {
+            **DEVICES[device],
+            "name": name,
+            "between": None,
+            "sources": dict(DEVICES[device]["sources"]),
+        }
+        if count is not None:
+            share = int(count) / values["ranks_per_node"]
+            values["ranks_per_node"] = int(count)
+            values["host_memory_bytes"] = round(values["host_memory_bytes"] * min(1.0, share))
+            if values["cores"] is not None:
+                values["cores"] = int(count)
+        if network:
+            values["between"], values["sources"]["between"] = _network(name, network)
+        return cls.from_dict(values, name)
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names of the devices that are known."""
+    return tuple(DEVICES)
+
+
+def this_machine(world_size: int) -> Hardware:
+    """What this process runs on: as OPENSORA_ACCEL_HARDWARE names it, or the GPU's data sheet, or the CPU.
+
+    Between nodes 400 Gb/s for each GPU are assumed.
+
+    Raises:
+        ValueError: the GPU is none of those that are known, and what to do.
+    """
+    import psutil
+    import torch
+
+    given = os.environ.get("OPENSORA_ACCEL_HARDWARE", "")
+    if given:
+        return Hardware.named(given)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    network = "-ib400" if per_node < world_size else ""
+    host_bytes = psutil.virtual_memory().available
+    if not torch.cuda.is_available():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found = Hardware.named(f"cpux{per_node}{network}")
+        return dataclasses.replace(
+            found, memory_bytes=host_bytes // per_node, host_memory_bytes=host_bytes, cores=cores
+        )
+    name = torch.cuda.get_device_name()
+    plain = name.lower().replace(" ", "")
+    # The longest name first: GB200 has B200 in it.
+    device = next((each for each in sorted(DEVICES, key=len, reverse=True) if each in plain), None)
+    if device is None:
+        raise ValueError(
+            f"the planner has no figures of {name!r}; measure them with `opensora-accel doctor --calibrate FILE`, and "
+            "set OPENSORA_ACCEL_HARDWARE to that file"
+        )
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    return dataclasses.replace(
+        Hardware.named(f"{device}x{per_node}{network}"),
+        memory_bytes=total_bytes,
+        host_memory_bytes=host_bytes,
+    )
+
+
+def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint for a message: the nearest of the known names, and all of them."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}There are {', '.join(known)}"
+
+
+def _network(name: str, network: str) -> tuple[dict[str, float], str]:
+    match = re.fullmatch(r"([a-z]+)(\d+)", network)
+    if match is None or match[1] not in NETWORKS or int(match[2]) == 0:
+        raise ValueError(
+            f"{name!r} has no network that is known: it is a kind and gigabits a second for each device, as ib400; "
+            f"{nearest(match[1] if match else network, NETWORKS)}"
+        )
+    latency_s, source = NETWORKS[match[1]]
+    bandwidth = 0.9 * int(match[2]) * 1e9 / 8
+    return {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s}, source
+
+
+def _link(name: str, value: Any) -> Link:
+    try:
+        return Link(float(value["bandwidth_bytes_per_s"]), float(value["latency_s"]))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f'{name} is a link, as {{"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5}}; got {value!r}'
+        ) from error
+
+
+def _check_number(
+    name: str, value: object, *, above: float | None = None, least: float | None = None
+) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (above is not None and value <= above) or (least is not None and value < least):  # type: ignore[operator]
+        bound = f"above {above}" if above is not None else f"at least {least}"
+        raise ValueError(f"{name} must be a finite number {bound}; got {value!r}")

@@ -1,0 +1,197 @@
+"""What an operator starts on a device: a kernel, with what it computes, reads and writes, or a collective.
+
+addmm of [76, 48] and [48, 64]   gemm        (1, 76, 64, 48), 2·76·64·48 operations, and each matrix's bytes once
+gelu of [76, 64]                 memory      76·64 numbers read, and as many written
+view, empty, detach              nothing
+all_gather_into_tensor by FSDP2  collective  on the stream "gather"
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from opensora_accel.planner.trace import Operation, OperationKind, Stream
+from opensora_accel.verify.communication.operators import Call
+
+# They start no kernel, beside views.
+_WITHOUT_KERNEL = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"),
+    *("_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "set_", "resize_", "_local_scalar_dense"),
+    *("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
+    *("_fused_sdp_choice", "record_stream", "item", "is_same_size"),
+}
+# They read some rows of their first argument.
+_READ_ROWS = {"embedding", "index", "index_select", "gather"}
+# They do not read what they write over.
+_ONLY_WRITE = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
+# FSDP2 brings this rank's shards to their place in what is gathered.
+COPY_IN = "all_gather_copy_in"
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
+
+_TORCH = os.path.dirname(torch.__file__)
+_FSDP = os.path.join(_TORCH, "distributed", "fsdp", "")
+_DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
+_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
+
+
+# ---- kernels
+
+
+def name_of(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
+
+
+def starts_kernel(func: Any) -> bool:
+    return not func.is_view and name_of(func) not in _WITHOUT_KERNEL
+
+
+def kernel_of(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    outputs: Any,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+) -> Operation:
+    """The kernel of an operator that reads and writes these tensors [...]."""
+    name, flops, shape = name_of(func), 0, tuple[int, ...]()
+    kind: OperationKind = "memory"
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        flops = int(formula(*args, **kwargs, out_val=outputs))
+    if any(part in name for part in _ATTENTION):
+        # After the gradient of the output, where there is one.
+        q, k = [tensor for tensor in reads if tensor.dim() == 4][1 if "backward" in name else 0 :][:2]
+        kind, shape = "attention", (q.size(0), q.size(1), q.size(2), k.size(2), q.size(3))
+    elif flops:
+        kind, shape = "gemm", _gemm_shape(name, args, outputs)
+    dtype = next((t.dtype for t in (*writes, *reads) if t.is_floating_point()), torch.float32)
+    return Operation(
+        f"{func.namespace}.{name}",
+        kind,
+        "compute",
+        flops=flops,
+        num_bytes=_num_bytes(name, args, reads, writes),
+        shape=shape,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _gemm_shape(name: str, args: Sequence[Any], outputs: Any) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of a product, or of the product that a convolution is."""
+    if "convolution" in name:
+        out, weight = (args[0], args[2]) if "backward" in name else (outputs, args[1])
+        return 1, out.numel() // out.size(1), out.size(1), weight.numel() // weight.size(0)
+    one, other = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    return one.size(0) if one.dim() == 3 else 1, one.size(-2), other.size(-1), one.size(-1)
+
+
+def _num_bytes(name: str, args: Sequence[Any], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    if name == COPY_IN:
+        return 2 * shard_bytes(args)
+    written = sum(map(traffic, writes))
+    if name in _READ_ROWS:
+        return 2 * written
+    return written if name.endswith("_like") else written + sum(map(traffic, reads))
+
+
+def shard_bytes(args: Sequence[Any]) -> int:
+    """Of the shards that FSDP2's copy-in is given."""
+    return sum(tensor.nbytes for tensor in args[0])
+
+
+def traffic(tensor: Tensor) -> int:
+    """Bytes of a tensor [...] in memory: what is expanded is there once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
+
+
+@cache
+def _written_arguments(func: Any) -> frozenset[str]:
+    return frozenset(
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def reads_and_writes(
+    func: Any, args: Sequence[Any], kwargs: Any, outputs: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors [...] that an operator reads, and those that it writes."""
+    arguments = func._schema.arguments
+    values = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+    written = _written_arguments(func)
+    only_writes = name_of(func) in _ONLY_WRITE or any(argument.is_out for argument in arguments)
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for name, value in values.items():
+        tensors = tensors_in(value)
+        if name in written:
+            writes += tensors
+        if name not in written or not only_writes:
+            reads += tensors
+    return reads, writes if written else tensors_in(outputs)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors [...] in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+# ---- collectives
+
+
+def filled_by(func: Any, args: Sequence[Any], kwargs: Any, outputs: Any) -> list[Tensor]:
+    """Tensors [...] that a collective fills: what it is given as outputs, or works on in place, and what it returns."""
+    names = [argument.name for argument in func._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = [value for name, value in values.items() if name.startswith("output")]
+    if not given:
+        given = [values[name] for name in ("tensors", "tensor") if name in values]
+    return tensors_in((given, outputs))
+
+
+def is_waited_for(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether the caller of a collective waits for it at once."""
+    names = [argument.name for argument in func._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    return func.namespace == "c10d" and "async_op" in names and not values.get("async_op", True)
+
+
+def caller_of_collective() -> str:
+    """FSDP2 or DDP, where one of them is calling now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_FSDP):
+            return "FSDP2"
+        if path == _ENGINE:
+            # A hook of C++ at a parameter, and the only one that communicates is DDP's.
+            at_leaf = getattr(torch._C._current_autograd_node(), "variable", None) is not None
+            return "DDP" if at_leaf else ""
+        if path == _DDP:
+            # The model's own forward runs within DDP's.
+            return "" if frame.f_code.co_name == "_run_ddp_forward" else "DDP"
+        frame = frame.f_back
+    return ""
+
+
+def stream_of(call: Call, caller: str) -> Stream:
+    """Where a collective runs beside others."""
+    if call.is_point_to_point:
+        return "ring"
+    if caller == "FSDP2":
+        return "gather" if call.kind == "all-gather" else "reduce"
+    return "reduce" if caller == "DDP" else "exchange"

@@ -1,0 +1,74 @@
+"""A configured run as the planner asks for it: its transformer and inputs at true size, and what stays beside them.
+
+The planner is on the same row of the house as the trainer, so the command line carries these to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from opensora_accel.training import build
+from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.tiny_run import TrueSize
+
+Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class PlannedSize:
+    """One size of clips of a run."""
+
+    # "33x480x832".
+    name: str
+    true: TrueSize
+    num_tokens: int
+    num_heads: int
+
+    @property
+    def text_tokens(self) -> int:
+        return self.true.config.text.length
+
+    def inputs(self, batch: int) -> Inputs:
+        """Of the transformer, for so many clips on this rank."""
+        return partial(_inputs, self.true, batch)
+
+
+def _inputs(true: TrueSize, batch: int, _model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
+    """Latents [B, C, t, h, w] with the channels that tell of given frames, times [B], captions [B, S, width]."""
+    channels, *sizes = true.latents
+    return {
+        "hidden_states": torch.randn(batch, channels + true.condition_channels, *sizes, dtype=dtype),
+        "timestep": torch.rand(batch),
+        "encoder_hidden_states": torch.randn(batch, true.config.text.length, true.text_width, dtype=dtype),
+        "return_dict": False,
+    }
+
+
+def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
+    """Every size of clips of the run, in the order of the configuration.
+
+    Loads the VAE that the run names, for its sizes.
+
+    Raises:
+        ValueError: the model cannot be made, or a size does not fit the codec; as the trainer would say it.
+    """
+    found = []
+    for size in config.data.sizes:
+        # A configuration of this size alone.
+        data = dataclasses.replace(
+            config.data, buckets=(), num_frames=size.num_frames, height=size.height, width=size.width
+        )
+        true = TrueSize.of(dataclasses.replace(config, data=data))
+        with torch.device("meta"):
+            outline: Any = true.model()
+        tokens = build.tokens_per_sample(true.latents, outline)
+        heads = int(outline.config.num_attention_heads)
+        found.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
+    return found

@@ -1,0 +1,109 @@
+"""A transformer's step as a few operations, in place of a traced one: for tests of what is done with traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opensora_accel.plan import Plan
+from opensora_accel.planner.estimate import axis_groups
+from opensora_accel.planner.trace import MemoryState, Operation, Trace
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StandInWorkload:
+    """As a Workload, of a model that is numbers alone."""
+
+    name: str = "stand-in"
+    num_blocks: int = 4
+    num_heads: int = 8
+    num_tokens: int = 4096
+    text_tokens: int = 16
+    batch: int = 1
+    has_tensor_table: bool = False
+    channels: int = 1024
+    accumulation: int = 1
+    fused_optimizer: bool = True
+    has_tensor_table: bool = False
+
+
+def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:  # noqa: C901 — a step
+    """Products, attention, an addition, what the axes send, and live bytes, of rank 0."""
+    c, n = workload.channels, -(-workload.num_tokens * workload.batch // plan.sequence)
+    dtype, width = ("bfloat16", 2) if plan.precision == "bf16" else ("float32", 4)
+    weights = 12 * c * c
+    groups = axis_groups(plan)
+    operations: list[Operation] = []
+    memory: list[MemoryState] = []
+    parameters = 4 * weights * workload.num_blocks // plan.num_shards // plan.tp
+    held = 0
+
+    def gemm(phase: str, block: int) -> None:
+        operations.append(
+            Operation("aten.mm", "gemm", "compute", (), phase, block, 2 * n * weights // plan.tp, width * weights,  # type: ignore[arg-type]
+                      (1, n, 12 * c // plan.tp, c), dtype)
+        )  # fmt: skip
+
+    def attention(phase: str, block: int) -> None:
+        if plan.ulysses > 1:
+            sent = 4 * n * c * width * (plan.ulysses - 1) // plan.ulysses
+            operations.append(
+                Operation("all-to-all", "collective", "exchange", (len(operations) - 1,), phase, block, 0, sent,  # type: ignore[arg-type]
+                          (), dtype, "all-to-all", groups["ulysses"], "ulysses")
+            )  # fmt: skip
+        flops = 4 * n * workload.num_tokens * c * (2 if phase == "backward" else 1) // plan.tp
+        operations.append(
+            Operation("aten.sdpa", "attention", "compute", (len(operations) - 1,), phase, block, flops,
+                      4 * n * c * width,
+                      (workload.batch, workload.num_heads, n, workload.num_tokens, c // workload.num_heads), dtype)
+        )  # fmt: skip
+        operations.append(
+            Operation("aten.add", "memory", "compute", (), phase, block, 0, 6 * n * c * width, (), dtype)
+        )  # type: ignore[arg-type]
+
+    def note(phase: str, block: int | None, more: int = 0) -> None:
+        kinds = {"parameters": 0 if plan.cpu_offload else parameters, "gradients": 0,
+                 "optimizer state": 0 if plan.cpu_offload else 2 * parameters, "block inputs": held,
+                 "recomputation": more}  # fmt: skip
+        memory.append(MemoryState(len(operations) - 1, phase, block, kinds))
+
+    inputs, kept = n * c * width, 20 * n * c * width
+    offloaded = 0
+    for _ in range(workload.accumulation):
+        held = 0
+        for block in range(workload.num_blocks):
+            gemm("forward", block)
+            note("forward", block)
+            attention("forward", block)
+            if plan.checkpoint == "none":
+                held += kept
+            elif float(plan.offload) > block / workload.num_blocks:
+                offloaded += inputs
+            else:
+                held += inputs if plan.checkpoint == "full" else 2 * inputs
+        for block in reversed(range(workload.num_blocks)):
+            if plan.checkpoint != "none":
+                gemm("recompute", block)
+                if plan.checkpoint == "full":
+                    attention("recompute", block)
+            for _ in range(2):
+                gemm("backward", block)
+            attention("backward", block)
+            note("backward", block, kept // plan.mlp_chunks if plan.checkpoint != "none" else 0)
+    operations.append(
+        Operation("aten.addcmul_", "memory", "compute", (), "optimizer", None, 0, 7 * parameters)
+    )
+    note("optimizer", None)
+    host = offloaded + (4 * parameters if plan.cpu_offload else 0)
+    return Trace(
+        plan,
+        0,
+        workload.num_blocks,
+        tuple(operations),
+        tuple(memory),
+        host,
+        parameters,
+        kept,
+        tuple(groups.values()),
+    )

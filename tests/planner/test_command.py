@@ -1,0 +1,209 @@
+"""`opensora-accel plan`: what it prints and writes; and a real small model from the command line to a Plan."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+import opensora_accel
+from opensora_accel import cli
+from opensora_accel.plan import Plan
+from opensora_accel.planner import command, estimate
+from opensora_accel.planner import search as search_module
+from opensora_accel.planner.page import frontier, page
+from tests.planner.stand_in import StandInWorkload, trace_step
+from tests.planner.test_search import reference
+
+CLIP = ("--model", "wan2.1-14b", "--frames", "81", "--height", "720", "--width", "1280")
+ON = ("--gpus", "16", "--hardware", "h100x8-ib400")
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Every model is a few operations; files are written to a folder of the test."""
+
+    def named(name, *, frames, height, width, batch=1):
+        return StandInWorkload(name, num_tokens=frames * height * width // 1024, batch=batch)
+
+    monkeypatch.setattr(command, "named_workload", named)
+    monkeypatch.setattr(search_module, "trace_step", trace_step)
+    monkeypatch.setattr(estimate.Reference, "of", classmethod(reference))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments):
+    return cli.main(["plan", *arguments])
+
+
+def test_the_best_plan_is_written_and_told(stand_in, capsys):
+    assert run(*CLIP, *ON) == 0
+    told = capsys.readouterr().out
+    assert (
+        "(simulated)" in told
+        and "the best" in told
+        and "memory at the peak" in told
+        and "wrote plan.json" in told
+    )
+    plan = Plan.load(stand_in / "plan.json")
+    assert plan.world_size == 16 and plan.precision == "bf16"
+
+
+def test_every_candidate_is_in_the_json(stand_in):
+    assert run(*CLIP, *ON, "--json", "all.json") == 0
+    document = json.loads((stand_in / "all.json").read_text())
+    assert len(document["candidates"]) > 200
+    for each in document["candidates"]:
+        for name in ("memory_bytes", "step_time_s"):
+            low, high = each[name]
+            assert 0 < low <= high
+        assert sum(each["bytes_by_kind"].values()) > 0 and sum(each["seconds_by_kind"].values()) > 0
+        assert Plan.from_dict(each["plan"]).world_size == 16
+        assert each["reason"] or each == document["candidates"][0]
+    assert document["best"]["plan"] == Plan.load(stand_in / "plan.json").to_dict()
+    assert document["explanation"]["neighbours"] and document["sources"]
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.paths, self.ids, self.links = [], set(), []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag == "data":
+            self.paths.append((given["data-path"], given["value"]))
+        if "id" in given:
+            self.ids.add(given["id"])
+        if tag == "a":
+            self.links.append(given["href"])
+        assert tag != "script" and not (given.get("src") or "").startswith("http")
+
+
+def test_the_page_has_the_numbers_of_the_document(stand_in):
+    assert run(*CLIP, *ON, "--report", "plan.html", "--json", "all.json") == 0
+    document = json.loads((stand_in / "all.json").read_text())
+    text = (stand_in / "plan.html").read_text()
+    seen = Page()
+    seen.feed(text)
+    assert len(seen.paths) > 100 and all(link[1:] in seen.ids for link in seen.links)
+    for path, value in seen.paths:
+        found = document
+        for key in re.split("/", path):
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        assert repr(found) == value
+    assert text.count("<svg") == 3 and "Time against memory" in text
+
+
+def test_a_page_without_a_plan_that_fits_says_so(stand_in):
+    hardware = command.Hardware.named("h100x8-ib400")
+    small = command.Hardware.from_dict({**json.loads(hardware.to_json()), "memory_bytes": 10**8})
+    small.save(stand_in / "small.json")
+    arguments = ("--gpus", "16", "--hardware", "small.json", "--report", "plan.html")
+    assert run(*CLIP, *arguments) == 1
+    assert "No plan fits" in (stand_in / "plan.html").read_text() and not (stand_in / "plan.json").exists()
+
+
+def test_nothing_fits_is_told_with_what_would_help(stand_in, capsys):
+    hardware = command.Hardware.named("h100x8")
+    command.Hardware.from_dict({**json.loads(hardware.to_json()), "memory_bytes": 10**8}).save("small.json")
+    assert run(*CLIP, "--gpus", "8", "--hardware", "small.json") == 1
+    told = capsys.readouterr().out
+    assert "nothing fits" in told and "Use more GPUs" in told
+
+
+def test_one_plan_is_answered_for(stand_in, capsys):
+    Plan(dp_shard=2, ulysses=8, sharding="zero3", checkpoint="full", precision="bf16").save("mine.json")
+    assert run(*CLIP, *ON, "--fits", "mine.json") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("fits: ") and "step: " in told and "bound by" in told
+    assert not (stand_in / "plan.json").exists()
+
+
+def test_a_mix_of_sizes_and_fixed_fields(stand_in):
+    arguments = ("--model", "wan2.1-14b", "--mix", "81x480x832:3", "--mix", "1x720x1280", "--batch", "32")
+    assert run(*arguments, *ON, "--set", "checkpoint=full", "--set", "ulysses=4", "--json", "all.json") == 0
+    document = json.loads((stand_in / "all.json").read_text())
+    assert {each["samples"] for each in document["candidates"]} == {32}
+    plans = [Plan.from_dict(each["plan"]) for each in document["candidates"]]
+    assert all(plan.checkpoint == "full" and plan.ulysses == 4 for plan in plans)
+
+
+def test_the_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    told = capsys.readouterr().out
+    for word in ("examples:", "--fits", "how to read the table", "h100x8-ib400", "doctor --calibrate"):
+        assert word in told
+    assert "  plan " in cli.__doc__
+
+
+def test_plan_for_is_there_without_loading_anything():
+    assert "plan_for" in opensora_accel.__all__ and callable(opensora_accel.plan_for)
+
+
+def test_the_frontier_is_what_nothing_beats():
+    points = [(1.0, 5.0), (2.0, 3.0), (2.0, 4.0), (3.0, 3.0), (4.0, 1.0)]
+    assert frontier(points) == [(1.0, 5.0), (2.0, 3.0), (4.0, 1.0)]
+    assert callable(page)
+
+
+# ---- real models
+
+
+def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[data]\nfolder = "clips"\nnum_frames = 5\nheight = 16\nwidth = 16\nbatch_size = 2\n[codec]\npatch = 2\n'
+        '[text]\nlength = 8\n[model.config]\nnum_attention_heads = 2\nattention_head_dim = 12\nnum_layers = 2\n'
+        'ffn_dim = 32\nfreq_dim = 32\nrope_max_seq_len = 32\n'
+    )  # fmt: skip
+    arguments = ("--config", str(config), "--gpus", "2", "--hardware", "cpux2", "--set", "checkpoint=none")
+    assert run(*arguments, "--seconds", "0", "--json", "all.json") == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.world_size == 2 and plan.precision == "fp32"
+    document = json.loads((tmp_path / "all.json").read_text())
+    assert {each["samples"] for each in document["candidates"]} == {2}
+    assert document["best"]["traced"] and document["best"]["bytes_by_kind"]["ema"] > 0
+
+
+def test_plan_for_a_loop(monkeypatch, capsys):
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    def build():
+        return WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+            ffn_dim=32, num_layers=2, rope_max_seq_len=32,
+        )  # fmt: skip
+
+    def inputs(model, dtype):
+        return {
+            "hidden_states": torch.randn(1, 4, 3, 8, 8, dtype=dtype),
+            "timestep": torch.tensor([500.0]),
+            "encoder_hidden_states": torch.randn(1, 8, 16, dtype=dtype),
+            "return_dict": False,
+        }
+
+    plan = opensora_accel.plan_for(
+        build, inputs, world_size=1, hardware="h100x8", num_tokens=48, num_heads=2, precision="bf16"
+    )
+    assert plan.world_size == 1 and "the plan, of" in capsys.readouterr().out
+
+
+def test_the_trainer_takes_a_plans_file_or_has_one_chosen(tmp_path, monkeypatch):
+    from opensora_accel.training import run as run_module
+
+    Plan(ulysses=2, checkpoint="full").save(tmp_path / "plan.json")
+    config, _, _ = run_module.parse(["--plan", str(tmp_path / "plan.json"), "--plan.mlp_chunks", "2"])
+    assert config.plan == Plan(ulysses=2, checkpoint="full", mlp_chunks=2)
+    started, chosen = [], Plan(dp_replicate=1, mlp_chunks=4)
+    monkeypatch.setattr(run_module, "_train", lambda config, *_rest: started.append(config.plan) or 0)
+    (tmp_path / "run.toml").write_text('plan = "auto"\n')
+    for arguments in (["--plan", "auto"], ["--config", str(tmp_path / "run.toml")]):
+        assert run_module.run(arguments, choose_plan=lambda config: chosen) == 0
+    assert started == [chosen, chosen]
+    with pytest.raises(ValueError, match="only the command line chooses a plan"):
+        run_module.run(["--plan", "auto"])

@@ -1,0 +1,148 @@
+"""Seconds of one operation: rooflines, links over the true topology, and what was measured."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opensora_accel.links import Link, one_level_s
+from opensora_accel.planner.cost import Placement, between_points, collective_s, host_s, operation_s
+from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.trace import Operation
+
+H100 = Hardware.named("h100x8-ib400")
+ON_64 = Placement.on(H100, 64)
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
+
+
+def collective(kind, group, sent_bytes=10**8):
+    return Operation(kind, "collective", "gather", num_bytes=sent_bytes, collective=kind, group=tuple(group))
+
+
+def product(m, n, k, dtype="bfloat16"):
+    moved = 2 * (m * k + k * n + m * n)
+    return Operation(
+        "aten.mm", "gemm", "compute", flops=2 * m * n * k, num_bytes=moved, shape=(1, m, n, k), dtype=dtype
+    )
+
+
+def test_a_large_product_reaches_the_share_of_the_peak_that_is_known():
+    taken = operation_s(product(32768, 16384, 16384), H100, ON_64)
+    reached = 2 * 32768 * 16384**2 / taken / 989.4e12
+    assert 0.78 < reached <= 0.801
+    # A thin one is bound by the bytes of its weights.
+    thin = product(1, 16384, 16384)
+    assert operation_s(thin, H100, ON_64) >= thin.num_bytes / H100.memory_bytes_per_s
+
+
+def test_a_dtype_without_a_figure_computes_as_float32():
+    as_is, other = (
+        operation_s(product(4096, 4096, 4096, dtype), H100, ON_64) for dtype in ("float32", "int32")
+    )
+    assert as_is == other > operation_s(product(4096, 4096, 4096), H100, ON_64)
+
+
+def test_an_operator_that_has_figures_of_its_own_takes_them():
+    efficiencies = dict(H100.efficiencies)
+    efficiencies["memory aten.gelu"] = dataclasses.replace(efficiencies["memory"], points=(((1e6,), 0.01),))
+    hardware = dataclasses.replace(H100, efficiencies=efficiencies)
+    gelu, add = (Operation(name, "memory", "compute", num_bytes=10**8) for name in ("aten.gelu", "aten.add"))
+    assert operation_s(gelu, hardware, ON_64) > 50 * operation_s(add, hardware, ON_64)
+
+
+def test_backward_of_attention_has_its_own_efficiency():
+    shape = (1, 12, 16384, 16384, 128)
+    forward, backward = (
+        Operation(
+            f"aten._attention{end}", "attention", "compute", flops=10**13, shape=shape, dtype="bfloat16"
+        )
+        for end in ("", "_backward")
+    )
+    assert operation_s(backward, H100, ON_64) > operation_s(forward, H100, ON_64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_leaves_its_node_takes_longer(kind):
+    near, far = (collective_s(collective(kind, group), H100, ON_64) for group in (range(8), range(0, 64, 8)))
+    assert far > 3 * near
+
+
+def test_an_all_to_all_is_that_of_links():
+    call = collective("all-to-all", range(16), sent_bytes=15 * 10**6)
+    placement = Placement.on(H100, 16)
+    expected = one_level_s("all-to-all", 16 * 10**6, 2, 8, (H100.within, H100.between))
+    assert collective_s(call, H100, placement) == pytest.approx(expected)
+
+
+def test_ranks_of_a_node_gather_through_all_its_ports():
+    # 8 ranks a node have 8 ports: 16 ranks on two nodes gather nearly as fast as 8 on one.
+    two_nodes = collective_s(collective("all-gather", range(16)), H100, ON_64)
+    pairs = collective_s(collective("all-gather", range(0, 16, 8)), H100, ON_64)
+    assert two_nodes < pairs / 5
+
+
+def test_a_message_to_nobody_takes_no_time():
+    assert collective_s(collective("all-gather", [3]), H100, ON_64) == 0
+    assert collective_s(collective("barrier", range(8)), H100, ON_64) == 0
+
+
+def test_what_was_measured_is_taken():
+    points = ((100.0, 1e-3), (1000.0, 2e-3))
+    hardware = dataclasses.replace(Hardware.named("cpux4"), collectives={"all-gather 2/4": points})
+    placement = Placement.on(hardware, 4)
+    assert collective_s(collective("all-gather", (0, 1), 550), hardware, placement) == pytest.approx(1.5e-3)
+    # Another number of busy ranks was not measured.
+    assert collective_s(
+        collective("all-gather", (0, 1), 550), hardware, Placement.on(hardware, 2)
+    ) != pytest.approx(1.5e-3)
+
+
+def test_a_line_between_points_goes_on_beyond_them():
+    points = ((100.0, 1.0), (200.0, 2.0), (400.0, 3.0))
+    found = [between_points(points, size) for size in (1, 100, 150, 200, 300, 400, 800)]
+    assert found == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0])
+
+
+def test_ranks_that_share_cores_take_longer():
+    cpu = dataclasses.replace(Hardware.named("cpux4"), cores=2)
+    alone, crowded = (
+        operation_s(product(512, 512, 512), cpu, Placement.on(cpu, number)) for number in (2, 4)
+    )
+    assert crowded == pytest.approx(2 * alone)
+    assert host_s(cpu, Placement.on(cpu, 4)) == pytest.approx(2 * cpu.launch_s)
+    measured = dataclasses.replace(cpu, crowding={"4": 2.5})
+    assert operation_s(product(512, 512, 512), measured, Placement.on(cpu, 4)) == pytest.approx(2.5 * alone)
+
+
+def test_ranks_without_a_network_are_refused():
+    with pytest.raises(ValueError, match="names no network between nodes"):
+        Placement.on(Hardware.named("h100x8"), 9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(KINDS), st.integers(0, 10**9), st.sampled_from([2, 4, 8, 16, 64]), st.sampled_from([1, 2, 8]),
+    st.floats(1, 20), st.floats(1, 20),
+)  # fmt: skip
+def test_a_faster_link_never_makes_a_collective_slower(kind, sent, ranks, stride, within, between):
+    def faster(link, times):
+        return Link(link.bandwidth_bytes_per_s * times, link.latency_s / times)
+
+    better = dataclasses.replace(
+        H100, within=faster(H100.within, within), between=faster(H100.between, between)
+    )
+    placement = Placement(ranks * stride, 8)
+    call = collective(kind, range(0, ranks * stride, stride), sent)
+    assert collective_s(call, better, placement) <= collective_s(call, H100, placement) * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(1, 10**9), st.sampled_from([2, 8, 32]), st.floats(1, 10))
+def test_more_bytes_never_take_less_time(kind, sent, ranks, times):
+    few, many = (
+        collective_s(collective(kind, range(ranks), int(number)), H100, ON_64)
+        for number in (sent, sent * times)
+    )
+    assert few <= many * (1 + 1e-12) and math.isfinite(many)

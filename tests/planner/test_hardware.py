@@ -1,0 +1,162 @@
+"""Hardware by name and by file: what is there, where it is from, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opensora_accel.planner.devices import DEVICES, NETWORKS
+from opensora_accel.planner.hardware import Efficiency, Hardware, hardware_names
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_figure_of_a_device_says_where_it_is_from(name):
+    hardware = Hardware.named(name)
+    figures = {field.name for field in dataclasses.fields(hardware)} - {
+        *(
+            "name",
+            "sources",
+            "efficiencies",
+            "collectives",
+            "crowding",
+            "slowness",
+            "between",
+            "runs_ahead",
+            "cores",
+        )
+    }
+    assert figures | set(hardware.efficiencies) - {"attention backward"} <= set(hardware.sources)
+    assert all(len(text) > 5 for text in hardware.sources.values())
+    assert hardware.peak("bfloat16") > 0 and hardware.peak("float16") <= max(hardware.peak_flops.values())
+
+
+def test_a_name_tells_node_and_network():
+    hardware = Hardware.named("h100x8-ib400")
+    assert hardware.ranks_per_node == 8 and hardware.nodes_of(64) == 8
+    # 400 gigabits are 50 gigabytes, of which nine tenths are reached.
+    assert hardware.between is not None and hardware.between.bandwidth_bytes_per_s == pytest.approx(45e9)
+    assert hardware.peak("bfloat16") == pytest.approx(989.4e12)
+    assert Hardware.named("h100x4").host_memory_bytes * 2 == hardware.host_memory_bytes
+    assert Hardware.named("rtx4090").ranks_per_node == 8 and Hardware.named("rtx4090x2").ranks_per_node == 2
+
+
+@pytest.mark.parametrize("device", hardware_names())
+@pytest.mark.parametrize("network", ["", *(f"-{name}100" for name in NETWORKS)])
+def test_hardware_survives_a_file(device, network, tmp_path):
+    hardware = Hardware.named(f"{device}x2{network}")
+    hardware.save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == hardware
+    assert Hardware.named(str(tmp_path / "hardware.json")) == hardware
+
+
+def test_measured_collectives_survive_a_file(tmp_path):
+    measured = {"all-gather 2/4": ((64.0, 1e-4), (1e6, 2e-3))}
+    hardware = dataclasses.replace(Hardware.named("cpu"), collectives=measured, crowding={"2": 1.2})
+    hardware.save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == hardware
+
+
+def test_an_efficiency_passes_through_its_points_and_stays_between_them():
+    efficiency = Efficiency(("flops",), (((1e9,), 0.2), ((1e12,), 0.8)))
+    assert efficiency.at({"flops": 1e9}) == 0.2 and efficiency.at({"flops": 1e12}) == 0.8
+    assert efficiency.at({"flops": 1e6}) == 0.2 and efficiency.at({"flops": 1e15}) == 0.8
+    assert 0.2 < efficiency.at({"flops": 1e10}) < 0.5 < efficiency.at({"flops": 1e11}) < 0.8
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e9), st.floats(0.01, 1)), min_size=1, max_size=8), st.floats(1e-3, 1e12)
+)
+def test_an_efficiency_is_never_beyond_its_points(points, size):
+    efficiency = Efficiency(("bytes",), tuple(((known,), share) for known, share in points))
+    shares = [share for _known, share in points]
+    assert min(shares) * (1 - 1e-9) <= efficiency.at({"bytes": size}) <= max(shares) * (1 + 1e-9)
+
+
+def test_the_bounds_are_faster_and_slower():
+    hardware = Hardware.named("h100x8-ib400")
+    fast, slow = hardware.bound(-1), hardware.bound(+1)
+    assert (
+        fast.within.bandwidth_bytes_per_s
+        > hardware.within.bandwidth_bytes_per_s
+        > slow.within.bandwidth_bytes_per_s
+    )
+    assert fast.launch_s < hardware.launch_s < slow.launch_s
+    assert fast.slowness["gemm"] < 1 < slow.slowness["gemm"]
+
+
+def test_peaks_are_those_that_the_profiler_knows():
+    from opensora_accel.profiler import flops
+
+    for device, part in (("h100", "H100"), ("h200", "H200"), ("a100", "A100")):
+        bf16, fp32 = flops._PEAKS[part]
+        peaks = DEVICES[device]["peak_flops"]
+        assert peaks["bfloat16"] == pytest.approx(bf16, rel=1e-2) and peaks["float32"] == pytest.approx(
+            fp32, rel=1e-2
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h1000x8", "did you mean 'h100'"),
+        ("h100x8-ip400", "did you mean 'ib'"),
+        ("h100x0", "at least 1"),
+        ("h100x8-ib", "as ib400"),
+        ("", "DEVICExCOUNT"),
+        ("gb300x72", "did you mean 'gb200'"),
+    ],
+)
+def test_a_wrong_name_is_told_with_the_nearest(name, said):
+    with pytest.raises(ValueError, match=said):
+        Hardware.named(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("memory_bytes", 0, "memory_bytes must be a finite number above 0"),
+        ("memory_bytes", float("nan"), "memory_bytes must be a finite number"),
+        ("ranks_per_node", -1, "ranks_per_node must be"),
+        ("launch_s", -1e-6, "launch_s must be a finite number at least 0"),
+        ("allocator_slack", True, "allocator_slack must be"),
+        ("within", {"bandwidth_bytes_per_s": 0, "latency_s": 0}, "within is a link"),
+        ("within", 5e9, "within is a link"),
+        ("peak_flops", {}, "peak_flops needs a figure"),
+        ("peak_flops", {"bfloat16": -1}, "peak_flops.bfloat16 must be"),
+        ("efficiencies", {}, "has nothing for 'gemm'"),
+        ("efficiencies", {"gemm": {"by": ["colour"], "points": [[[1], 0.5]]}}, "depends on some of flops"),
+        ("efficiencies", {"gemm": {"by": ["flops"], "points": [[[1], 1.5]]}}, "above 0 and at most 1"),
+        ("efficiencies", {"gemm": {"by": ["flops"], "points": []}}, "at least one point"),
+        ("efficiencies", {"gemm": {"by": ["flops"], "points": [[[1, 2], 0.5]]}}, "one size above 0 for each"),
+        ("uncertainties", {"gemm": 1.5}, "uncertainties.gemm is a share"),
+        ("collectives", {"all-gather 2/2": [[1, 1]]}, "needs two points"),
+        ("colour", 1, "has no field 'colour'"),
+    ],
+)
+def test_a_wrong_file_is_told_with_its_field(field, value, said, tmp_path):
+    values = json.loads(Hardware.named("h100x8").to_json())
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps({**values, field: value}))
+    with pytest.raises(ValueError, match=said) as error:
+        Hardware.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_none_is_told(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ValueError, match="read from a JSON file"):
+        Hardware.load(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(ValueError, match="is a JSON object; got list"):
+        Hardware.load(tmp_path / "b.json")
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(ValueError, match="missing; write the file"):
+        Hardware.load(tmp_path / "c.json")
+
+
+def test_several_nodes_need_a_network():
+    with pytest.raises(ValueError, match="name one, as h100x8-ib400, or plan for at most 8 ranks"):
+        Hardware.named("h100x8").nodes_of(16)
+    assert Hardware.named("h100x8").nodes_of(8) == 1

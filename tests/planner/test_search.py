@@ -1,0 +1,343 @@
+"""Candidates, rules, estimates, finalists and reasons; traces stand in for themselves as a few operations."""
+
+import dataclasses
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opensora_accel.plan import Plan
+from opensora_accel.planner import estimate
+from opensora_accel.planner import search as search_module
+from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
+from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours
+from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.search import (
+    Passes,
+    Request,
+    Residents,
+    candidates,
+    describe,
+    divisors,
+    exact,
+    search,
+)
+from opensora_accel.verify.meshes import MeshShape
+from tests.planner.stand_in import StandInWorkload, trace_step
+
+H100 = Hardware.named("h100x8-ib400")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def stand_in_traces(monkeypatch):
+    monkeypatch.setattr(search_module, "trace_step", trace_step)
+    monkeypatch.setattr(estimate.Reference, "of", classmethod(reference))
+
+
+def reference(cls, workload, precision):
+    plain = Plan(precision=precision)
+    traces = [
+        trace_step(workload, plain.replace(**more))
+        for more in ({}, {"checkpoint": "full"}, {"mlp_chunks": 4})
+    ]
+    sizes = (4 * 12 * workload.channels**2,) * workload.num_blocks
+    return Reference(workload, *traces, sizes, workload.has_tensor_table)
+
+
+def request(world_size=8, hardware=H100, **fields):
+    workload = fields.pop("workload", StandInWorkload())
+    return Request(((workload, 1.0),), hardware, world_size, **fields)
+
+
+def small(memory_gib, **fields):
+    return dataclasses.replace(H100, memory_bytes=round(memory_gib * GIB), **fields)
+
+
+def plans_of(asked, tensor=False):
+    return [plan for plan, _passes in candidates(asked, Counter(), tensor)]
+
+
+# ---- candidates
+
+
+def test_every_candidate_uses_all_ranks_and_keeps_the_rules():
+    found = plans_of(request(16))
+    assert len(found) > 200 and len(set(found)) == len(found)
+    for plan in found:
+        assert plan.world_size == 16 and 8 % plan.ulysses == 0 and plan.tp == 1
+    assert {plan.ring for plan in found} == {1, 2, 4, 8, 16}
+    assert {plan.checkpoint for plan in found} == {"none", "selective", "full"}
+    assert {plan.sharding for plan in found} == {"none", "zero2", "zero3"}
+    assert {plan.two_level for plan in found} == {"off"}
+
+
+def test_rules_that_exclude_are_told():
+    excluded = Counter()
+    list(candidates(request(16, workload=StandInWorkload(num_heads=12, num_tokens=8)), excluded))
+    assert any("must divide the 12 heads" in rule for rule in excluded)
+    assert any("may not pass the 8 tokens" in rule for rule in excluded)
+    assert any("no policy says where the layers" in rule for rule in excluded)
+
+
+def test_tensor_parallelism_needs_a_table_and_stays_in_a_node():
+    assert {plan.tp for plan in plans_of(request(16), tensor=True)} == {1, 2, 4, 8}
+    assert {plan.tp for plan in plans_of(request(16, small(80, ranks_per_node=2)), tensor=True)} == {1, 2}
+
+
+def test_a_global_batch_limits_the_data_ranks_and_sets_the_microbatches():
+    excluded = Counter()
+    found = list(candidates(request(8, global_batch=4), excluded))
+    assert {plan.data for plan, _passes in found} == {1, 2, 4}
+    assert all(plan.data * passes.accumulation == 4 for plan, passes in found)
+    assert any("must divide the global batch of 4" in rule for rule in excluded)
+
+
+def test_a_configured_run_has_its_batch_in_one_pass():
+    asked = request(
+        8, global_batch=16, accumulation=3, resize=lambda w, n: dataclasses.replace(w, batch=w.batch * n)
+    )
+    for plan, passes in candidates(asked, Counter()):
+        assert passes == Passes(3, 16 // plan.data)
+
+
+def test_fixed_fields_stay():
+    found = plans_of(request(8, fixed={"ulysses": 4, "checkpoint": "full", "prefetch": 2}))
+    assert found and all((plan.ulysses, plan.checkpoint, plan.prefetch) == (4, "full", 2) for plan in found)
+
+
+def test_two_levels_are_tried_where_ulysses_leaves_its_node():
+    found = plans_of(request(16, small(80, ranks_per_node=2)))
+    assert all(plan.ulysses > 2 and plan.ranks_per_node == 2 for plan in found if plan.two_level == "on")
+    assert any(plan.two_level == "on" for plan in found)
+
+
+@pytest.mark.parametrize("fields", [
+    {"dp_replicate": 2, "dp_shard": 4, "ring": 2, "ulysses": 4, "sharding": "zero3"},
+    {"dp_shard": 2, "ulysses": 2, "sharding": "zero2", "tp": 4},
+    {"dp_replicate": 8},
+])  # fmt: skip
+def test_groups_are_those_of_the_mesh(fields):
+    plan = Plan(**fields)
+    shape, groups = MeshShape.of(plan), axis_groups(plan)
+    for axis in ("ring", "ulysses"):
+        if getattr(plan, axis) > 1:
+            assert list(groups[axis]) == shape.groups((axis,))[0]
+    assert len(groups["mixed"]) == plan.mixed
+    if plan.num_shards > 1:
+        assert list(groups["shards"]) == shape.groups(plan.shard_axes)[0]
+
+
+# ---- search
+
+
+def test_the_best_fits_and_no_traced_plan_that_fits_is_faster():
+    outcome = search(request())
+    best = outcome.best
+    assert best.is_traced and best.fits and best.reason == ""
+    assert best.memory_bytes[1] <= H100.memory_bytes
+    traced = [each for each in outcome.candidates if each.is_traced and each.fits]
+    assert len(traced) >= 3
+    assert all(each.seconds_per_sample >= best.seconds_per_sample * 0.99 for each in traced)
+    assert all(each.reason for each in outcome.candidates[1:])
+    for each in outcome.candidates:
+        low, high = each.step_time_s
+        assert low <= each.expected_s <= high and each.memory_bytes[0] <= each.memory_bytes[1]
+
+
+def test_less_memory_brings_what_saves_it():
+    roomy, tight = search(request()).best, search(request(hardware=small(1.2))).best
+    assert roomy.plan.checkpoint == "none"
+    assert tight.fits and tight.memory_bytes[1] <= 1.2 * GIB
+    assert tight.seconds_per_sample > roomy.seconds_per_sample
+
+
+def test_where_nothing_fits_the_least_comes_first():
+    outcome = search(request(hardware=small(0.7)))
+    assert outcome.best is None
+    needs = [each.memory_bytes[1] for each in outcome.candidates]
+    assert needs == sorted(needs) and "needs up to" in outcome.candidates[0].reason
+
+
+def test_host_memory_excludes_offload():
+    plenty = search(request(hardware=small(80), fixed={"checkpoint": "full", "offload": 1.0}))
+    assert plenty.best is not None
+    none = search(
+        request(hardware=small(80, host_memory_bytes=GIB // 64), fixed={"checkpoint": "full", "offload": 1.0})
+    )
+    assert none.best is None and "host memory on a node" in none.candidates[0].reason
+
+
+def test_what_lies_beside_the_step_is_counted():
+    plain = exact(request(), Plan(dp_replicate=8, precision="bf16"), Passes())
+    beside = Residents("adamw-8bit", ema=True, text_encoder_bytes=10 * GIB, vae_bytes=GIB)
+    other = exact(request(residents=beside), Plan(dp_replicate=8, precision="bf16"), Passes())
+    state = plain.bytes_by_kind["optimizer state"]
+    grown = other.memory_bytes[0] - plain.memory_bytes[0]
+    parameters = plain.bytes_by_kind["parameters"]
+    assert grown == pytest.approx(11 * GIB + parameters - state * (1 - 2.03 / 8), rel=1e-6)
+    assert {"text encoder", "vae", "ema", "context", "communication buffers", "allocator slack"} <= set(
+        other.bytes_by_kind
+    )
+
+
+def test_a_mix_has_the_memory_of_the_largest_and_the_mean_of_the_times():
+    short, long = StandInWorkload("short", num_tokens=1024), StandInWorkload("long", num_tokens=8192)
+    plan, passes = Plan(dp_replicate=8, precision="bf16"), Passes()
+    alone = [exact(Request(((each, 1.0),), H100, 8), plan, passes) for each in (short, long)]
+    both = exact(Request(((short, 3.0), (long, 1.0)), H100, 8), plan, passes)
+    assert both.memory_bytes == alone[1].memory_bytes
+    assert both.expected_s == pytest.approx(0.75 * alone[0].expected_s + 0.25 * alone[1].expected_s)
+
+
+def test_microbatches_take_as_often_and_the_optimizer_once():
+    plan = Plan(dp_replicate=8, precision="bf16")
+    one, four = (exact(request(), plan, Passes(number)) for number in (1, 4))
+    assert 3 * one.expected_s < four.expected_s < 4 * one.expected_s and four.samples == 4 * one.samples
+
+
+# ---- estimates
+
+
+def test_estimates_are_near_what_is_traced():
+    asked = request()
+    estimator = Estimator(Reference.of(StandInWorkload(), "bf16"), H100)
+    for fields in (
+        {"checkpoint": "full"},
+        {"ulysses": 4, "dp_replicate": 2},
+        {"ulysses": 8, "checkpoint": "full"},
+    ):
+        plan = Plan.from_dict({"dp_replicate": 8 // fields.get("ulysses", 1), "precision": "bf16", **fields})
+        traced = exact(asked, plan, Passes())
+        told = sum(estimator.seconds_by_kind(plan).values())
+        assert told == pytest.approx(traced.expected_s, rel=0.35), describe(plan)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["none", "full", "selective"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+    st.sampled_from(["zero2", "zero3"]), st.sampled_from([1, 4]),
+)  # fmt: skip
+def test_more_gpus_never_need_more_memory_of_each(checkpoint, ring, ulysses, sharding, chunks):
+    estimator = Estimator(REFERENCE, H100)
+    fields = {"checkpoint": checkpoint, "sharding": sharding, "mlp_chunks": chunks, "precision": "bf16"}
+    few = Plan(dp_shard=2, ring=ring, ulysses=ulysses, **fields)
+    for more in ({"dp_shard": 4}, {"ring": 2 * ring}, {"ulysses": 2 * ulysses}):
+        many = few.replace(**more)
+        assert sum(estimator.bytes_by_kind(many).values()) <= sum(estimator.bytes_by_kind(few).values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["full", "selective"]), st.sampled_from([1, 4]))
+def test_more_offload_never_needs_less_host_memory_or_more_of_the_device(one, other, checkpoint, ulysses):
+    estimator = Estimator(REFERENCE, H100)
+    less, more = sorted((one, other))
+    plans = [
+        Plan(checkpoint=checkpoint, offload=share, ulysses=ulysses, precision="bf16")
+        for share in (less, more)
+    ]
+    hosts = [estimator.host_bytes(plan) for plan in plans]
+    assert hosts[0] <= hosts[1]
+    # Two slots are needed as soon as one block moves.
+    if hosts[0]:
+        devices = [sum(estimator.bytes_by_kind(plan).values()) for plan in plans]
+        assert devices[0] >= devices[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1, 30), st.floats(1, 30), st.floats(1, 30), st.integers(0, 10**6))
+def test_a_faster_machine_never_makes_a_plan_slower(within, between, host, seed):
+    def faster(link, times):
+        return dataclasses.replace(
+            link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * times, latency_s=link.latency_s / times
+        )
+
+    better = dataclasses.replace(
+        H100, within=faster(H100.within, within), between=faster(H100.between, between),
+        host_link=faster(H100.host_link, host),
+    )  # fmt: skip
+    plan = ALL_PLANS[seed % len(ALL_PLANS)]
+    slow, fast = (sum(Estimator(REFERENCE, each).seconds_by_kind(plan).values()) for each in (H100, better))
+    assert fast <= slow * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([-1, 1]))
+def test_bounds_hold_the_simulated_step(seed, sign):
+    plan = ALL_PLANS[seed % len(ALL_PLANS)]
+    placement = search_module.Placement.on(H100, plan.world_size)
+    trace = trace_step(StandInWorkload(), plan)
+    middle, bound = (
+        search_module.simulated(trace, each, placement).step_s for each in (H100, H100.bound(sign))
+    )
+    assert (bound - middle) * sign >= 0
+
+
+REFERENCE = reference(Reference, StandInWorkload(), "bf16")
+ALL_PLANS = plans_of(Request(((StandInWorkload(), 1.0),), H100, 16))
+
+
+def test_divisors_are_all():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]
+
+
+# ---- explanations
+
+
+def test_an_explanation_tells_memory_waits_and_neighbours():
+    outcome = search(request(hardware=small(6.0)))
+    told = explain(outcome.best, outcome)
+    assert told.bytes_by_kind[0][1] == max(size for _kind, size in told.bytes_by_kind)
+    assert "bound by compute" in told.bound and told.neighbours
+    text = told.text()
+    assert "memory at the peak" in text and "one choice away" in text
+    for near in neighbours(outcome.best, outcome):
+        assert near.change and near.why
+
+
+def test_a_plan_that_does_not_fit_is_told_what_would():
+    outcome = search(request(hardware=small(1.2)))
+    heavy = next(each for each in outcome.candidates if not each.fits and each.plan.checkpoint == "none")
+    told = explain(heavy, outcome)
+    assert "fit" in told.helps or "nearest" in told.helps
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({"checkpoint": "selective"}, "checkpoint=selective"),
+        ({"offload": 1.0}, "offload=1.0"),
+        ({"ulysses": 4, "dp_shard": 2}, "ulysses=4, dp_shard=2"),
+        ({"ulysses": 4, "dp_shard": 2, "checkpoint": "selective"}, ""),
+        ({}, ""),
+        ({"mlp_chunks": 4}, "mlp_chunks=4"),
+        ({"sharding": "zero2"}, "sharding=zero2"),
+        ({"dp_shard": 2, "dp_replicate": 2}, "dp_replicate=2, dp_shard=2"),
+    ],
+)
+def test_a_change_is_one_choice(fields, change):
+    plan = Plan(dp_shard=4, ulysses=2, sharding="zero3", checkpoint="full")
+    assert set(change_between(plan, plan.replace(**fields)).split(", ")) == set(change.split(", "))
+
+
+def test_what_bounds_a_step_is_what_takes_most_of_it():
+    assert bound_of({"gemm": 2.0, "all-to-all over ulysses": 1.0}).startswith("bound by compute (67%)")
+    assert "bound by communication" in bound_of({"gemm": 1.0, "parameters sent": 3.0})
+    assert "bound by starting operators" in bound_of({"gemm": 1.0, "host": 3.0})
+
+
+def test_a_plan_is_described_by_what_is_not_usual():
+    assert (
+        describe(Plan(dp_shard=2, sharding="zero3", cpu_offload=True))
+        == "dp_shard=2 sharding=zero3 cpu_offload"
+    )
+    assert describe(Plan()) == "one rank, nothing saved"
+
+
+def test_the_search_shows_how_far_it_is():
+    seen = []
+    search(request(), show=lambda what, share: seen.append((what, share)))
+    assert [share for _what, share in seen] == sorted(share for _what, share in seen)
+    assert seen[-1] == ("ranking", 1.0) and SimpleNamespace
