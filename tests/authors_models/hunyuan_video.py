@@ -146,7 +146,7 @@ class HYVideoDiffusionTransformer(nn.Module):
         freqs_cos: Tensor, freqs_sin: Tensor, guidance: Tensor | None = None, return_dict: bool = True,
     ) -> Tensor | dict[str, Tensor]:  # fmt: skip
         """x [B, 4, F, H, W] → [B, F·H/2·W/2, 16]."""
-        vec = self.time_in(t[:, None]) + self.vector_in(text_states_2)
+        vec = self.time_in(t[:, None].to(x)) + self.vector_in(text_states_2)
         img, txt = self.img_in(x).flatten(2).transpose(1, 2), self.txt_in(text_states)
         img_len, txt_len = img.size(1), txt.size(1)
         ends, total = get_cu_seqlens(text_mask, img_len), img_len + txt_len

@@ -93,10 +93,11 @@ class Transformer3DModel(nn.Module):
         if encoder_attention_mask is not None:
             encoder_attention_mask = encoder_attention_mask[:, None, None].bool()
         x = self.patchify_proj(hidden_states)
-        freqs_cis = self.precompute_freqs_cis(indices_grid)
-        time = self.adaln_single(timestep.flatten()[:, None]).unflatten(
-            0, (x.size(0), -1)
-        )  # [B, 1 or S, 6·C]
+        # Tables and times are cast where the authors cast them.
+        cos, sin = self.precompute_freqs_cis(indices_grid)
+        freqs_cis = cos.to(x), sin.to(x)
+        time = self.adaln_single(timestep.flatten()[:, None].to(x))
+        time = time.unflatten(0, (x.size(0), -1))  # [B, 1 or S, 6·C]
         text = self.caption_projection(encoder_hidden_states)
         for block in self.transformer_blocks:
             x = block(x, freqs_cis, text, encoder_attention_mask, time)

@@ -98,7 +98,7 @@ class OpenSoraT2V_v1_3(nn.Module):
         seen = F.max_pool3d(attention_mask[:, None].to(x), (1, 2, 2)).flatten(1)
         masks = [_bias(seen, x), _bias(encoder_attention_mask[:, 0], x)]
         text = self.caption_projection(encoder_hidden_states[:, 0]).transpose(0, 1)
-        time = self.adaln_single(timestep[:, None]).unflatten(1, (6, DIM)).transpose(0, 1)
+        time = self.adaln_single(timestep[:, None].to(x)).unflatten(1, (6, DIM)).transpose(0, 1)
         for block in self.transformer_blocks:
             x = block(x, masks[0], text, masks[1], time, *size)
         return (self.proj_out(self.norm_out(x.transpose(0, 1))),)
