@@ -342,7 +342,8 @@ class StepRecorder(LiveBytes):
                 axis=str(group_of(call.group, self._shape)),
                 peer=call.peer,
             )
-            number = self.add(operation, tensors, tensors if call.is_point_to_point else filled)
+            received = tensors if call.kind == "recv" else ()
+            number = self.add(operation, tensors, received if call.is_point_to_point else filled)
             if self._is_reducing:
                 self._kernel_stream = "reduce"
                 shares = len(call.group) if call.kind == "reduce-scatter" else 0

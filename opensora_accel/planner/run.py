@@ -21,7 +21,8 @@ from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Pass, Workload
 from opensora_accel.profiler.owners import Owners
 from opensora_accel.profiler.places import Places, find_blocks
-from opensora_accel.verify.communication.fake_world import FakeFloats, OtherRanks, fake_world
+from opensora_accel.verify.communication.fake_world import OtherRanks, fake_world
+from opensora_accel.verify.communication.record_step import without_values
 from opensora_accel.verify.meshes import MeshShape, Run
 from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 from shardformer import blocks_of
@@ -66,7 +67,7 @@ class _Session:
         engine, others = OffloadEngine(recorder.queues), OtherRanks()
         with (
             fake_world(self.rank, plan.world_size),
-            FakeFloats(),
+            without_values(),
             others,
             GLOBAL_ACTIVATION_MANAGER.show(engine),
             recorder,

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.adapters import add_adapters
@@ -171,6 +173,13 @@ class TrueSize:
 
     def step(self, model: nn.Module, run: Run) -> None:
         """Forward and backward of one batch, as the trainer has them."""
+        self.prepare(model, run)(True)
+
+    def prepare(self, model: nn.Module, run: Run) -> Callable[[bool], None]:
+        """Applies the run's plan; returns what runs forward and backward of one batch.
+
+        That is told whether the batch is the last one of a step.
+        """
         from opensora_accel.parallel_states import init_parallel
 
         # On fake tensors: the world of the plan is simulated in this process.
@@ -191,7 +200,13 @@ class TrueSize:
             )
             return velocity
 
-        flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()
+        def one_pass(is_last: bool) -> None:
+            is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
+            set_last_microbatch(model, is_last)
+            with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
+                flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()
+
+        return one_pass
 
 
 def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path:

@@ -1,6 +1,7 @@
 """What is planned for: published models with their sizes, a user's file, and what is refused with the remedy."""
 
 from collections import Counter
+from itertools import groupby
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from opensora_accel import Plan
 from opensora_accel.planner.models import MODELS, named_workload
 from opensora_accel.planner.trace import trace_step
-from opensora_accel.planner.workload import step_file
+from opensora_accel.planner.workload import Workload, step_file
+from opensora_accel.training.tiny_run import TrueSize
 from tests.tiers import PROVE
+from tests.training.runs import tiny_config
 
 # Billions of parameters that the models are published with.
 PUBLISHED = {
@@ -62,7 +65,7 @@ def test_tokens_are_counted_in_latents_and_patches():
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ltx-video" else PROVE) for n in MODELS])
 def test_a_published_model_is_traced(name):
     workload = named_workload(name, frames=17, height=128, width=256)
-    plan = Plan(ulysses=2, dp_shard=2, sharding="zero3", checkpoint="full", precision="bf16")
+    plan = Plan(ulysses=2, dp_shard=2, sharding="zero3", prefetch=0, checkpoint="full", precision="bf16")
     trace = trace_step(workload, plan)
     num_parameters = PUBLISHED[name] * 1e9
     assert trace.parameter_bytes == pytest.approx(4 * num_parameters / 4, rel=0.01)
@@ -125,6 +128,31 @@ def test_a_loop_of_the_users_own_is_traced(tmp_path):
     assert gemms == {(1, 5, 32, 8): 3, (1, 5, 8, 32): 3}
     # The optimizer has its state, though the step runs once.
     assert trace.memory[0].bytes_by_kind["optimizer state"] >= 2 * trace.parameter_bytes
+
+
+def test_a_configured_run_is_traced(clips, tmp_path):
+    config = tiny_config(clips, tmp_path)
+    true = TrueSize.of(config)
+    workload = Workload("config", true.model, true.prepare, accumulation=2, fused_optimizer=False)
+    trace = trace_step(workload, Plan(ulysses=2, sharding="zero3", checkpoint="full"))
+    assert trace.num_blocks == true.arguments["num_layers"]
+    # Two passes, of which each recomputes every block.
+    phases = [phase for phase, _ in groupby(each.phase for each in trace.operations)]
+    assert phases.count("recompute") == 2 * trace.num_blocks and phases[-1] == "optimizer"
+
+
+def test_a_step_that_reads_values_is_refused(tmp_path):
+    path = tmp_path / "reads.py"
+    path.write_text(STEP.replace(".backward()", ".item()"))
+    with pytest.raises(ValueError, match=r"keep \.item\(\) and \.numpy\(\) out of it"):
+        trace_step(step_file(path), Plan(dp_shard=2, sharding="zero3"))
+
+
+def test_a_step_that_calls_another_model_is_refused(tmp_path):
+    path = tmp_path / "other.py"
+    path.write_text(STEP + "\n\ndef step(model, run):\n    Model()(torch.randn(5, 8)).sum().backward()\n")
+    with pytest.raises(ValueError, match="never calls the model"):
+        trace_step(step_file(path), Plan())
 
 
 # ---- what is refused

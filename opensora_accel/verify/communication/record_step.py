@@ -186,7 +186,7 @@ def _record_rank(
 ) -> RankRecord:
     # A function, so that one rank's model is gone before the next one's is built.
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
-    with fake_world(rank, shape.world_size), _tensors(fake_tensors), others:
+    with fake_world(rank, shape.world_size), without_values(fake_tensors), others:
         model = model_fn()
         recorder = Recorder(dict(model.named_parameters()))
         # In the same surroundings as where gradients are compared, so that one step serves both.
@@ -198,7 +198,12 @@ def _record_rank(
 
 
 @contextlib.contextmanager
-def _tensors(are_fake: bool) -> Iterator[None]:
+def without_values(are_fake: bool = True) -> Iterator[None]:
+    """Within it tensors have no values, unless told otherwise; what reads one is refused with the remedy.
+
+    Raises:
+        ValueError: a step reads values of fake tensors.
+    """
     if not are_fake:
         yield
         return
