@@ -180,7 +180,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.processor:
         hardware = dataclasses.replace(
-            hardware, crowding={}, collectives={}, within=Hardware.named("cpu").within
+            hardware,
+            crowding={},
+            collectives={},
+            within=Hardware.named("cpu").within,
+            ranks_per_node=options.most_ranks,
         )
     harness.say("measuring")
     measure(rows, options)
