@@ -346,7 +346,7 @@ def _extras(request: Request, fields: Mapping[str, Any]) -> list[dict[str, Any]]
 # ---- search
 
 
-def search(request: Request, show: Show = lambda what, share: None, budget_s: float = 45.0) -> Outcome:
+def search(request: Request, show: Show = lambda what, share: None, budget_s: float = 35.0) -> Outcome:
     """Ranks what there is.
 
     Args:
