@@ -86,7 +86,7 @@ class _Entry:
 
     number: int
     block: int | None
-    # Whether it stands for a copy of a block, and how often what is freed or made here is.
+    # Whether it belongs to a copy of the block that was recorded.
     is_copy: bool = False
 
 

@@ -24,7 +24,7 @@ from opensora_accel.profiler.markup import (
 )
 
 # Points and rows of many: the JSON has all.
-MAX_POINTS, MAX_ROWS, MAX_SPANS = 1500, 40, 4000
+MAX_POINTS, MAX_ROWS = 600, 40
 
 
 def page(document: Mapping[str, Any]) -> str:

@@ -346,7 +346,7 @@ def _extras(request: Request, fields: Mapping[str, Any]) -> list[dict[str, Any]]
 # ---- search
 
 
-def search(request: Request, show: Show = lambda what, share: None, budget_s: float = 45.0) -> Outcome:
+def search(request: Request, show: Show = lambda what, share: None, budget_s: float = 35.0) -> Outcome:
     """Ranks what there is.
 
     Args:
@@ -369,7 +369,11 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     traced: dict[Plan, Candidate] = {}
     while len(traced) < FINALISTS:
         correction = _Correction(found, traced)
-        left = [each for each in found if each.plan not in traced and _may_fit(request, each)]
+        left = [
+            each
+            for each in found
+            if each.plan not in traced and _may_fit(request, each, correction.of_memory(each.plan))
+        ]
         best_s = min((each.seconds_per_sample for each in traced.values() if each.fits), default=math.inf)
         each = min(left, key=lambda each: each.seconds_per_sample * correction.of(each.plan), default=None)
         if each is None:
@@ -386,36 +390,42 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     return Outcome(request, _ranked(request, merged), dict(excluded), time.perf_counter() - start)
 
 
-def _may_fit(request: Request, candidate: Candidate) -> bool:
-    """By the middle of what is estimated."""
+def _may_fit(request: Request, candidate: Candidate, factor: float) -> bool:
+    """By the middle of what is estimated, times a factor that traced plans like it have shown."""
     low, high = candidate.memory_bytes
-    return (low + high) / 2 <= request.hardware.memory_bytes and not _host_excess(request, candidate)
+    return factor * (low + high) / 2 <= request.hardware.memory_bytes and not _host_excess(request, candidate)
 
 
 class _Correction:
-    """What traced plans took, over what was estimated of them: for other plans of the same degrees, or of the same
-    ring, or for all."""
+    """What traced plans took and needed, over what was estimated of them: of plans like them, or of all."""
 
     def __init__(self, found: Sequence[Candidate], traced: Mapping[Plan, Candidate]):
         ratios = defaultdict[Any, list[float]](list)
         for each in found:
-            if each.plan in traced:
-                ratio = traced[each.plan].expected_s / each.expected_s
-                for key in self._keys(each.plan):
-                    ratios[key].append(ratio)
+            exact_one = traced.get(each.plan)
+            if exact_one is not None:
+                plan, middle = each.plan, sum(each.memory_bytes) / 2
+                for key in self._time_keys(plan):
+                    ratios[key].append(exact_one.expected_s / each.expected_s)
+                for key in self._memory_keys(plan):
+                    ratios[key].append(exact_one.memory_bytes[1] / middle)
         self._median = {key: statistics.median(values) for key, values in ratios.items()}
 
     def of(self, plan: Plan) -> float:
-        return next((self._median[key] for key in self._keys(plan) if key in self._median), 1.0)
+        """For its seconds."""
+        return next((self._median[key] for key in self._time_keys(plan) if key in self._median), 1.0)
+
+    def of_memory(self, plan: Plan) -> float:
+        return next((self._median[key] for key in self._memory_keys(plan) if key in self._median), 1.0)
 
     @staticmethod
-    def _keys(plan: Plan) -> tuple[Any, ...]:
-        return (
-            (plan.ring, plan.ulysses, plan.tp, plan.checkpoint),
-            (plan.ring, plan.ulysses, plan.tp),
-            plan.ring,
-            None,
-        )
+    def _time_keys(plan: Plan) -> tuple[Any, ...]:
+        degrees = plan.ring, plan.ulysses, plan.tp
+        return ("time", *degrees, plan.checkpoint), ("time", *degrees), ("time", plan.ring), "time"
+
+    @staticmethod
+    def _memory_keys(plan: Plan) -> tuple[Any, ...]:
+        return ("memory", plan.checkpoint, plan.sharding), ("memory", plan.checkpoint), "memory"
 
 
 def _scaled(candidate: Candidate, factor: float) -> Candidate:

@@ -119,7 +119,7 @@ def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int
         ValueError: a process group exists already; a rank outside of the world. What the model or its policy raises
             for a plan that it cannot run passes through.
     """
-    # It needs these dataclasses.
+    # Here, because what runs the step fills the dataclasses above.
     from opensora_accel.planner.run import run_step
 
     return run_step(workload, plan, rank, num_blocks)

@@ -169,6 +169,7 @@ def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
     assert document["best"]["traced"] and document["best"]["bytes_by_kind"]["ema"] > 0
 
 
+@pytest.mark.prove
 def test_plan_for_a_loop(monkeypatch, capsys):
     import torch
     from diffusers import WanTransformer3DModel

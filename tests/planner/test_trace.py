@@ -176,7 +176,7 @@ def test_kinds_add_up_and_a_step_ends_as_it_began(trace):
 # ---- few blocks for many
 
 FULL = [
-    ({"dp_shard": 2, "sharding": "zero3", "prefetch": 0, "checkpoint": "full"}, {"layers": 6}),
+    ({"dp_shard": 2, "sharding": "zero3", "prefetch": 0, "checkpoint": "full"}, {"layers": 5}),
     ({}, {"layers": 9}),
     ({"ulysses": 2}, {"layers": 12, "fused_optimizer": True}),
     ({"dp_replicate": 3}, {"layers": 12, "heads": 32, "head_dim": 32}),

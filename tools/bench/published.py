@@ -1,8 +1,8 @@
 """The planner's forecasts beside figures that others have published; nothing is fitted to them.
 
-NeMo Automodel, docs/guides/diffusion/context-parallel: Wan2.1 1.3B on 8 H100, 16,384 tokens, fp32 weights, bf16 compute,
-FSDP2 over all ranks, no checkpoints: 54.9 GB a GPU with dp=8, 16.3 GB with dp=2 and Ulysses over 4. One sample a data
-rank, the sizes of the clip and the caption's length are assumed; whether GB are 1e9 or 2**30 bytes is not told.
+NeMo Automodel, docs/guides/diffusion/context-parallel: Wan2.1 1.3B on 8 H100, 16,384 tokens, fp32 weights, bf16
+compute, FSDP2 over all ranks, no checkpoints: 54.9 GB a GPU with dp=8, 16.3 GB with dp=2 and Ulysses over 4. One sample
+a data rank, the sizes of the clip and the caption's length are assumed; whether GB are 1e9 or 2**30 bytes is not told.
 
 Open-Sora 2.0, README: 50 steps of sampling at 768 × 768 on 1, 2, 4, 8 H100 take 1,656, 863, 466, 276 s. Each step is
 assumed to be three forward passes (both guidances) of 129 frames with 512 text tokens; encoding and decoding are left
@@ -87,7 +87,9 @@ def open_sora() -> list[dict[str, Any]]:
 
         return one_pass
 
-    workload = Workload("Open-Sora 2.0", build, prepare, batch=batch, num_tokens=tokens, text_tokens=text, num_heads=24)
+    workload = Workload(
+        "Open-Sora 2.0", build, prepare, batch=batch, num_tokens=tokens, text_tokens=text, num_heads=24
+    )
     rows = []
     for ranks, published in ((1, 1656.0), (2, 863.0), (4, 466.0), (8, 276.0)):
         trace = trace_step(workload, Plan(ulysses=ranks))
@@ -123,7 +125,9 @@ TABLES: dict[str, Callable[[], list[dict[str, Any]]]] = {"nemo": nemo, "open_sor
 
 def main() -> int:
     """Prints a table in markdown; 0."""
-    parser = argparse.ArgumentParser("python tools/bench/published.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python tools/bench/published.py", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--only", choices=tuple(TABLES), help="one of the publications")
     chosen = parser.parse_args().only
     print("| what | published | forecast | error of the middle |\n|---|---|---|---|")
