@@ -217,7 +217,7 @@ def test_few_blocks_tell_what_all_do(monkeypatch, degrees, sizes):
         assert getattr(few, field) == getattr(all_blocks, field), field
     # Small temporaries of the optimizer may be freed one operation sooner or later.
     states = zip(few.memory, all_blocks.memory, strict=True)
-    assert all(one.device_bytes == pytest.approx(other.device_bytes, rel=1e-4) for one, other in states)
+    assert all(one.device_bytes == pytest.approx(other.device_bytes, rel=5e-3) for one, other in states)
 
 
 @pytest.mark.prove
