@@ -294,6 +294,7 @@ class _Extension:
                     streams["reduce"].append(len(step.operations) - 1)
                     buckets.numbers.append(len(step.operations) - 1)
         memory.finish(step)
+        step.largest_bytes = max(step.largest_bytes, buckets.largest_bytes)
         return step
 
 
@@ -313,6 +314,7 @@ class _Buckets:
             period = extension.period_at.get(number)
             self.num_gradients += len(sizes) * (1 + extension.copies.get(period.block if period else -1, 0))
         self._told: set[int] = set()
+        self.largest_bytes = 0
 
     def add(self, size_bytes: int) -> Operation | None:
         """A gradient is complete; the all-reduce of its bucket, where that is full now."""
@@ -325,6 +327,7 @@ class _Buckets:
         if self._size_bytes < limit_bytes and self._num_added < self.num_gradients:
             return None
         size_bytes, self._size_bytes = self._size_bytes, 0
+        self.largest_bytes = max(self.largest_bytes, size_bytes)
         self._num_buckets += 1
         num_ranks = len(self._template.group)
         # In an all-reduce a rank sends what others have not, twice.
@@ -357,7 +360,9 @@ class _Memory:
         for serial, size_bytes in recorder.at_start.items():
             block = extension.index_of.get(recorder.storages[serial].block, -1)
             size_all = size_bytes * (1 + extension.copies.get(block, 0))
-            self._largest = max(self._largest, size_bytes)
+            # DDP's buckets, of which a longer step has larger ones, are told by `_Buckets`.
+            if not (recorder.buckets and self._kind_of[serial] == "communication"):
+                self._largest = max(self._largest, size_bytes)
             if self._kind_of[serial] == "parameters":
                 self.parameter_bytes += size_all
             self._add(serial, size_all)

