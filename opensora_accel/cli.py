@@ -54,8 +54,8 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _job_of(config: TrainConfig) -> Job:
     """A configured run, as the planner takes it."""
+    from opensora_accel.planner.candidates import Residents
     from opensora_accel.planner.command import Job
-    from opensora_accel.planner.search import Residents
     from opensora_accel.planner.workload import Workload, of_model
     from opensora_accel.training.planned import planned_sizes
 

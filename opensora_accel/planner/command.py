@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.plan import Plan
-from opensora_accel.planner.explain import Explanation, explain
-from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
-from opensora_accel.planner.models import named_workload
-from opensora_accel.planner.search import (
+from opensora_accel.planner.candidates import (
     GIB,
     OPTIMIZERS,
     Candidate,
     Outcome,
     Request,
     Residents,
-    Show,
     describe,
-    exact,
     passes_of,
-    search,
 )
+from opensora_accel.planner.explain import Explanation, explain
+from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
+from opensora_accel.planner.models import named_workload
+from opensora_accel.planner.search import Show, exact, search
 from opensora_accel.planner.workload import Workload, step_file
 
 EXAMPLES = """\

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from opensora_accel.plan import MESH_AXES, Plan
-from opensora_accel.planner.search import GIB, Candidate, Outcome, describe, reason_of
+from opensora_accel.planner.candidates import GIB, Candidate, Outcome, describe
+from opensora_accel.planner.search import reason_of
 
 # Fields that are one choice together.
 _CHOICES: tuple[tuple[str, ...], ...] = (

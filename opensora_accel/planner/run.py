@@ -103,10 +103,9 @@ class _Session:
             if self.workload.is_repeatable:
                 optimizer, names = self._optimizer_of(model), self._names_of(model)
                 for _ in range(self._num_warm_ups(run.plan, len(names))):
-                    self._step(one_pass, optimizer)
-                    others.forget_works()
+                    self._step(one_pass, optimizer, others)
                 self._begin(model, optimizer, recorder, recording)
-                self._step(one_pass, optimizer)
+                self._step(one_pass, optimizer, others)
             else:
                 # The step applies the plan itself. What it records begins when it calls the model.
                 made: list[torch.optim.Optimizer] = []
@@ -120,8 +119,7 @@ class _Session:
                 one_pass(True)
                 if not made:
                     raise ValueError("the step never calls the model that model_fn() has made; call it")
-                made[0].step()
-                made[0].zero_grad()
+                self._finish(made[0], others)
                 names = self._names_of(model)
         return names
 
@@ -151,11 +149,16 @@ class _Session:
         optimizer.zero_grad()
         return optimizer
 
-    def _step(self, one_pass: Pass, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, one_pass: Pass, optimizer: torch.optim.Optimizer, others: OtherRanks) -> None:
         for number in range(self.workload.accumulation):
             one_pass(number == self.workload.accumulation - 1)
+        self._finish(optimizer, others)
+
+    def _finish(self, optimizer: torch.optim.Optimizer, others: OtherRanks) -> None:
         optimizer.step()
         optimizer.zero_grad()
+        # The simulated all-reduces hold what they have summed, which real ones let go of: shards of gradients.
+        others.forget_works()
 
     def _num_warm_ups(self, plan: Plan, num_blocks: int) -> int:
         """Steps to run before the one that is recorded, so that it is like all that follow."""

@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 from opensora_accel.plan import Plan
 from opensora_accel.planner import estimate
 from opensora_accel.planner import search as search_module
-from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
-from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours
-from opensora_accel.planner.hardware import Hardware
-from opensora_accel.planner.search import (
+from opensora_accel.planner.candidates import (
     Passes,
     Request,
     Residents,
     candidates,
     describe,
     divisors,
-    exact,
-    search,
 )
+from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
+from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours
+from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.search import exact, search
 from opensora_accel.verify.meshes import MeshShape
 from tests.planner.stand_in import StandInWorkload, trace_step
 

@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most-ranks", type=int, default=4, help="plans of at most so many ranks (4)")
     usual: dict[str, Any] = {"cpu": {}, "cuda": {}, "quick": {"rounds": 2, "calls": 1, "most_ranks": 1}}
     options = harness.parse_options(parser, arguments, usual)
-    from opensora_accel.planner.search import describe
+    from opensora_accel.planner.candidates import describe
 
     rows: list[dict[str, Any]] = [
         {

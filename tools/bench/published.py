@@ -25,10 +25,11 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
+from opensora_accel.planner.candidates import Passes, Request
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import named_workload
-from opensora_accel.planner.search import Passes, Request, exact, simulated
+from opensora_accel.planner.search import exact, simulated
 from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import Pass, Workload
 from opensora_accel.verify.meshes import Run
