@@ -265,8 +265,12 @@ def _message(
 
 
 def _slowest_s(call: Callable[[], None], device: torch.device, rounds: int = 9) -> float:
-    """The slowest rank's time, in the round in which that is the least: another program beside it does not count."""
-    times = []
+    """From when the first rank starts to when the last one is done, in the round in which that is the least.
+
+    Another program beside it does not count then. A rank that waits for a core before it starts does count, where the
+    ranks share a machine, and so a clock; on several machines it is the slowest rank's own time.
+    """
+    starts, ends = [], []
     for number in range(rounds + 2):
         dist.barrier()
         before = time.perf_counter()
@@ -274,10 +278,15 @@ def _slowest_s(call: Callable[[], None], device: torch.device, rounds: int = 9) 
         if device.type == "cuda":
             torch.cuda.synchronize()
         if number >= 2:
-            times.append(time.perf_counter() - before)
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.min())
+            starts.append(before)
+            ends.append(time.perf_counter())
+    first = torch.tensor(starts, dtype=torch.float64, device=device)
+    last = torch.tensor(ends, dtype=torch.float64, device=device)
+    if os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())) != str(dist.get_world_size()):
+        first, last = torch.zeros_like(first), last - first
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    dist.all_reduce(last, dist.ReduceOp.MAX)
+    return float((last - first).min())
 
 
 def _crowding() -> dict[str, float]:
