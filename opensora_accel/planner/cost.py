@@ -52,9 +52,6 @@ class Placement:
         """Nodes that have ranks of a group, and the fewest of its ranks on one of them."""
         return _spread(group, self.ranks_per_node)
 
-    def leaves_node(self, one: int, other: int) -> bool:
-        return one // self.ranks_per_node != other // self.ranks_per_node
-
 
 @lru_cache(maxsize=10_000)
 def _spread(group: tuple[int, ...], ranks_per_node: int) -> tuple[int, int]:

@@ -201,7 +201,6 @@ MODELS: dict[str, PublishedModel] = {
         source="Wan-AI/Wan2.1-T2V-14B-Diffusers, transformer/config.json; Wan2.1/wan/configs/wan_t2v_14B.py",
         **_WAN,
     ),
-    # Its VAE has no class of its own size here: the number is that of its published file, 2.82 GB in fp32.
     "wan2.2-5b": PublishedModel(
         arguments={
             "num_attention_heads": 24,
@@ -212,7 +211,7 @@ MODELS: dict[str, PublishedModel] = {
         },
         heads=24,
         source="Wan-AI/Wan2.2-TI2V-5B-Diffusers, transformer/config.json; Wan2.2/wan/configs/wan_ti2v_5B.py",
-        **(_WAN | {"channels": 48, "spatial": 16, "frozen": {**_UMT5_XXL, "Wan 2.2 VAE": 704_700_000}}),
+        **(_WAN | {"channels": 48, "spatial": 16, "frozen": _UMT5_XXL}),
     ),
     "hunyuan-video": PublishedModel(
         class_name="HunyuanVideoTransformer3DModel",
