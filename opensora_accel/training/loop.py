@@ -409,7 +409,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, is_last: bool) -> Tensor:
         """Adds the gradients of a batch; its part of the loss."""
-        self._batch_plan = self.config.plans.get(batch.bucket, self.config.plan)
+        self._batch_plan = self.objective.plans.get(batch.bucket, self.config.plan)
         # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
         forward = self.objective.forward
         local: AbstractContextManager[Any] = nullcontext()

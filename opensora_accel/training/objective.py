@@ -71,6 +71,8 @@ class Objective:
         dtype: torch.dtype,
     ):
         self.config, self.text = config, text
+        # Parsed once: every forward asks.
+        self.plans = config.plans
         self.model, self.forward = model, forward
         self.codec: Codec | CachedLatents = codec
         self.pictures: PictureEncoder | KeptPictures | None = pictures
@@ -120,7 +122,7 @@ class Objective:
             noisy = torch.cat([noisy, condition.channels], dim=1)
             if condition.pictures is not None:
                 more["encoder_hidden_states_image"] = condition.pictures
-        with run_blocks(self.model, str(bucket) if bucket in self.config.plans else None):
+        with run_blocks(self.model, str(bucket) if bucket in self.plans else None):
             (velocity,) = self.forward(
                 hidden_states=noisy,
                 timestep=timestep,
