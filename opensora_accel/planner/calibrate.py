@@ -5,9 +5,11 @@ What is measured, each over sizes from small to large and stored as a share of t
     products of matrices      (m, n, k), with a bias (addmm) and without (mm), and in bf16 beside fp32
     attention                 (heads, queries, keys, head_dim), forward and backward
     operators by traffic      the bytes of add, mul, gelu, layer norm, ...: what a video transformer spends time in
-    the host                  what an operator costs beside its work: a step of a small transformer, by its operators
+    the host, and the step    what an operator costs beside its work, and how much slower kernels are in a step than by
+                              themselves: two steps of a small transformer
     copies                    to host memory and back, page-locked on a GPU
     links                     each collective on all ranks of a launcher, small and large messages
+    ranks beside each other   on a CPU: how much slower a step is where others compute, and where collectives run
 
 On a CPU, seconds are those of the process and not of the clock on the wall, so that another program beside it does not
 count. A torchrun of several ranks measures kernels on rank 0 while the others wait, and links on all of them.
@@ -29,6 +31,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from opensora_accel.communications import transport
@@ -45,6 +49,8 @@ Show = Callable[[str, float], None]
 # What remains uncertain of a measured figure, beside other programs: assumed.
 _UNCERTAINTY = 0.1
 _MESSAGE_BYTES = (64, 2**16, 2**20, 2**23)
+# Head dim, heads, and side in tokens of the steps that are measured.
+_TINY, _SMALL, _LARGE = (16, 2, 4), (40, 3, 20), (48, 5, 26)
 
 
 def write(path: Path) -> None:
@@ -98,7 +104,10 @@ def measure_device(device: torch.device, show: Show = lambda what, share: None) 
     traffic_found = traffic(meter)
     show("copies, and the host's time", 0.8)
     hardware = _hardware(meter, products_found, attention_found, traffic_found)
-    return dataclasses.replace(hardware, launch_s=_launch_s(meter, hardware))
+    slowness, launch_s = _slowness_and_launch_s(meter, hardware)
+    return dataclasses.replace(
+        hardware, launch_s=launch_s, slowness=dict.fromkeys(hardware.slowness, slowness)
+    )
 
 
 def measure_links(device: torch.device, hardware: Hardware | None) -> Hardware | None:
@@ -107,18 +116,30 @@ def measure_links(device: torch.device, hardware: Hardware | None) -> Hardware |
     Communication: collectives of 8 MiB and less over all ranks.
     """
     collectives = _collectives(device)
-    crowding = _crowding() if device.type == "cpu" else {}
+    sharded_launch_s = _sharded_launch_s(device)
+    on_cores: dict[str, Any] = {}
+    uncertain = _UNCERTAINTY
+    if device.type == "cpu":
+        step, _workload = _small_step(device, *_LARGE)
+        on_cores["crowding"], uncertain = _crowding(step)
+        on_cores["beside_collective"] = _beside_collective(step)
     if hardware is None:
         return None
     world = dist.get_world_size()
     (small, small_s), *_, (large, large_s) = collectives[f"send {world}/{world}"]
     link = Link((large - small) / max(large_s - small_s, large_s / 10), small_s)
-    measured = dict.fromkeys(("within", "collectives", "crowding"), f"{_when()}, {world} ranks")
+    names = ("within", "collectives", "sharded_launch_s", *on_cores)
     return dataclasses.replace(
-        hardware, within=link, collectives=collectives, crowding=crowding,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes=hardware.memory_bytes
-        if device.type == "cuda" else hardware.host_memory_bytes // world, sources=hardware.sources | measured,
-    )  # fmt: skip
+        hardware,
+        within=link,
+        collectives=collectives,
+        sharded_launch_s=sharded_launch_s,
+        **on_cores,
+        uncertainties=hardware.uncertainties | {"collective": uncertain, "crowding": uncertain},
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        memory_bytes=hardware.memory_bytes if device.type == "cuda" else hardware.host_memory_bytes // world,
+        sources=hardware.sources | dict.fromkeys(names, f"{_when()}, {world} ranks"),
+    )
 
 
 def _when() -> str:
@@ -128,27 +149,39 @@ def _when() -> str:
 # ---- the host, copies, links
 
 
-def _launch_s(meter: Meter, hardware: Hardware) -> float:
-    """What an operator takes of the host in a step beside its work: modules, views, autograd, the optimizer.
+def _slowness_and_launch_s(meter: Meter, hardware: Hardware) -> tuple[float, float]:
+    """How many times longer kernels take in a step than by themselves, and the host's seconds for an operator.
 
-    On a GPU it shows in a step whose kernels take no time. On a CPU, caches are cold for it after each large kernel, so
-    it is what a step of a small model takes more than its kernels by themselves.
+    In a step, memory is new and caches are cold for a kernel, and the host passes through modules, views, autograd and
+    the optimizer. Two steps of the same operators, a small one and a large one, tell the two apart. Where the kernels
+    of an operator take k seconds by themselves and a step has n operators:
+
+        small: 20 ms taken, k = 10 ms        slowness = (95 − 20) / (80 − 10) = 1.07
+        large: 95 ms taken, k = 80 ms        n launches = 20 − 1.07 · 10 = 9.3 ms
+
+    On a GPU the host runs ahead, and a step whose kernels take no time shows what it takes.
     """
-    sizes = (16, 2, 4) if meter.is_gpu else (40, 3, 20)
-    step, workload = _small_step(meter.device, *sizes)
-    for _ in range(2):
-        step()
-    times = []
-    for _ in range(15):
-        before = time.thread_time()
-        step()
-        times.append(time.thread_time() - before)
-        if meter.is_gpu:
-            torch.cuda.synchronize()
-    trace = trace_step(workload, Plan())
-    kernels_s = sum(kernel_s(each, hardware) for each in trace.operations)
-    taken_s = statistics.median(times)
-    return max(taken_s - (0.0 if meter.is_gpu else kernels_s), taken_s / 20) / len(trace.operations)
+
+    def taken(sizes: tuple[int, int, int]) -> tuple[float, float, int]:
+        step, workload = _small_step(meter.device, *sizes)
+        times = []
+        for number in range(12):
+            before = time.thread_time()
+            step()
+            if number >= 2:
+                times.append(time.thread_time() - before)
+            if meter.is_gpu:
+                torch.cuda.synchronize()
+        operations = trace_step(workload, Plan()).operations
+        return statistics.median(times), sum(kernel_s(each, hardware) for each in operations), len(operations)
+
+    if meter.is_gpu:
+        launches_s, _, num_operations = taken(_TINY)
+        return 1.0, launches_s / num_operations
+    (small_s, small_kernels_s, num_operations), (large_s, large_kernels_s, _) = taken(_SMALL), taken(_LARGE)
+    # Beyond these bounds something else ran beside it.
+    slowness = min(1.5, max(0.8, (large_s - small_s) / (large_kernels_s - small_kernels_s)))
+    return slowness, max(small_s - slowness * small_kernels_s, small_s / 20) / num_operations
 
 
 def _small_step(
@@ -232,7 +265,7 @@ def _collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], .
 def _message(
     kind: str, size_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, float]:
-    """What a rank sends, and the seconds of the slowest rank; a rank without a group waits for the others."""
+    """What a rank sends, and the median seconds of the slowest rank; one without a group waits for the others."""
     count = max(1, size_bytes // 4 // num_ranks) * num_ranks
     x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
     part = x[: count // num_ranks].clone()
@@ -261,14 +294,14 @@ def _message(
     share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "send": 1.0}.get(
         kind, (num_ranks - 1) / num_ranks
     )
-    return share * 4 * count, _slowest_s(call, device)
+    return share * 4 * count, statistics.median(_rounds_s(call, device))
 
 
-def _slowest_s(call: Callable[[], None], device: torch.device, rounds: int = 9) -> float:
-    """From when the first rank starts to when the last one is done, in the round in which that is the least.
+def _rounds_s(call: Callable[[], object], device: torch.device, rounds: int = 9) -> list[float]:
+    """Of each round the seconds from when the first rank starts to when the last one is done, in order of size.
 
-    Another program beside it does not count then. A rank that waits for a core before it starts does count, where the
-    ranks share a machine, and so a clock; on several machines it is the slowest rank's own time.
+    Where ranks share a machine, and so a clock, a rank that waits for a core before it starts does count. On several
+    machines it is the slowest rank's own time.
     """
     starts, ends = [], []
     for number in range(rounds + 2):
@@ -286,23 +319,70 @@ def _slowest_s(call: Callable[[], None], device: torch.device, rounds: int = 9) 
         first, last = torch.zeros_like(first), last - first
     dist.all_reduce(first, dist.ReduceOp.MIN)
     dist.all_reduce(last, dist.ReduceOp.MAX)
-    return float((last - first).min())
+    return [float(seconds) for seconds in (last - first).sort().values]
 
 
-def _crowding() -> dict[str, float]:
-    """How many times longer a product and an addition take by the clock on the wall where so many ranks compute."""
+def _crowding(step: Callable[[], None]) -> tuple[dict[str, float], float]:
+    """How many times longer a step takes by the clock on the wall where so many ranks compute, and how uncertain it is.
+
+    A step has many operations, and each of them may be held up: medians count, and not the luckiest round.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
-    a, b = torch.randn(512, 512), torch.randn(2**20)
-
-    def work() -> None:
-        for _ in range(12):
-            a @ a
-            b + b
-
-    taken = {}
+    medians_s, spreads = {}, []
     for busy in [number for number in range(1, world + 1) if number <= 8 or number == world]:
-        taken[busy] = _slowest_s(work if rank < busy else lambda: None, torch.device("cpu"), rounds=7)
-    return {str(busy): max(1.0, seconds / taken[1]) for busy, seconds in taken.items()}
+        rounds_s = _rounds_s(step if rank < busy else lambda: None, torch.device("cpu"))
+        low_s, medians_s[busy], high_s = statistics.quantiles(rounds_s, n=4)
+        spreads.append((high_s - low_s) / medians_s[busy])
+    crowding = {str(busy): max(1.0, seconds / medians_s[1]) for busy, seconds in medians_s.items()}
+    return crowding, min(0.5, max(_UNCERTAINTY, *spreads))
+
+
+def _sharded_launch_s(device: torch.device) -> float:
+    """What the host takes longer for an operator where a tensor is sharded over ranks, as FSDP2's parameters are."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    whole = torch.zeros(64, device=device)
+    sharded = DTensor.from_local(torch.zeros(64, device=device), mesh, [Shard(0)])
+
+    def calls_s(x: Tensor) -> float:
+        def round_s() -> float:
+            before = time.thread_time()
+            for _ in range(200):
+                x.mul_(1.0)
+            return (time.thread_time() - before) / 200
+
+        return statistics.median(round_s() for _ in range(5))
+
+    return max(0.0, calls_s(sharded) - calls_s(whole))
+
+
+def _beside_collective(step: Callable[[], None]) -> float:
+    """How many times longer compute takes while collectives run, which need cores too.
+
+    A step of 90 ms and collectives of 40 ms end together after 120 ms: 10 ms of the collectives were hidden. Had
+    compute not been slower beside them, they had been hidden whole. In their 40 ms the work of 10 ms was done: 4 times.
+    """
+    device = torch.device("cpu")
+    buffers = [torch.zeros(2**20) for _ in range(8)]
+
+    def collectives() -> list[dist.Work]:
+        works = [dist.all_reduce(each, async_op=True) for each in buffers]
+        return [each for each in works if each is not None]
+
+    def wait(works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+    def both() -> None:
+        works = collectives()
+        step()
+        wait(works)
+
+    step_s, collectives_s, both_s = (
+        statistics.median(_rounds_s(each, device)) for each in (step, lambda: wait(collectives()), both)
+    )
+    hidden_s = step_s + collectives_s - both_s
+    # Where collectives take longer than the step, only the step's time can hide them.
+    return max(1.0, min(step_s, collectives_s) / max(hidden_s, collectives_s / 20))
 
 
 # ---- the file
@@ -337,6 +417,7 @@ def _hardware(
             "host_memory_bytes",
             "host_link",
             "launch_s",
+            "slowness",
             *efficiencies,
         ),
         _when(),

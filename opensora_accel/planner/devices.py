@@ -14,6 +14,9 @@ GB, TB, GIB = 10**9, 10**12, 2**30
 # Matmul FLOPS comparison table". Such a product is large and of the best shape.
 _MATMUL = "best bf16 product of ml-engineering's MAMF table; smaller products: assumed"
 _ASSUMED_MATMUL = "assumed: as an H100"
+_DTENSOR = (
+    "22 µs measured on an AMD EPYC with torch 2.13.0 (2026-11-24); another host is assumed to be like it"
+)
 _NCCL_LATENCY = "NCCL's src/graph/tuning.cc, hwLat of a ring with the Simple protocol"
 _REACHED = (
     "assumed: 0.8 of NVLink and 0.9 of a network are reached, as nccl-tests commonly print for large messages"
@@ -70,6 +73,7 @@ def _gpu(
         "ranks_per_node": node,
         "host_memory_bytes": node_host_gib * GIB,
         "launch_s": 6e-6,
+        "sharded_launch_s": 20e-6,
         "runs_ahead": True,
         "cores": None,
         "beside_collective": 1.06,
@@ -94,6 +98,7 @@ def _gpu(
             "ranks_per_node": sheet,
             "host_memory_bytes": "assumed: what such a node is commonly sold with",
             "launch_s": "assumed: an eager operator of PyTorch takes 6 µs of the host, with autograd",
+            "sharded_launch_s": _DTENSOR,
             "beside_collective": "assumed: NCCL's kernels take about 8 of an H100's 132 multiprocessors",
             "context_bytes": _CONTEXT,
             "communicator_bytes": _BUFFERS,
@@ -256,6 +261,7 @@ DEVICES["cpu"] = {
     "ranks_per_node": 4,
     "host_memory_bytes": 64 * GIB,
     "launch_s": 12e-6,
+    "sharded_launch_s": 20e-6,
     "runs_ahead": False,
     "cores": 4,
     "beside_collective": 1.5,
@@ -270,8 +276,8 @@ DEVICES["cpu"] = {
     "uncertainties": {"gemm": 0.5, "attention": 0.5, "memory": 0.5, "collective": 0.5, "copy": 0.5, "host": 0.5},
     "sources": dict.fromkeys(
         ("peak_flops", "memory_bytes", "memory_bytes_per_s", "within", "host_link", "ranks_per_node",
-         "host_memory_bytes", "launch_s", "beside_collective", "context_bytes", "communicator_bytes",
-         "allocator_slack", "uncertainties", "gemm", "attention", "memory"),
+         "host_memory_bytes", "launch_s", "sharded_launch_s", "beside_collective", "context_bytes",
+         "communicator_bytes", "allocator_slack", "uncertainties", "gemm", "attention", "memory"),
         "assumed for one core of a server and gloo over loopback: `opensora-accel doctor --calibrate` measures",
     ),
 }  # fmt: skip

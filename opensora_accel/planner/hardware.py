@@ -103,6 +103,8 @@ class Hardware:
     host_memory_bytes: int
     # The host's time for one operator, and whether kernels run beside it.
     launch_s: float
+    # What the host takes longer for an operator on a parameter that FSDP2 has sharded.
+    sharded_launch_s: float
     runs_ahead: bool
     # Cores that the ranks of a node share, where they compute on them.
     cores: int | None
@@ -114,7 +116,7 @@ class Hardware:
     allocator_slack: float
     # By class of kernel ("gemm", "attention", "attention backward", "memory"), or "memory aten.gelu" for one operator.
     efficiencies: dict[str, Efficiency]
-    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host.
+    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host; crowding where it was measured.
     uncertainties: dict[str, float]
     # Where each figure is from.
     sources: dict[str, str]
@@ -123,7 +125,7 @@ class Hardware:
     collectives: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
     crowding: dict[str, float] = field(default_factory=dict)
-    # How much longer kernels of a class take than these figures say: `bound` sets it.
+    # How many times longer kernels of a class take in a step than these figures say; `bound` multiplies it.
     slowness: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0)
     )
@@ -131,7 +133,13 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_per_s", "ranks_per_node", "host_memory_bytes"):
             _check_number(name, getattr(self, name), above=0)
-        for name in ("launch_s", "context_bytes", "communicator_bytes", "allocator_slack"):
+        for name in (
+            "launch_s",
+            "sharded_launch_s",
+            "context_bytes",
+            "communicator_bytes",
+            "allocator_slack",
+        ):
             _check_number(name, getattr(self, name), least=0)
         _check_number("beside_collective", self.beside_collective, least=1)
         if not self.peak_flops:
@@ -205,9 +213,14 @@ class Hardware:
                 for name, points in self.collectives.items()
             },
             launch_s=self.launch_s * factor["host"],
+            sharded_launch_s=self.sharded_launch_s * factor["host"],
+            crowding={
+                ranks: max(1.0, times * factor.get("crowding", 1.0)) if int(ranks) > 1 else times
+                for ranks, times in self.crowding.items()
+            },
             uncertainties=dict.fromkeys(self.uncertainties, 0.0),
             # Peaks are scaled and not shares, which may not pass 1.
-            slowness={kind: factor[kind] for kind in ("gemm", "attention", "memory")},
+            slowness={kind: taken * factor[kind] for kind, taken in self.slowness.items()},
         )
 
     # ---- as data

@@ -33,7 +33,7 @@ from opensora_accel.planner.candidates import (
     candidates,
     describe,
 )
-from opensora_accel.planner.cost import Placement, contention, host_s, operation_s
+from opensora_accel.planner.cost import Placement, contention, core_share, host_s, operation_s
 from opensora_accel.planner.estimate import (
     HOST_OPTIMIZER_BYTES_PER_S,
     MEMORY_INTERVAL,
@@ -218,7 +218,10 @@ def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timelin
     def seconds(operation: Operation) -> float:
         if trace.plan.cpu_offload and operation.phase == "optimizer":
             return operation.num_bytes / HOST_OPTIMIZER_BYTES_PER_S + beside_s
-        return operation_s(operation, hardware, placement) + beside_s
+        taken_s = operation_s(operation, hardware, placement) + beside_s
+        if trace.plan.sharding in ("zero2", "zero3") and operation.phase == "optimizer":
+            taken_s += hardware.sharded_launch_s * core_share(hardware, placement)
+        return taken_s
 
     return simulate(trace, seconds, launch_s=start_s - beside_s, contention=contention(hardware, placement))
 

@@ -19,10 +19,12 @@ from opensora_accel.planner.candidates import (
     describe,
     divisors,
 )
+from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
 from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
+from opensora_accel.planner.trace import Operation, Trace
 from opensora_accel.verify.meshes import MeshShape
 from tests.planner.stand_in import StandInWorkload, trace_step
 
@@ -340,3 +342,28 @@ def test_the_search_shows_how_far_it_is():
     search(request(), show=lambda what, share: seen.append((what, share)))
     assert [share for _what, share in seen] == sorted(share for _what, share in seen)
     assert seen[-1] == ("ranking", 1.0) and SimpleNamespace
+
+
+def test_the_optimizer_takes_longer_on_sharded_parameters():
+    """Each of its operators goes through DTensor, wherever FSDP2 has sharded what it updates."""
+    cpu = dataclasses.replace(Hardware.named("cpux2"), sharded_launch_s=1e-3, crowding={"2": 1.5})
+    operations = [
+        Operation("aten.add", "memory", "compute", phase="backward"),
+        *(Operation("aten.mul_", "memory", "compute", phase="optimizer") for _ in range(4)),
+    ]
+
+    def step_s(plan, hardware):
+        trace = Trace(plan, 0, 1, tuple(operations), (), 0, 0, 0)
+        return search_module.simulated(trace, hardware, Placement(2, 2)).step_s
+
+    further = {}
+    for plan in (
+        Plan(dp_replicate=2),
+        Plan(dp_shard=2, sharding="zero2"),
+        Plan(dp_shard=2, sharding="zero3"),
+    ):
+        with_it, without = (
+            step_s(plan, each) for each in (cpu, dataclasses.replace(cpu, sharded_launch_s=0.0))
+        )
+        further[plan.sharding] = with_it - without
+    assert further == pytest.approx({"none": 0.0, "zero2": 4 * 1.5e-3, "zero3": 4 * 1.5e-3})

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -196,6 +197,28 @@ def test_sixty_four_ranks_fit_in_five_megabytes(tmp_path):
     run = write_run(tmp_path / "run", "congested link", num_ranks=64, num_steps=20)
     write_report([run], tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 5e6
+
+
+@pytest.mark.alone
+def test_a_page_is_made_of_a_gigabyte_in_a_minute(tmp_path):
+    run = write_run(tmp_path / "run", "congested link", num_ranks=64, num_steps=20, num_blocks=260)
+    read_bytes = sum(path.stat().st_size for path in run.rglob("*"))
+    assert read_bytes >= 1e9
+    command = [
+        sys.executable,
+        "-m",
+        "opensora_accel.cli",
+        "report",
+        str(run),
+        "--out",
+        str(tmp_path / "a.html"),
+    ]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    taken_s = time.perf_counter() - start
+    made_bytes = (tmp_path / "a.html").stat().st_size
+    print(f"{read_bytes / 1e9:.2f} GB read, {made_bytes / 1e6:.2f} MB made in {taken_s:.1f} s")
+    assert taken_s < 60 and made_bytes < 5e6
 
 
 def test_a_page_of_thousands_of_steps_stays_small(tmp_path):

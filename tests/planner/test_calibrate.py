@@ -1,0 +1,37 @@
+"""`doctor --calibrate` writes a file of this machine that can be planned with. How near forecasts come to measured
+steps is `tools/bench/forecast.py`'s to tell, on a machine that does nothing else."""
+
+import subprocess
+import sys
+
+import pytest
+
+from opensora_accel import cli
+from opensora_accel.planner.hardware import Hardware
+
+
+@pytest.mark.prove
+def test_two_ranks_measure_their_machine(tmp_path, capsys):
+    path = tmp_path / "hardware.json"
+    launch = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "2", "-m", "opensora_accel.cli", "doctor", "--calibrate", str(path)),
+    ]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    hardware = Hardware.load(path)
+    # Bounds that hold on any machine, however busy it is.
+    assert 0 < hardware.launch_s < 1e-3 and 0 < hardware.sharded_launch_s < 1e-2
+    assert (
+        set(hardware.slowness.values()) <= {hardware.slowness["gemm"]}
+        and 0.8 <= hardware.slowness["gemm"] <= 1.5
+    )
+    assert hardware.crowding["1"] == 1 <= hardware.crowding["2"] and hardware.beside_collective >= 1
+    assert hardware.uncertainties["crowding"] >= 0.1
+    measured = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
+    assert {name.split()[0] for name in hardware.collectives} == measured
+    for name in ("crowding", "beside_collective", "sharded_launch_s", "slowness", "within"):
+        assert "measured by doctor --calibrate" in hardware.sources[name]
+    sizes = ("--frames", "5", "--height", "64", "--width", "64", "--gpus", "2", "--hardware", str(path))
+    assert cli.main(["plan", "--model", "wan2.1-1.3b", *sizes, "--output", str(tmp_path / "plan.json")]) == 0
+    assert "calibrated cpu" in capsys.readouterr().out
