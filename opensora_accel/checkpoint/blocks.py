@@ -57,7 +57,8 @@ def checkpoint_blocks(
             given to several calls, of which at most one says yes at a time.
 
     Raises:
-        ValueError: an option that does not exist, a boundary that is no argument, or a block compiled already.
+        ValueError: an option that does not exist, a negative `keep_last`, a boundary that is no argument, or a block
+            compiled already.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")

@@ -100,6 +100,7 @@ class check_loop:
 
     Raises:
         LoopMistake: on all ranks, where one of them does what this module's table lists.
+        ValueError: no step is to be checked, or `model` is a wrapper.
     """
 
     def __init__(self, model: nn.Module, *, ema: nn.Module | None = None, num_steps: int = 2):

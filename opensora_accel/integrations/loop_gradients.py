@@ -53,10 +53,11 @@ class Losses:
         self._products: list[tuple[Tensor, Tensor]] = []
 
     def tell(self, loss: Tensor, outputs: Sequence[Tensor], samples: Sequence[Any]) -> None:
-        """One loss, a scalar, before its backward.
+        """One loss, before its backward.
 
         Args:
-            outputs: of the model [...], that the loss was computed from.
+            loss: a scalar.
+            outputs: those of the model that the loss was computed from, of any shape.
         """
         self.told.append((loss.item(), tuple(samples)))
         if not outputs or not loss.requires_grad:
@@ -123,7 +124,11 @@ def norms_of_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scaled_since(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float | None:
-    """What was done to this rank's gradients, by their norms: clipping, or averaging by hand. None: it has none."""
+    """By what factor this rank's gradients were scaled, by clipping or by hand; None where it has none.
+
+    Args:
+        before, after: scalars by name, as `norms_of_gradients` gives them.
+    """
     sizes = [float(torch.stack(list(each.values())).norm()) if each else 0.0 for each in (before, after)]
     return sizes[1] / sizes[0] if sizes[0] else None
 

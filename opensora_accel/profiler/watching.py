@@ -182,8 +182,8 @@ class watch:
         """A step has ended. Where the loop does not say so, it ends when its optimizer steps again.
 
         Args:
-            loss: of this rank's samples, and not the mean over ranks, so that a spike names the files that it is of;
-                reading a tensor on a GPU waits for it.
+            loss: a number or a scalar tensor, of this rank's samples and not the mean over ranks, so that a spike
+                names the files that it is of; reading a tensor on a GPU waits for it.
             files: those that this rank's samples are from.
         """
         if loss is not None:

@@ -119,7 +119,7 @@ class DiskCache:
         return value
 
     def put(self, key: Mapping[str, Any], value: Tensor, about: str) -> bool:
-        """Stores a tensor; whether it is there now. `about` is for a person, and no part of the key."""
+        """Stores a tensor of any shape; whether it is there now. `about` is for a person, and no part of the key."""
         path = self._path(key)
         if path.exists() and path not in self._damaged:
             return True  # another process was faster

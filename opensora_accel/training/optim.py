@@ -65,8 +65,8 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     nothing is scaled. Gradients whose norm is not finite are left alone, and the caller skips the step.
 
     Args:
-        norm: of all gradients on all ranks, `shardformer.tensor_parallel.total_grad_norm`, which is right for whole
-            parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers.
+        norm: a scalar, of all gradients on all ranks: `shardformer.tensor_parallel.total_grad_norm`, which is right for
+            whole parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers.
     """
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)

@@ -113,7 +113,7 @@ def norm_rotary(
         [..., C] of the dtype that the norm returns.
 
     Raises:
-        ValueError: sizes that do not fit, or an unknown `pairs` or `rounds`.
+        ValueError: sizes that do not fit, cos and sin of two dtypes, or an unknown `pairs` or `rounds`.
     """
     _check_rounds(rounds)
     if pairs not in get_args(Pairs):

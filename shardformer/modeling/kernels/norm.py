@@ -28,7 +28,12 @@ from shardformer.modeling.norm_orders import HALVES, Order
 def roundings(
     order: Order, x: torch.dtype, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """The dtypes of the normalised value, of its product with the weight, and of the sum with the bias."""
+    """The dtypes of the normalised value, of its product with the weight, and of the sum with the bias.
+
+    Args:
+        x: of the norm's input.
+        weight, bias: [C]; their values do not matter.
+    """
     wide = torch.float64 if x == torch.float64 else torch.float32
     if order.centres:
         return wide, wide, x
