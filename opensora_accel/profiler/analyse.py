@@ -229,12 +229,14 @@ def _rank(
 ) -> RankAnalysis:
     causes = Counter(lateness.cause(step.step, place) for step in steps)
     communication = sum(share.communication for share in shares)
+    parts = sorted(set().union(*[step.parts_ns for step in steps]), key=part_order)
+    times = {part: [step.parts_ns.get(part, 0) / 1e9 for step in steps] for part in parts}
     return RankAnalysis(
         rank=rank.run.rank,
         coordinates=rank.run.coordinates,
         step_s=Spread.of([step.seconds for step in steps]),
         mean_step_s=statistics.fmean(step.seconds for step in steps),
-        parts=_parts(steps),
+        parts=[PartTime(*part, statistics.fmean(times[part]), Spread.of(times[part])) for part in parts],
         data_s=statistics.fmean(share.data for share in shares),
         work_s=statistics.fmean(share.work for share in shares),
         network_s=statistics.fmean(share.network for share in shares),
@@ -249,13 +251,6 @@ def _rank(
         else None,
         peak=_peak(rank.peak_step),
     )
-
-
-def _parts(steps: Sequence[StepSummary]) -> list[PartTime]:
-    """Each part's time over the steps of one rank, in the order in which they are shown."""
-    parts = sorted(set().union(*[step.parts_ns for step in steps]), key=part_order)
-    times = {part: [step.parts_ns.get(part, 0) / 1e9 for step in steps] for part in parts}
-    return [PartTime(*part, statistics.fmean(times[part]), Spread.of(times[part])) for part in parts]
 
 
 def part_order(part: Part) -> tuple[Any, ...]:

@@ -188,14 +188,8 @@ def _told(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> str:
         for value, ranks in sorted(by_value.items(), key=lambda item: (len(item[1]) == most, item[1]))
     ]
     along = "over all ranks" if axis == "world" else f"along {axis}"
-    return (
-        f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}"
-        f"{_and_more(len(everywhere) - 1)}"
-    )
-
-
-def _and_more(number: int) -> str:
-    return f"; {number} more tensors differ" if number else ""
+    others = f"; {len(everywhere) - 1} more tensors differ" if len(everywhere) > 1 else ""
+    return f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}{others}"
 
 
 def _name(key: str) -> str:

@@ -241,7 +241,9 @@ class tell_of_out_of_memory:
         fits, best = smallest_change(memory, limit)
         for change in [*rows, *([fits] if fits is not None and fits not in rows else [])]:
             verdict = "  fits" if change.needs_bytes <= limit else ""
-            lines.append(f"  {_cut(str(change), 52):52}{shown(change.needs_bytes):>12}{verdict}")
+            text = str(change)
+            text = text if len(text) <= 52 else text[:51] + "…"
+            lines.append(f"  {text:52}{shown(change.needs_bytes):>12}{verdict}")
         return [*lines, "", self._verdict(fits, best, shown, unit)]
 
     def _verdict(self, fits: Change | None, best: Change | None, shown: Any, unit: str) -> str:
@@ -297,7 +299,3 @@ def _asked_bytes(message: str) -> int:
     """Of a message of torch: what was asked for when nothing was left."""
     found = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)", message)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
