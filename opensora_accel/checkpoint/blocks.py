@@ -120,6 +120,7 @@ def _checkpoint_block(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         marked = tensors_at(positions, bound.args)
+        # `moves` has to run before `measurement` is read: it begins a pass, and with that may set it.
         return run_checkpointed(
             inside,
             bound.args,

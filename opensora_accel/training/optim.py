@@ -108,6 +108,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        # Values change places. The parameters stay what the optimizer and FSDP2 hold on to.
         for name, parameter in self._live.items():
             live = parameter.detach().clone()
             parameter.copy_(self.weights[name])
@@ -140,6 +141,7 @@ class FreeAverage:
         for name, parameter in self._live.items():
             y = parameter.detach()
             z = self._optimizer.state.get(parameter, {}).get("z", y)
+            # y = (1 − β) z + β x, solved for x.
             found[name] = torch.lerp(y, z, 1 - 1 / beta)
         return found
 

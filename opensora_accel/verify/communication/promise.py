@@ -217,6 +217,7 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
         return
     sharded = [parameter for parameter in rank.parameters if parameter.padded_elements is not None]
     whole = sum(parameter.padded_elements or 0 for parameter in sharded)
+    # A compressed message is counted by the elements that it stands for.
     of_message = rank.elements_of_message if plan.gather_dtype != "same" else {}
     gathered = sum(
         (of_message.get(call.input_bytes, 0) if of_message and call.dtype == "uint8" else call.num_elements)
@@ -307,6 +308,7 @@ def unreduced_sharded_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[
                 reduced[axis] += shards * call.num_elements
     for axis in {axis for level in levels.values() if not level.is_of_ulysses for axis in level.axes}:
         if axis in reduced:
+            # A sum is done where both levels have carried it, and so the lesser counts.
             reduced[axis] += min(near, far)
     # Collectives may carry the padding or leave it out: all counts from the one to the other are right.
     least = sum(parameter.num_elements for parameter in sharded)
