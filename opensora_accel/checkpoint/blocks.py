@@ -150,6 +150,7 @@ def _checkpoint_block(
             block.compile = compile_before  # type: ignore[method-assign]
             return
         del block.compile
+        # What was compiled inside of the checkpoint stays compiled without it.
         if compile_options is not None:
             args, kwargs = compile_options
             block.compile(*args, **kwargs)

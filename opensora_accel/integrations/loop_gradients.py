@@ -222,6 +222,7 @@ def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Se
         for length in (step * unit, -step * unit):
             with _moved(before, directions, length):
                 losses.append(_loss(model, calls))
+                # By how far the weights came: in bf16 a part of each step is rounded away.
                 promised = {
                     p: ((weight - before[weight]).double() * gradients[p].double()).sum()
                     for p, weight in weights.items()
@@ -230,6 +231,7 @@ def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Se
         there, back = losses[0] - middle, middle - losses[1]
         # Coarse weights may not move at all.
         is_straight = there + back != 0 and math.isclose(there, back, rel_tol=_TOLERANCE)
+        # What the gradient promises for the way, over what the loss has changed by.
         size = (moved[0] - moved[1]) / (there + back) if is_straight else None
         if size is not None and last is not None and math.isclose(size, last, rel_tol=_TOLERANCE):
             return size

@@ -253,6 +253,7 @@ class watch:
                 norms = torch._foreach_norm([grad for _, grad in found], 2, dtype=torch.float32)
                 index = torch.tensor([place for place, _ in found], device=device)
                 squares.index_add_(0, index, torch.stack(norms).to(device).square())
+            # Also by ranks that have no gradient here, or the others would wait.
             for group in parts:
                 dist.all_reduce(squares, group=group)
             total += squares

@@ -115,6 +115,7 @@ def misplaced_calls(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Vi
         misplaced: dict[str, list[Call]] = defaultdict(list)
         for call in rank.calls:
             along = _axes_of(call, rank, record)
+            # Gradients that are summed in bf16 travel by all-to-alls too.
             if call.is_by_fsdp and plan.reduce_dtype != "same":
                 continue
             if call.kind == kind and call.carries_numbers and along and along != (axis,):
