@@ -56,7 +56,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if self.name.startswith(f"{fullname}."):
-            return self._find_parent(fullname)
+            # A parent of the name: an empty package, unless one of that name is installed.
+            others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+            if any(finder.find_spec(fullname, None) is not None for finder in others):
+                return None
+            return importlib.machinery.ModuleSpec(fullname, None, is_package=True)
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         first, _, rest = fullname.removeprefix(self.name).removeprefix(".").partition(".")
@@ -65,13 +69,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if importlib.util.find_spec(target) is None:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, loader_state=target)
-
-    def _find_parent(self, fullname: str) -> importlib.machinery.ModuleSpec | None:
-        """An empty package, where none of that name is installed."""
-        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        if any(finder.find_spec(fullname, None) is not None for finder in others):
-            return None
-        return importlib.machinery.ModuleSpec(fullname, None, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(spec.loader_state)

@@ -320,7 +320,11 @@ def _recording(recording: _Recording) -> Iterator[None]:
 
 @contextmanager
 def resume_recording(model: nn.Module) -> Iterator[None]:
-    """What is done to a deferred model's parameters within it, as cutting them, is done again with their values."""
+    """What is done to a deferred model's parameters within it, as cutting them, is done again with their values.
+
+    Raises:
+        ValueError: the model's parts come from several `deferred_init`.
+    """
     recordings = {id(each): each for _, _, (each, _) in _deferred_tensors(model)}
     if not recordings:
         yield

@@ -85,7 +85,20 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     **options: Any,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` on a CPU; q, k, v and the result are [T, H, D] of all samples' T tokens."""
+    """`flash_attn.flash_attn_varlen_func` on a CPU: one call of `flash_attn_func` for each of B samples.
+
+    Args:
+        q: [N_q, H, D], the samples' tokens one after another.
+        k, v: [N_kv, H_kv, D].
+        cu_seqlens_q, cu_seqlens_k: [B + 1], where each sample begins, and at the end N_q and N_kv.
+        max_seqlen_q, max_seqlen_k: not needed here.
+
+    Returns:
+        [N_q, H, D].
+
+    Raises:
+        ValueError: an option that has no stand-in.
+    """
     outs = []
     for of_q, of_k in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         one = [each[start:end][None] for each, (start, end) in ((q, of_q), (k, of_k), (v, of_k))]

@@ -70,6 +70,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     """
     if plan.sharding == "none":
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
+    # More than one copy is HSDP.
     num_copies = plan.mixed // plan.num_shards
     kept: set[int] = set()
     if plan.precision == "bf16":
@@ -107,6 +108,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         unit = fully_shard(module, **options)
         groups = unit._get_fsdp_state()._fsdp_param_groups if kept else ()
         for group in groups:
+            # The group on the second mesh: gathered and reduced in the dtype that its parameters have.
             if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
         # Other plans leave what FSDP2 keeps to itself alone.

@@ -128,6 +128,7 @@ class CompressedGather(_Allocates, AllGather):
         Communication: one all-gather of `CompressedShards.message_bytes`.
         """
         if self._shards is None:
+            # Only the first gather tells in which dtype the shards are.
             numels = [each.padded_sharded_param_size.numel() for each in self._params]
             vectors = [each.sharded_param.dim() < 2 for each in self._params]
             self._shards = CompressedShards(numels, vectors, input_tensor.dtype, self._wire_dtype)
@@ -223,6 +224,7 @@ class AverageOverCopies:
     def __call__(self, reduced: Tensor) -> None:
         """Averages `reduced` [n] in place; before the last microbatch it is kept, and replaced by zeros."""
         if not self._param_group.all_reduce_grads:
+            # FSDP2 adds what is left in `reduced` to the gradient: zeros now, and the sum of all in the end.
             if self._added_up is None:
                 self._added_up = reduced.clone()
             else:

@@ -113,13 +113,13 @@ def init_parallel(
             the process group, where one exists, can use it).
         timeout_s: how long a collective may wait, in every group of the job; by default
             OPENSORA_ACCEL_TIMEOUT, or else that of the process group (torch's own is 30 minutes for gloo, 10 for NCCL).
-        ranks: who stands where on the mesh, in the plan's shape, where another library has decided that; by default
-            ranks are counted along the innermost axis first.
+        ranks: who stands where on the mesh, [dp_replicate, dp_shard, ring, ulysses, tp], where another library has
+            decided that; by default ranks are counted along the innermost axis first.
         groups: of that library. They are used where an axis has just their ranks, instead of new ones.
 
     Raises:
         ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), the
-            timeout is no positive number, or `ranks` do not rise along the axes.
+            timeout is no positive number, `ranks` do not rise along the axes, or the process has a mesh already.
     """
     global _group_timeout, _ranks_per_node, _is_layout_given
     timeout = _timeout(timeout_s)

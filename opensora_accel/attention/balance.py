@@ -152,7 +152,7 @@ def _order(
 
 
 def rotary_tables(at: Tensor, head_dim: int, *, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [S/P, D/2] in fp32, of tokens at the places `at`: `positions` of a rank, say.
+    """Cosines and sines, [S/P, D/2] in fp32, of tokens at the places `at` [S/P]: `positions` of a rank, say.
 
     Source: RoPE, arXiv:2104.09864. Angles are made in fp64: in fp32 token 100,000 is off by 4e-3 rad.
 
@@ -167,7 +167,11 @@ def rotary_tables(at: Tensor, head_dim: int, *, theta: float = 10000.0) -> tuple
 
 
 def apply_rotary(input_: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, S/P, H, D] with the channels 2i and 2i + 1 of every head turned by the tables [S/P, D/2], in their dtype."""
+    """The input [B, S/P, H, D] with the channels 2i and 2i + 1 of every head turned; its dtype stays.
+
+    Args:
+        cos, sin: [S/P, D/2]; the maths is in the wider of their dtype and the input's.
+    """
     pairs = input_.unflatten(-1, (-1, 2)).to(torch.promote_types(input_.dtype, cos.dtype))
     even, odd = pairs.unbind(-1)  # each [B, S/P, H, D/2]
     # [S/P, 1, D/2]: one angle for all heads of a token.

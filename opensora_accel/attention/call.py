@@ -101,6 +101,7 @@ def enter_call(
         )
         exchange = torch.compiler.disable(_exchange)  # not at import, as torch's compiler is loaded by it
     if num_ranks > 1 and (not are_given or (not torch.compiler.is_compiling() and debug_enabled())):
+        # The call is checked within: an error here alone would leave the others waiting.
         held = exchange(q, k, v, mask, groups, causal, scale, layout, text)
         for name, given, found in (("splits", splits, held[0]), ("kv_splits", kv_splits, held[1])):
             if given is not None and tuple(given) != found:
@@ -178,6 +179,7 @@ def _explain_disagreement(
     calls = [(problem, facts)]
     for group in groups:
         calls = [call for of_rank in gather_objects(calls, group) for call in of_rank]
+    # A call that is wrong by itself says more than that it differs from others.
     for rank, (found, _) in enumerate(calls):
         if found:
             raise ValueError(f"rank {rank}: {found}")

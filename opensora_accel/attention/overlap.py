@@ -137,6 +137,7 @@ def _time_s(run: Callable[[], object], device: torch.device, num_runs: int = 5) 
         run()
         _synchronize(device)
         times.append(time.perf_counter() - start)
+    # Other work on the machine only adds to a time.
     return min(times[1:])
 
 

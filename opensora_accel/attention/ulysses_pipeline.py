@@ -70,6 +70,7 @@ def attend_in_groups(
     """
     num_ranks = group.size()
     own_heads = k.size(2) // num_ranks
+    # Whole key heads, with all of their queries, in each group.
     num_groups = max(n for n in range(1, _MAX_GROUPS + 1) if own_heads % n == 0)
     q_travels, k_travels = (
         _Journey(_send_heads, _send_rows, group, s) for s in (call.splits, call.kv_splits)
@@ -95,6 +96,7 @@ def attend_in_groups(
         out = attend_whole(of_q, of_k, _Arrival.apply(journey, ticket), mask, call)
         journey = _Journey(_send_rows, _send_heads, group, call.splits)
         leaving.append((journey, _Departure.apply(journey, out)))
+    # Behind the last group, so that the output of each but that one travels while the next attends.
     outs = [_Arrival.apply(journey, ticket) for journey, ticket in leaving]  # each [B, S/P, P, H/P/groups, D]
     return torch.cat(outs, 3).flatten(2, 3)
 
@@ -172,6 +174,7 @@ class _Journey:
 
     def arrive(self) -> Tensor:
         assert self._pending is not None
+        # Let go of at once: its buffers are freed, and a second backward (retain_graph) sends anew.
         pending, self._pending = self._pending, None
         return pending.arrive()
 

@@ -57,7 +57,8 @@ def checkpoint_blocks(
             given to several calls, of which at most one says yes at a time.
 
     Raises:
-        ValueError: an option that does not exist, a boundary that is no argument, or a block compiled already.
+        ValueError: an option that does not exist, a negative `keep_last`, a boundary that is no argument, or a block
+            compiled already.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
@@ -119,6 +120,7 @@ def _checkpoint_block(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         marked = tensors_at(positions, bound.args)
+        # `moves` has to run before `measurement` is read: it begins a pass, and with that may set it.
         return run_checkpointed(
             inside,
             bound.args,
@@ -148,6 +150,7 @@ def _checkpoint_block(
             block.compile = compile_before  # type: ignore[method-assign]
             return
         del block.compile
+        # What was compiled inside of the checkpoint stays compiled without it.
         if compile_options is not None:
             args, kwargs = compile_options
             block.compile(*args, **kwargs)

@@ -94,6 +94,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """
     group, text = host_group(group), pickle.dumps(mine)
     lengths = [length for (length,) in exchange_integers([len(text)], group)]
+    # An all-gather needs one size on all ranks.
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     gathered = torch.empty(group.size() * len(padded), dtype=torch.uint8)

@@ -110,6 +110,7 @@ class RoundedSum:
 
         Communication: one `all_to_all_single` of 2·n·(P−1) bytes, half of what a reduce-scatter in fp32 sends.
         """
+        # First, because rounding uses `input_` up.
         exact = self._exact("summands", input_, group) if holds_against_exact() else None
         sent = self._round("summands", input_)
         received = torch.empty_like(sent)
@@ -128,11 +129,13 @@ class RoundedSum:
         """
         num_ranks = group.size()
         size = -(-tensor.numel() // num_ranks)
+        # Zeros behind the end, so that every rank adds up and sends as many.
         padded = tensor.new_zeros(num_ranks * size)
         padded[: tensor.numel()] = tensor
         own = tensor.new_empty(size)
         self.reduce_scatter(own, padded, group)
         exact = own.clone() if holds_against_exact() else None
+        # Before rounding, which changes `own` and what was left out.
         bound = self._bound("results", own)
         sent = self._round("results", own)
         gathered = sent.new_empty(num_ranks * size)
@@ -236,12 +239,14 @@ class CompressedShards:
 
     def pack(self, shards: Tensor) -> Tensor:
         """One rank's message, uint8 [message_bytes], from its shards [n]."""
+        # The gaps between the parts travel too: zeros make them the same in every run.
         message = shards.new_zeros(self.message_bytes, dtype=torch.uint8)
         exact, blocks, scales = self._views(message.unsqueeze(0))
         if self._exact:
             torch._foreach_copy_(
                 [exact[0, to] for _, to in self._exact], [shards[of] for of, _ in self._exact]
             )
+        # Zeros leave the largest magnitude of a block, and so its scale, as they are.
         padded = shards.new_zeros(self._num_padded)
         if self._blocked:
             torch._foreach_copy_(
@@ -281,6 +286,7 @@ def quantize(blocks: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # Scales of bf16 weights are no bf16 numbers: rounded to it, one could make the largest weight more than 127.
     wide = _in_dtype(blocks, torch.promote_types(blocks.dtype, torch.float32))
     scales = _in_dtype(wide.abs().amax(1) / _LARGEST[wire_dtype], torch.float32)
+    # A block of zeros needs a scale above 0 too: 0/0 would come back as NaN.
     scales.clamp_min_(torch.finfo(torch.float32).tiny)
     scaled = wide / scales.unsqueeze(1)
     if wire_dtype == torch.int8:

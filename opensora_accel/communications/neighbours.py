@@ -123,6 +123,7 @@ def exchange_halo(
     given = torch.cat([rows[r.start - start : r.stop - start] if len(r) else rows[:0] for r in given_to])
     received = _ExchangeRows.apply(given, group, [*map(len, received_from)], [*map(len, given_to)])
     before = sum(len(r) for r in received_from[:rank])  # rows that stand before this rank's own
+    # Lower ranks hold earlier rows: what arrived is in the order of the sequence on either side.
     return torch.cat([received[:before], rows, received[before:]]).movedim(0, dim), before
 
 

@@ -94,6 +94,7 @@ def start_shift(
     """
     rank, num_ranks = group.rank(), group.size()
     messages = []
+    # Both ends know the size, and where nothing is sent nothing is waited for.
     if sent.numel():
         messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + shift) % num_ranks))
     if received.numel():

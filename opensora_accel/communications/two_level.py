@@ -71,10 +71,12 @@ def all_reduce_(
         return
     per_node = nodes.within.size()
     size = -(-tensor.numel() // per_node)
+    # Zeros behind the end, as the parts of a reduce-scatter have one size.
     padded = tensor.new_zeros(per_node * size)
     padded[: tensor.numel()] = tensor
     own = tensor.new_empty(size)
     reduce_scatter(own, padded, nodes.within)
+    # Only this part crosses between nodes: 1/L of the bytes.
     sum_(own, nodes.between)
     all_gather(padded, own, nodes.within)
     tensor.copy_(padded[: tensor.numel()])
@@ -113,6 +115,7 @@ def _exchange_uneven(sent: Tensor, nodes: Nodes, piece_size: Callable[[int, int]
 
     own = rank_of(node, place)
     pieces = sent.split([piece_size(own, rank_of(n, p)) for n in num_nodes for p in per_node])
+    # A message within the node is for a place, and has the pieces for that place on every node.
     first = torch.cat([pieces[rank_of(n, p)] for p in per_node for n in num_nodes])
     # From each place of this node, what it has for this place on each node.
     coming = [[piece_size(rank_of(node, p), rank_of(n, place)) for n in num_nodes] for p in per_node]
@@ -120,6 +123,7 @@ def _exchange_uneven(sent: Tensor, nodes: Nodes, piece_size: Callable[[int, int]
     going = [sum(pieces[rank_of(n, p)].size(0) for n in num_nodes) for p in per_node]
     all_to_all_single(near, first, nodes.within, [sum(sizes) for sizes in coming], going)
     parts = near.split([size for sizes in coming for size in sizes])  # by sender's place, then by node
+    # A message between nodes is for one rank, and has the pieces of all places of this node.
     second = torch.cat([parts[p * len(num_nodes) + n] for n in num_nodes for p in per_node])
     arriving = [sum(piece_size(rank_of(n, p), own) for p in per_node) for n in num_nodes]
     far = sent.new_empty(sum(arriving))

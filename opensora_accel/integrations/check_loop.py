@@ -100,6 +100,7 @@ class check_loop:
 
     Raises:
         LoopMistake: on all ranks, where one of them does what this module's table lists.
+        ValueError: no step is to be checked, or `model` is a wrapper.
     """
 
     def __init__(self, model: nn.Module, *, ema: nn.Module | None = None, num_steps: int = 2):
@@ -305,15 +306,12 @@ class check_loop:
         self._draws.is_paused = True
         try:
             # Each of them supposes that there is none of the kind before, on any rank.
-            self._tell(self._of_losses())
+            everyone = self._gather((self._data_rank, self._losses.told))
+            self._tell(list(self._losses.mistakes(everyone)) if self._losses.told else [])
             self._tell(self._unequal("gradients"))
             self._tell(self._of_size())
         finally:
             self._draws.is_paused = False
-
-    def _of_losses(self) -> list[tuple[str, str]]:
-        everyone = self._gather((self._data_rank, self._losses.told))
-        return list(self._losses.mistakes(everyone)) if self._losses.told else []
 
     def _of_size(self) -> list[tuple[str, str]]:
         """Of gradients that are equal on all ranks that hold the same weights."""

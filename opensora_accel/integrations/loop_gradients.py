@@ -53,10 +53,11 @@ class Losses:
         self._products: list[tuple[Tensor, Tensor]] = []
 
     def tell(self, loss: Tensor, outputs: Sequence[Tensor], samples: Sequence[Any]) -> None:
-        """One loss, a scalar, before its backward.
+        """One loss, before its backward.
 
         Args:
-            outputs: of the model [...], that the loss was computed from.
+            loss: a scalar.
+            outputs: those of the model that the loss was computed from, of any shape.
         """
         self.told.append((loss.item(), tuple(samples)))
         if not outputs or not loss.requires_grad:
@@ -123,7 +124,11 @@ def norms_of_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scaled_since(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float | None:
-    """What was done to this rank's gradients, by their norms: clipping, or averaging by hand. None: it has none."""
+    """By what factor this rank's gradients were scaled, by clipping or by hand; None where it has none.
+
+    Args:
+        before, after: scalars by name, as `norms_of_gradients` gives them.
+    """
     sizes = [float(torch.stack(list(each.values())).norm()) if each else 0.0 for each in (before, after)]
     return sizes[1] / sizes[0] if sizes[0] else None
 
@@ -217,6 +222,7 @@ def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Se
         for length in (step * unit, -step * unit):
             with _moved(before, directions, length):
                 losses.append(_loss(model, calls))
+                # By how far the weights came: in bf16 a part of each step is rounded away.
                 promised = {
                     p: ((weight - before[weight]).double() * gradients[p].double()).sum()
                     for p, weight in weights.items()
@@ -225,6 +231,7 @@ def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Se
         there, back = losses[0] - middle, middle - losses[1]
         # Coarse weights may not move at all.
         is_straight = there + back != 0 and math.isclose(there, back, rel_tol=_TOLERANCE)
+        # What the gradient promises for the way, over what the loss has changed by.
         size = (moved[0] - moved[1]) / (there + back) if is_straight else None
         if size is not None and last is not None and math.isclose(size, last, rel_tol=_TOLERANCE):
             return size

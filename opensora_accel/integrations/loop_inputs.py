@@ -141,7 +141,9 @@ def mistakes_of_inputs(everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
         mistake = _difference(everyone[first], inputs)
         if mistake is not None:
             name, what = mistake
-            drawn = _other_draw(everyone[first].draws, inputs.draws)
+            pairs = zip(everyone[first].draws, inputs.draws, strict=False)
+            line = next((theirs.line for mine, theirs in pairs if mine != theirs), None)
+            drawn = "" if line is None else f"; the first draw that differs is at {line}"
             yield name, f"{named([first, rank])} share a sample, and have another {what}{drawn}"
             return
     for draws in zip(*(everyone[rank].draws for rank in firsts.values()), strict=False):
@@ -197,10 +199,3 @@ def _difference(one: Inputs, other: Inputs) -> tuple[str, str] | None:
     else:
         mistake = "sample"
     return mistake, ", ".join(differing)
-
-
-def _other_draw(one: Sequence[Draw], other: Sequence[Draw]) -> str:
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            return f"; the first draw that differs is at {theirs.line}"
-    return ""

@@ -144,10 +144,12 @@ def choose(
         in_s = cost.size_bytes / in_bytes_per_s if in_bytes_per_s else 0.0
         stalls.append(stalls[-1] + max(0.0, out_s - cost.forward_s) + max(0.0, in_s - after.backward_s))
     pass_s = sum(cost.forward_s + cost.backward_s for cost in costs)
+    # As many blocks as move without waiting for more than is allowed; more blocks never wait for less.
     hidden = max(m for m in range(most + 1) if stalls[m] <= ALLOWED_STALL * pass_s)
 
     peaks: list[int] = []
     if peak_bytes is not None and target_bytes is not None:
+        # All that may move did in the measured pass: what stays comes on top of its peak.
         peaks = [peak_bytes + sum(cost.size_bytes for cost in costs[m:most]) for m in range(most + 1)]
     target = target_bytes or 0
     moved, limited_by = most, "all blocks"  # type: int, LimitedBy

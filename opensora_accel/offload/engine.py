@@ -312,6 +312,7 @@ class OffloadEngine:
         counters.peak_bytes = max(counters.peak_bytes, counters.in_use_bytes)
         if call.measurement is not None:
             call.measurement.moved_bytes[call.block] += size_bytes
+        # Before the event below is recorded: a tensor with gaps is copied together on the compute queue.
         queues, data = self.queues(tensor.device), to_bytes(tensor, meta)
         # The block before has given the tensor's computation to the compute queue: the copy runs after that.
         queues.wait(Queue.OUT, queues.record(Queue.COMPUTE))
@@ -348,6 +349,7 @@ class OffloadEngine:
             return False
         device = wanted[0].ticket.device
         queues, slots = self.queues(device), self._slots.get(device)
+        # All that the call moved shares one slot, each tensor at an aligned place.
         sizes = [aligned(saved.ticket.meta.size_bytes) for saved in wanted]
         memory = None if slots is None else slots.take(sum(sizes))
         if memory is None:

@@ -108,6 +108,7 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
             f"{name}: there is no step that all {len(ranks)} ranks have finished; profile a run for longer, or leave "
             "out the files of ranks that were killed at its start"
         )
+    # The first step warms up. Where there is no other, it has to do.
     counted = shared[1:] or shared
     summaries = [{step.step: step for step in rank.steps} for rank in ranks]
     matched = match_calls(ranks, summaries, counted)
@@ -180,6 +181,7 @@ class _Shares:
 
 def _shares(step: StepSummary, matched: MatchedCalls) -> _Shares:
     exposed, data = step.seconds_of("exposed"), step.seconds_of("data")
+    # What compute waited for: the transfer itself, and beside it ranks that came later.
     network = min(matched.exposed_transfer_s(), exposed)
     return _Shares(
         data=data,
@@ -229,12 +231,14 @@ def _rank(
 ) -> RankAnalysis:
     causes = Counter(lateness.cause(step.step, place) for step in steps)
     communication = sum(share.communication for share in shares)
+    parts = sorted(set().union(*[step.parts_ns for step in steps]), key=part_order)
+    times = {part: [step.parts_ns.get(part, 0) / 1e9 for step in steps] for part in parts}
     return RankAnalysis(
         rank=rank.run.rank,
         coordinates=rank.run.coordinates,
         step_s=Spread.of([step.seconds for step in steps]),
         mean_step_s=statistics.fmean(step.seconds for step in steps),
-        parts=_parts(steps),
+        parts=[PartTime(*part, statistics.fmean(times[part]), Spread.of(times[part])) for part in parts],
         data_s=statistics.fmean(share.data for share in shares),
         work_s=statistics.fmean(share.work for share in shares),
         network_s=statistics.fmean(share.network for share in shares),
@@ -251,13 +255,6 @@ def _rank(
     )
 
 
-def _parts(steps: Sequence[StepSummary]) -> list[PartTime]:
-    """Each part's time over the steps of one rank, in the order in which they are shown."""
-    parts = sorted(set().union(*[step.parts_ns for step in steps]), key=part_order)
-    times = {part: [step.parts_ns.get(part, 0) / 1e9 for step in steps] for part in parts}
-    return [PartTime(*part, statistics.fmean(times[part]), Spread.of(times[part])) for part in parts]
-
-
 def part_order(part: Part) -> tuple[Any, ...]:
     """Regions as `REGIONS` has them with exposed communication before "other"; phases as they come in a step."""
     order = [*REGIONS[:-1], "exposed", "other"]
@@ -272,6 +269,7 @@ def _mean_parts(ranks: Sequence[RankAnalysis]) -> list[PartTime]:
     for rank in ranks:
         for part in rank.parts:
             times[Part(part.region, part.axis, part.phase)].append(part.mean_s)
+    # A rank without the part has spent no time in it.
     for values in times.values():
         values.extend([0.0] * (len(ranks) - len(values)))
     return [
@@ -392,6 +390,7 @@ def _without(
     holes = [*holes, (float("inf"), float("inf"))]
     i = 0
     for start, end in intervals:
+        # Holes that end before this interval end before all later ones too.
         while holes[i][1] <= start:
             i += 1
         j = i

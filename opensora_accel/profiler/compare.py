@@ -65,7 +65,11 @@ def _numbers(before: RunAnalysis, after: RunAnalysis) -> Iterator[tuple[str, str
     runs = (before, after)
     step = max(run.mean_step_s for run in runs)
     yield "step", "mean step", "s", before.mean_step_s, after.mean_step_s, step
-    yield from _pairs("region", "s", [_regions(run) for run in runs], step)
+    regions = [
+        {" ".join(filter(None, (part.region, part.axis, part.phase))): part.mean_s for part in run.parts}
+        for run in runs
+    ]
+    yield from _pairs("region", "s", regions, step)
     if before.tokens_per_s and after.tokens_per_s:
         speeds = [run.tokens_per_s.median for run in runs if run.tokens_per_s]
         yield "step", "tokens per second", "tokens/s", speeds[0], speeds[1], max(speeds)
@@ -85,10 +89,6 @@ def _pairs(
     before, after = runs
     for name in dict.fromkeys([*before, *after]):
         yield group, name, unit, before.get(name, 0.0), after.get(name, 0.0), whole
-
-
-def _regions(run: RunAnalysis) -> dict[str, float]:
-    return {" ".join(filter(None, (part.region, part.axis, part.phase))): part.mean_s for part in run.parts}
 
 
 def _peak(run: RunAnalysis) -> dict[str, Any]:

@@ -84,17 +84,20 @@ def holders_of(model: nn.Module) -> dict[str, Holders]:
         parts = [] if cut is None else [cut]
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
+            # HSDP replicates along one dim of the mesh, and FSDP2 shards along the other.
             for dim, placement in enumerate(parameter.placements):
                 group = mesh.get_group(dim)
                 if placement.is_replicate():
                     same["dp_replicate"] = group
                 else:
                     parts.append(group)
+            # Not cut between tensor ranks: each of them has the same shard.
             if cut is None and tensor_group is not None:
                 same["tp"] = tensor_group
         elif cut is None:
             same["world"] = world
         else:
+            # A part of a tensor-parallel layer is the same on all ranks at this place of tp.
             mixed = get_data_parallel_group(get_mixed_dp_pg=True)
             if mixed is not None:
                 same["data × sequence"] = mixed
@@ -131,6 +134,7 @@ def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> str | 
     for axes, names in by_holders.items():
         mine = torch.stack([digests.get(key, nothing) for key in names])
         for _axis, group in axes:
+            # One reduction for both: the greatest is the least of the negatives.
             extremes = torch.cat([mine, -mine])
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
             least, greatest = extremes[: len(names)], -extremes[len(names) :]
@@ -188,14 +192,8 @@ def _told(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> str:
         for value, ranks in sorted(by_value.items(), key=lambda item: (len(item[1]) == most, item[1]))
     ]
     along = "over all ranks" if axis == "world" else f"along {axis}"
-    return (
-        f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}"
-        f"{_and_more(len(everywhere) - 1)}"
-    )
-
-
-def _and_more(number: int) -> str:
-    return f"; {number} more tensors differ" if number else ""
+    others = f"; {len(everywhere) - 1} more tensors differ" if len(everywhere) > 1 else ""
+    return f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}{others}"
 
 
 def _name(key: str) -> str:

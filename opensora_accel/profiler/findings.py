@@ -70,7 +70,11 @@ def findings_of(run: RunAnalysis) -> list[Finding]:
 def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:
     """Ranks that made others wait, together for each cause."""
     for cause in LATE_CAUSES:
-        late = [rank for rank in run.ranks if rank.late_steps[cause] and _main_cause(rank) == cause]
+        late = [
+            rank
+            for rank in run.ranks
+            if rank.late_steps[cause] and max(rank.behind_s, key=rank.behind_s.__getitem__) == cause
+        ]
         late.sort(key=lambda rank: -rank.behind_s[cause])
         if not late or late[0].behind_s[cause] < MIN_SHARE * run.mean_step_s:
             continue
@@ -111,10 +115,6 @@ def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:
             remedy = "look at what else runs on its host in those steps (the table of steps names them), and at saves"
         ranks = tuple(rank.rank for rank in late)
         yield Finding(kind, text, remedy, behind / run.mean_step_s, behind, ranks)
-
-
-def _main_cause(rank: RankAnalysis) -> str:
-    return max(rank.behind_s, key=rank.behind_s.__getitem__)
 
 
 def _where_behind(run: RunAnalysis, rank: RankAnalysis) -> str:

@@ -104,6 +104,7 @@ def match_calls(
         for number in counted:
             calls = [summaries[i][number].calls.get(group) or Calls() for i in there]
             together = len(there) == len(members) and _same_calls(calls)
+            # Calls that cannot be matched count as if nobody had come late.
             arrivals = np.max([each.starts for each in calls], axis=0) if together else None
             for i, each in zip(there, calls, strict=True):
                 ready = np.asarray(each.starts) if arrivals is None else arrivals
@@ -122,7 +123,9 @@ def _same_calls(columns: Sequence[Calls]) -> bool:
     numbers: dict[str, int] = {}
     kinds = []
     for column in columns:
+        # A message is a send on one rank and a receive on the other.
         names = ["message" if kind.kind in MESSAGES else kind.kind for kind in column.kinds]
+        # Ranks number their kinds each in an order of its own: here by one.
         table = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.intp)
         kinds.append(table[np.asarray(column.which)])
     return all(np.array_equal(kind, kinds[0]) for kind in kinds)

@@ -54,7 +54,9 @@ class StepInputs:
         @torch.compiler.disable(reason="keeps the inputs of a step")
         def before(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
-                self.calls.append(Call(args, kwargs, _random_state(self._model), {}))
+                parameter = next(self._model.parameters())
+                on_gpu = torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else None
+                self.calls.append(Call(args, kwargs, (torch.get_rng_state(), on_gpu), {}))
 
         @torch.compiler.disable(reason="keeps the gradients of a step's outputs")
         def after(_model: nn.Module, _args: Any, output: Any) -> None:
@@ -142,12 +144,6 @@ def trace_nonfinite(model: nn.Module, calls: list[Call]) -> str:
     first = min(number for number, _, _ in found.values())
     ranks = [rank for rank, each in found.items() if each[0] == first]
     return f"first in {found[ranks[0]][1]}, on {named(ranks, 'rank')}{told}"
-
-
-def _random_state(model: nn.Module) -> tuple[Tensor, Tensor | None]:
-    parameter = next(model.parameters())
-    on_gpu = torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else None
-    return torch.get_rng_state(), on_gpu
 
 
 @contextmanager

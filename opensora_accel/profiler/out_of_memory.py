@@ -163,6 +163,7 @@ class tell_of_out_of_memory:
         model, names = self.timeline.owners.model, list(self._blocks)
         sizes = {name: 0 for name in ("", *names)}
         for owned in self.timeline.owners.by_address().values():
+            # A shard stands for all of them: sizes are those of whole parameters.
             if owned.owner.kind == "parameters":
                 sizes[owned.owner.block if owned.owner.block in sizes else ""] += (
                     owned.size_bytes * plan.num_shards
@@ -185,6 +186,7 @@ class tell_of_out_of_memory:
             inputs = self._inputs.get(name) or _typical(inputs_by_class, type(block))
             known = self._recomputed.get(name) if is_checkpointed else self._kept.get(name)
             kept = known if known is not None else _typical(kept_by_class, type(block))
+            # What the block that failed has kept so far may be more already.
             if known is None and name == failed.block:
                 kept = max(kept, so_far)
             mlp = self._mlp_kept.get(name) or max(self._mlp_kept.values(), default=0)
@@ -193,6 +195,7 @@ class tell_of_out_of_memory:
         trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         all_parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         gradient_ratio = trainable / max(1, all_parameters)
+        # Bytes of state for each byte of weights.
         state = kinds["optimizer state"] * plan.num_shards / whole
         largest = max([asked, *self.timeline.counter.largest.values()])
         memory = StepMemory(
@@ -241,7 +244,9 @@ class tell_of_out_of_memory:
         fits, best = smallest_change(memory, limit)
         for change in [*rows, *([fits] if fits is not None and fits not in rows else [])]:
             verdict = "  fits" if change.needs_bytes <= limit else ""
-            lines.append(f"  {_cut(str(change), 52):52}{shown(change.needs_bytes):>12}{verdict}")
+            text = str(change)
+            text = text if len(text) <= 52 else text[:51] + "…"
+            lines.append(f"  {text:52}{shown(change.needs_bytes):>12}{verdict}")
         return [*lines, "", self._verdict(fits, best, shown, unit)]
 
     def _verdict(self, fits: Change | None, best: Change | None, shown: Any, unit: str) -> str:
@@ -297,7 +302,3 @@ def _asked_bytes(message: str) -> int:
     """Of a message of torch: what was asked for when nothing was left."""
     found = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)", message)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

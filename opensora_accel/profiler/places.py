@@ -151,9 +151,9 @@ class Places:
             self.failed = self.now
         # Empty where the step was left while this ran.
         if self._stack:
-            self._move(lambda: _drop(self._stack))
+            self._move(self._stack.pop)
 
-    def _move(self, change: Callable[[], None]) -> None:
+    def _move(self, change: Callable[[], object]) -> None:
         before = self.now
         change()
         if self.now != before:
@@ -232,7 +232,3 @@ class Places:
                 return function(*call_args, **call_kwargs)
 
         return generator(recomputed, *args, **kwargs)
-
-
-def _drop(stack: list[Place]) -> None:
-    stack.pop()

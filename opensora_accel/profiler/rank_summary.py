@@ -186,6 +186,7 @@ def exclusive_ns(
     of two waits that overlap, the first keeps what both claim.
     """
     parts: dict[Part, int] = defaultdict(int)
+    # The earliest one last, where `pop` takes it.
     pending = list(_disjoint(start, end, waits))[::-1]
     now = start
     for until, part in _innermost_parts(start, end, spans):
@@ -197,6 +198,7 @@ def exclusive_ns(
                 now = first
             parts[wait] += min(last, until) - now
             now = min(last, until)
+            # The rest of it lies in the next piece.
             if last > until:
                 break
             pending.pop()
@@ -211,7 +213,9 @@ def _innermost_parts(
 ) -> Iterator[tuple[int, Part]]:
     """The step [start, end) piece by piece, in order: where each piece ends, and the innermost span in it."""
     now = start
+    # The spans that are open at `now`, the innermost last, each with its end.
     around: list[tuple[int, Part]] = []
+    # Of two that begin together the longer one first, which is around the other.
     for first, last, part in sorted(spans, key=lambda span: (span[0], -span[1])):
         first, last = max(first, start), min(last, end)
         if last <= first:
@@ -225,6 +229,7 @@ def _innermost_parts(
             yield first, around[-1][1] if around else OTHER
             now = first
         around.append((last, part))
+    # The step has no more beginnings: what is open ends from the inside out.
     for until, inner in reversed(around):
         if until > now:
             yield until, inner

@@ -97,7 +97,11 @@ def _distinct_name(folder: Path, folders: Sequence[Path]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`opensora-accel report`."""
+    """`opensora-accel report`; returns the exit status.
+
+    Raises:
+        ValueError: an output of a training run is given with an option, or beside a folder that is none.
+    """
     parser = argparse.ArgumentParser(
         "opensora-accel report",
         description=_DESCRIPTION,

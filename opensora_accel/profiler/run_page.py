@@ -97,15 +97,12 @@ def _summary(steps: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> s
         "tokens": f"{sum(row['tokens'] for row in steps):,}",
     }
     listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-    told = (
-        f"<p>Skipped, because their gradients were no use: steps {_listed(skipped)}.</p>" if skipped else ""
-    )
+    told = ""
+    if skipped:
+        more = f" and {len(skipped) - 20} more" if len(skipped) > 20 else ""
+        shown = ", ".join(map(str, skipped[:20])) + more
+        told = f"<p>Skipped, because their gradients were no use: steps {shown}.</p>"
     return f'<dl class="facts">{listed}</dl>{told}'
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:20]))
-    return f"{shown} and {len(numbers) - 20} more" if len(numbers) > 20 else shown
 
 
 def _curves(steps: Sequence[Mapping[str, Any]]) -> str:

@@ -182,8 +182,8 @@ class watch:
         """A step has ended. Where the loop does not say so, it ends when its optimizer steps again.
 
         Args:
-            loss: of this rank's samples, and not the mean over ranks, so that a spike names the files that it is of;
-                reading a tensor on a GPU waits for it.
+            loss: a number or a scalar tensor, of this rank's samples and not the mean over ranks, so that a spike
+                names the files that it is of; reading a tensor on a GPU waits for it.
             files: those that this rank's samples are from.
         """
         if loss is not None:
@@ -253,6 +253,7 @@ class watch:
                 norms = torch._foreach_norm([grad for _, grad in found], 2, dtype=torch.float32)
                 index = torch.tensor([place for place, _ in found], device=device)
                 squares.index_add_(0, index, torch.stack(norms).to(device).square())
+            # Also by ranks that have no gradient here, or the others would wait.
             for group in parts:
                 dist.all_reduce(squares, group=group)
             total += squares

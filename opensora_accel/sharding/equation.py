@@ -70,6 +70,7 @@ class Equation:
         if arrow:
             output = _labels(right, most if ELLIPSIS in right else 0, text)
         else:
+            # A letter that occurs twice is summed over. What the ellipses stand for is always kept, and comes first.
             counts = Counter(
                 label for labels in operands for label in labels if not label.startswith(ELLIPSIS)
             )
@@ -78,6 +79,7 @@ class Equation:
         broadcast: tuple[frozenset[str], ...] = ()
         if shapes is not None:
             sizes = sizes_of(operands, shapes, text)
+            # Size 1 beside a larger one: the operand is repeated along that label.
             broadcast = tuple(
                 frozenset(
                     label for label, size in zip(labels, shape, strict=True) if size == 1 and sizes[label] > 1

@@ -119,13 +119,16 @@ class DiskCache:
         return value
 
     def put(self, key: Mapping[str, Any], value: Tensor, about: str) -> bool:
-        """Stores a tensor; whether it is there now. `about` is for a person, and no part of the key."""
+        """Stores a tensor of any shape; whether it is there now. `about` is for a person, and no part of the key."""
         path = self._path(key)
         if path.exists() and path not in self._damaged:
             return True  # another process was faster
         if not self._stores:
             return False
-        content = _content(key, value, about)
+        value = value.detach().cpu().contiguous()
+        record = {"about": about, "key": key, "sha256": _checksum(value, key, about)}
+        # One entry: safetensors writes several in an order of chance, and the same value is to be the same file.
+        content = save({_TENSOR: value}, {_FORMAT: _canonical(record)})
         try:
             retried(partial(_write_file, path, content), f"writing {path}")
             if path.parent not in self._tidied:
@@ -176,13 +179,6 @@ def _checksum(value: Tensor, key: Mapping[str, Any], about: Any) -> str:
     summed = hashlib.sha256(_canonical(kind).encode())
     summed.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return summed.hexdigest()
-
-
-def _content(key: Mapping[str, Any], value: Tensor, about: str) -> bytes:
-    value = value.detach().cpu().contiguous()
-    record = {"about": about, "key": key, "sha256": _checksum(value, key, about)}
-    # One entry: safetensors writes several in an order of chance, and the same value is to be the same file.
-    return save({_TENSOR: value}, {_FORMAT: _canonical(record)})
 
 
 def _parse(content: bytes, key: Mapping[str, Any]) -> Tensor:

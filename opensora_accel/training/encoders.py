@@ -74,7 +74,11 @@ class SpaceToDepth:
 
 
 class VideoVAE:
-    """A video VAE of diffusers, frozen, its latents normalised by the statistics in its config."""
+    """A video VAE of diffusers, frozen, its latents normalised by the statistics in its config.
+
+    Raises:
+        ValueError: the model does not say how far it compresses.
+    """
 
     def __init__(self, model: Any):
         self.model = model.eval().requires_grad_(False)

@@ -320,6 +320,7 @@ def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, i
     elif error is None:
         error = f"rank {ranks[0]}, which has the same host name, has no file {of_machine!r} that is seen here"
     errors = [each for each in from_all_ranks(error) if each is not None]
+    # All ranks have mapped it: the name can go, and the memory does with the last of them.
     if path:
         os.unlink(path)
     if errors:

@@ -65,8 +65,8 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     nothing is scaled. Gradients whose norm is not finite are left alone, and the caller skips the step.
 
     Args:
-        norm: of all gradients on all ranks, `shardformer.tensor_parallel.total_grad_norm`, which is right for whole
-            parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers.
+        norm: a scalar, of all gradients on all ranks: `shardformer.tensor_parallel.total_grad_norm`, which is right for
+            whole parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers.
     """
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
@@ -108,6 +108,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        # Values change places. The parameters stay what the optimizer and FSDP2 hold on to.
         for name, parameter in self._live.items():
             live = parameter.detach().clone()
             parameter.copy_(self.weights[name])
@@ -140,6 +141,7 @@ class FreeAverage:
         for name, parameter in self._live.items():
             y = parameter.detach()
             z = self._optimizer.state.get(parameter, {}).get("z", y)
+            # y = (1 − β) z + β x, solved for x.
             found[name] = torch.lerp(y, z, 1 - 1 / beta)
         return found
 

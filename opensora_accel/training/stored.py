@@ -106,7 +106,7 @@ class Stored:
     def get_or_compute(
         self, key: Mapping[str, Any], about: str, compute: Callable[[], Tensor]
     ) -> tuple[Tensor, bool]:
-        """What is stored, or what `compute` gives and is stored; whether it is stored now."""
+        """What is stored, or what `compute` gives and is stored, of any shape; whether it is stored now."""
         key = {**self._common, **key}
         found = self._cache.get(key)
         if found is not None:

@@ -341,6 +341,7 @@ def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.P
 def _checkpoint(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack) -> None:
     # Lists of blocks may name their hidden state differently.
     boundaries = {id(block): boundary for block, boundary in _blocks(model, policy)}
+    # One wrapper for each way in which some plan runs the blocks; in a forward at most one of them acts.
     for checkpoint, offload in dict.fromkeys(
         (plan.checkpoint, plan.offload) for plan in turns.plans.values()
     ):

@@ -49,6 +49,7 @@ def exchange_heads(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
             for hook in hooks:
                 undo.callback(hook.remove)
             undo.callback(setattr, module, entry.heads, exchange.num_heads)
+            # The code between the exchanges reads the number of heads from the module.
             setattr(module, entry.heads, exchange.num_own)
 
 
@@ -107,4 +108,5 @@ class _Exchange:
             raise ValueError(
                 f"the policy spreads {self._name} over the ranks, but splits no tokens before it"
             )
+        # Channels change ranks by whole heads.
         return Cut(1, (splits,)), Cut(2, (tuple(num * head_size for num in self._heads),))

@@ -29,7 +29,17 @@ class SpreadLinearAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[B, S/P, C] in and out; `rotary_emb`: cosines and sines [1, S/P, 1, D]."""
+        """[B, S/P, C] in and out.
+
+        Args:
+            encoder_hidden_states, attention_mask: None; diffusers' signature has them.
+            rotary_emb: cosines and sines [1, S/P, 1, D].
+
+        Raises:
+            ValueError: one of those is given that must be None.
+
+        Communication: that of `linear_attention`.
+        """
         if attention_mask is not None or encoder_hidden_states is not None:
             raise ValueError("linear attention is self-attention without a mask")
         # What treats each token alone stays as it is in diffusers; only `linear_attention` is ours.

@@ -231,7 +231,7 @@ class _Drafter:
             if call.order <= started or torch.equal(call.keys, noisy.keys):
                 continue  # tokens are whole there; or its keys are a text's, whole on every rank
             num_queries, num_keys = call.lengths(self.batch)
-            path = _pattern(call.within[-1])
+            path = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", call.within[-1])  # `blocks.3.attn` → `blocks.*.attn`
             if (
                 call.queries.dim() == 4
                 and call.queries.size(0) != self.batch
@@ -444,8 +444,3 @@ def _is_mask(what: str, tensor: Tensor) -> bool:
         return True
     hides = tensor < -1e3 if tensor.is_floating_point() else torch.tensor(False)
     return bool(((tensor == 0) | hides).all()) and ("mask" in what or bool(hides.any()))
-
-
-def _pattern(path: str) -> str:
-    """`blocks.3.attn` → `blocks.*.attn`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

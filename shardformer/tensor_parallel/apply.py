@@ -63,6 +63,7 @@ def shard_tensors(model: nn.Module, regions: Sequence[TensorRegion], group: dist
 def _cuts_by_name(model: nn.Module, planned: Sequence[PlannedRegion]) -> dict[str, Cut]:
     layers = [layer for region in planned for layer in region.layers]
     regions = Counter(layer.name for layer in layers)
+    # A tied weight would be cut in the other module as well, which knows nothing of it.
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for layer in layers:
         if regions[layer.name] > 1 or holders[id(layer.module.weight)] > 1:
@@ -74,6 +75,7 @@ def _cuts_by_name(model: nn.Module, planned: Sequence[PlannedRegion]) -> dict[st
 
 
 def _share(region: PlannedRegion, group: dist.ProcessGroup, undo: ExitStack) -> None:
+    # One for the region, so that what enters several of its layers is reduced once in backward.
     entrance = Entrance(group)
     for layer in region.layers:
         if isinstance(layer.module, nn.Linear):  # whole numbers enter an embedding: nothing comes back

@@ -50,6 +50,7 @@ def choose_kernel(problem: Problem) -> Choice:
     """The first kernel, in order of speed, that takes the problem. The plain one takes all."""
     refused, order = [], _PREFERENCE
     if problem.device.type == "cuda" and _prefers_cudnn(problem.device):
+        # The sort is stable: the others keep their order behind it.
         order = tuple(sorted(order, key=lambda kernel: not isinstance(kernel, CudnnKernel)))
     for kernel in order:
         reason = kernel.refuses(problem)

@@ -170,6 +170,7 @@ class CudnnKernel(_AtenKernel):
     ) -> Sequence[Tensor]:
         """As in the base class; cuDNN takes the log-sum-exp as [B, H, S_q, 1]."""
         grad, q, k, v, out = inputs
+        # The two None are cumulative lengths, as for flash; `sizes` are the longest rows of queries and of keys.
         seed, sizes = unused_seed(q), (q.size(2), k.size(2))
         grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(

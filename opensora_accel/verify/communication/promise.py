@@ -115,6 +115,7 @@ def misplaced_calls(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Vi
         misplaced: dict[str, list[Call]] = defaultdict(list)
         for call in rank.calls:
             along = _axes_of(call, rank, record)
+            # Gradients that are summed in bf16 travel by all-to-alls too.
             if call.is_by_fsdp and plan.reduce_dtype != "same":
                 continue
             if call.kind == kind and call.carries_numbers and along and along != (axis,):
@@ -217,6 +218,7 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
         return
     sharded = [parameter for parameter in rank.parameters if parameter.padded_elements is not None]
     whole = sum(parameter.padded_elements or 0 for parameter in sharded)
+    # A compressed message is counted by the elements that it stands for.
     of_message = rank.elements_of_message if plan.gather_dtype != "same" else {}
     gathered = sum(
         (of_message.get(call.input_bytes, 0) if of_message and call.dtype == "uint8" else call.num_elements)
@@ -307,6 +309,7 @@ def unreduced_sharded_gradients(rank: RankRecord, shape: MeshShape) -> Iterator[
                 reduced[axis] += shards * call.num_elements
     for axis in {axis for level in levels.values() if not level.is_of_ulysses for axis in level.axes}:
         if axis in reduced:
+            # A sum is done where both levels have carried it, and so the lesser counts.
             reduced[axis] += min(near, far)
     # Collectives may carry the padding or leave it out: all counts from the one to the other are right.
     least = sum(parameter.num_elements for parameter in sharded)

@@ -120,8 +120,14 @@ class _GradientStorages:
         names |= self._held_in([*tensors_in(args)])
         written = args[0] if func._schema.name.endswith("copy_") else result
         for tensor in tensors_in(written) if names else ():
-            if _may_be_gradient(tensor):
-                self._add(tensor, names)
+            if not _may_be_gradient(tensor):
+                continue
+            key = _storage(tensor)
+            # An address is used again once its storage is freed: a weak reference tells.
+            reference, before = self._storages.get(key, (None, frozenset[str]()))
+            if reference is None or reference.expired():
+                reference, before = StorageWeakRef(tensor.untyped_storage()), frozenset()
+            self._storages[key] = reference, before | names
 
     def names_in(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """The parameters whose gradients are in these tensors [...]."""
@@ -148,15 +154,6 @@ class _GradientStorages:
             if parameter.grad is not None and _storage(parameter.grad) in wanted:
                 found.add(name)
         return found
-
-    def _add(self, tensor: Tensor, names: set[str]) -> None:
-        """Notes that the storage of a tensor [...] holds the gradients of these parameters."""
-        key = _storage(tensor)
-        # An address is used again once its storage is freed: a weak reference tells.
-        reference, before = self._storages.get(key, (None, frozenset[str]()))
-        if reference is None or reference.expired():
-            reference, before = StorageWeakRef(tensor.untyped_storage()), frozenset()
-        self._storages[key] = reference, before | names
 
 
 def _may_be_gradient(tensor: Tensor) -> bool:

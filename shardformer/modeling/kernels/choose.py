@@ -113,7 +113,7 @@ def norm_rotary(
         [..., C] of the dtype that the norm returns.
 
     Raises:
-        ValueError: sizes that do not fit, or an unknown `pairs` or `rounds`.
+        ValueError: sizes that do not fit, cos and sin of two dtypes, or an unknown `pairs` or `rounds`.
     """
     _check_rounds(rounds)
     if pairs not in get_args(Pairs):
@@ -128,6 +128,7 @@ def norm_rotary(
     heads = (*x.shape[:-1], num_features // head_dim, head_dim)
     tables = []
     for name, table in (("cos", cos), ("sin", sin)):
+        # A table for all features is read head by head, as one for a single head is.
         by_head = table.unflatten(-1, (-1, head_dim)) if table.shape[-1] == num_features else table
         if by_head.shape[-1] != head_dim or not _broadcasts(by_head, heads):
             raise ValueError(

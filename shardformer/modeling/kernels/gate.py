@@ -36,10 +36,12 @@ def _forward(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # In 64 bits: rows times features may pass 2³¹.
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < C)[None, :]
     gate = load(gate_ptr, gate_strides, rows, cols, mask, n1, n2, T)
+    # Rounded as the plain operations round: the product here, and the sum when it is stored.
     gated = (load(y_ptr, y_strides, rows, cols, mask, n1, n2, T) * gate).to(GATED).to(T)
     out = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T) + gated
     tl.store(out_ptr + rows[:, None] * C + cols[None, :], out, mask=mask)
@@ -69,6 +71,7 @@ def _backward(
     cols = tl.arange(0, BLOCK)
     dgate = tl.zeros([BLOCK], T)
     for tile in range(0, chunk_tiles):
+        # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
         in_group = ((program % num_chunks) * chunk_tiles + tile) * TILE + tl.arange(0, TILE)
         rows = (program // num_chunks) * group_rows + in_group
         mask = (in_group < group_rows)[:, None] & (cols < C)[None, :]

@@ -28,7 +28,12 @@ from shardformer.modeling.norm_orders import HALVES, Order
 def roundings(
     order: Order, x: torch.dtype, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """The dtypes of the normalised value, of its product with the weight, and of the sum with the bias."""
+    """The dtypes of the normalised value, of its product with the weight, and of the sum with the bias.
+
+    Args:
+        x: of the norm's input.
+        weight, bias: [C]; their values do not matter.
+    """
     wide = torch.float64 if x == torch.float64 else torch.float32
     if order.centres:
         return wide, wide, x
@@ -106,6 +111,7 @@ def _forward(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # In 64 bits: rows times features may pass 2³¹.
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < C)[None, :]
@@ -161,6 +167,7 @@ def _backward(
     dweight, dbias = tl.zeros([BLOCK], T), tl.zeros([BLOCK], T)
     dscale, dshift = tl.zeros([BLOCK], T), tl.zeros([BLOCK], T)
     for tile in range(0, chunk_tiles):
+        # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
         in_group = ((program % num_chunks) * chunk_tiles + tile) * TILE + tl.arange(0, TILE)
         rows = (program // num_chunks) * group_rows + in_group
         mask = (in_group < group_rows)[:, None] & inside[None, :]
@@ -169,6 +176,7 @@ def _backward(
         mean, rstd = statistics(x, mask, eps, centres, C)
         # Rows that are not there have no rms, if eps is 0.
         normed = tl.where(mask, (x - mean) * rstd, 0.0)
+        # From the output back to the norm: the shift was added last, the weight multiplied first.
         if dshift_ptr is not None:
             dshift += tl.sum(grad, 0)
         if scale_ptr is not None:

@@ -75,6 +75,7 @@ def _forward(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # In 64 bits: rows times features may pass 2³¹.
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     cols = tl.arange(0, BLOCK)
     inside = cols < C
@@ -82,6 +83,7 @@ def _forward(
     x = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T)
     mean, rstd = statistics(x, mask, eps, centres, C)
     y = affine((x - mean) * rstd, weight_ptr, bias_ptr, cols, inside, offset, NORMED, WEIGHTED, BIASED, T)
+    # The same row once more, at the other of each pair; it lies in the cache.
     others, sign = partner(cols, halves, D, T)
     x = load(x_ptr, x_strides, rows, others, mask, n1, n2, T)
     other = affine(
@@ -135,6 +137,7 @@ def _backward(
         weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(T) + offset
     dweight, dbias = tl.zeros([BLOCK], T), tl.zeros([BLOCK], T)
     for tile in range(0, chunk_tiles):
+        # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
         in_group = ((program % num_chunks) * chunk_tiles + tile) * TILE + tl.arange(0, TILE)
         rows = (program // num_chunks) * group_rows + in_group
         mask = (in_group < group_rows)[:, None] & inside[None, :]

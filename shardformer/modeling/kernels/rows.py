@@ -73,7 +73,12 @@ class Rows:
         return make(self.num_groups, self.num_chunks, self.num_features, dtype=dtype, device=self.device)
 
     def summed(self, partial: Tensor | None, operand: Tensor | None) -> Tensor | None:
-        """The gradient of an operand, in its shape and dtype, of what the programs wrote."""
+        """The gradient of an operand, in its shape and dtype, from what the programs wrote.
+
+        Args:
+            partial: [groups, chunks, C].
+            operand: of any shape that broadcasts to x [..., C].
+        """
         if partial is None or operand is None:
             return None
         lead = [*self.shape[: self._group_dims], *[1] * (len(self.shape) - 1 - self._group_dims)]
@@ -100,7 +105,7 @@ class Rows:
 
 
 def compute_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    """fp64 if any is, else fp32."""
+    """fp64 if any of the tensors is, else fp32; they may be of any shape."""
     return (
         torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
     )
