@@ -111,11 +111,16 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: files of a set are missing, or two files hold one name.
+        ValueError: files of a set are missing, two files hold one name, or there are two sets.
     """
     from safetensors import safe_open
 
     indices = sorted(folder.glob(f"{stem}.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(
+            f"{folder} has {len(indices)} sets of weights: {', '.join(path.name for path in indices)}; "
+            "copy the files of one of them into a folder of their own"
+        )
     if indices:
         names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
         # The name alone: an index leads nowhere else.

@@ -382,3 +382,15 @@ def test_a_folder_with_half_of_its_files_or_two_variants_is_refused(tmp_path):
         ValueError, match=r"bias lies in model-00002-of-00002\.safetensors and in model\.fp16\.safetensors"
     ):
         load_weights(model, tmp_path)
+
+
+def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path):
+    for variant in ("", ".fp16"):
+        name = f"model{variant}.safetensors"
+        save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / name)
+        index = {"weight_map": {"weight": name, "bias": name}}
+        (tmp_path / f"{name}.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"2 sets of weights: model\.fp16\.safetensors\.index\.json, model\.saf"
+    ):
+        load_weights(nn.Linear(2, 2), tmp_path)
