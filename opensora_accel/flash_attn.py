@@ -83,8 +83,9 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    return_attn_probs: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """`flash_attn.flash_attn_varlen_func` on a CPU: one call of `flash_attn_func` for each of B samples.
 
     Args:
@@ -94,19 +95,21 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: not needed here.
 
     Returns:
-        [N_q, H, D].
+        [N_q, H, D]; with `return_attn_probs` also the log-sum-exp [H, N_q] and None.
 
     Raises:
         ValueError: an option that has no stand-in.
     """
-    outs = []
+    outs, lses = [], []
     for of_q, of_k in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         one = [each[start:end][None] for each, (start, end) in ((q, of_q), (k, of_k), (v, of_k))]
-        out = flash_attn_func(
-            one[0], one[1], one[2], dropout_p, softmax_scale, causal, window_size, **options
+        (out,), (lse,), _ = flash_attn_func(
+            one[0], one[1], one[2], dropout_p, softmax_scale, causal, window_size, True, **options
         )
-        outs.append(out[0])
-    return torch.cat(outs)
+        outs.append(out)
+        lses.append(lse)
+    whole = torch.cat(outs)
+    return (whole, torch.cat(lses, dim=-1), None) if return_attn_probs else whole
 
 
 def _bias(q: Tensor, num_keys: int, causal: bool, window: tuple[int, int]) -> Tensor | None:

@@ -62,6 +62,18 @@ def test_the_log_sum_exp_is_given_where_it_is_asked_for():
     assert torch.equal(out, flash_attn_func(q, k, v))
 
 
+def test_sequences_behind_each_other_have_their_log_sum_exp():
+    q, k, v = (each[0] for each in tensors(8, 8))
+    lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, lengths, lengths, 4, 4, return_attn_probs=True)
+    assert torch.equal(out, flash_attn_varlen_func(q, k, v, lengths, lengths, 4, 4))
+    halves = [
+        flash_attn_func(q[None, s], k[None, s], v[None, s], return_attn_probs=True)[1][0]
+        for s in (slice(4), slice(4, 8))
+    ]
+    assert torch.equal(lse, torch.cat(halves, -1))
+
+
 def test_an_option_without_a_stand_in_is_refused():
     q, k, v = tensors(3, 3)
     with pytest.raises(ValueError, match=r"softcap=2\.0 of flash_attn has no stand-in on a CPU"):
