@@ -84,7 +84,7 @@ def all_to_all_packed(
         The tensors as `all_to_all` gives them, not always contiguous: they may lie side by side in what was received.
 
     Raises:
-        ValueError: the tensors' dtypes differ, or as `all_to_all`.
+        ValueError: the tensors' dtypes differ, a negative dim is another one in each, or as `all_to_all`.
     """
     group = check_group(process_group)
     # What can be refused is refused before any data is sent: a rank that raised later would leave the others waiting.
@@ -95,6 +95,11 @@ def all_to_all_packed(
             )
         scatter_at = check_dim("scatter_dim", scatter_dim, tensor)
         gather_at = check_dim("gather_dim", gather_dim, tensor)
+        if min(scatter_dim, gather_dim) < 0 and tensor.dim() != tensors[0].dim():
+            raise ValueError(
+                f"scatter_dim={scatter_dim} and gather_dim={gather_dim} count from the end, and the tensors have "
+                f"{[t.dim() for t in tensors]} dims; count them from 0, or exchange the tensors one by one"
+            )
         if scatter_at == gather_at:
             raise ValueError(f"scatter_dim and gather_dim must differ; both are dim {scatter_at}")
         check_agreement("all_to_all", tensor, group, gather_at, scatter_dim=scatter_at, gather_dim=gather_at)

@@ -100,6 +100,16 @@ def test_all_to_all_has_a_second_derivative(ranks):
     assert all(ranks(2, second_derivative))
 
 
+def pack_what_has_not_the_same_dims():
+    tensors = [torch.zeros(1, 4, 4, 8), torch.zeros(4, 4, 8)]
+    with pytest.raises(ValueError, match=r"count from the end, and the tensors have \[4, 3\] dims"):
+        comm.all_to_all_packed(tensors, None, -2, -3)
+
+
+def test_dims_from_the_end_are_refused_where_each_tensor_has_others(ranks):
+    ranks(2, pack_what_has_not_the_same_dims)
+
+
 def collectives_of_one_call():
     calls = []
     original = dist.all_to_all_single
