@@ -54,10 +54,10 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _job_of(config: TrainConfig) -> Job:
     """A configured run, as the planner takes it."""
-    from opensora_accel.planner.candidates import Residents
+    from opensora_accel.planner.candidates import Frozen, Residents
     from opensora_accel.planner.command import Job
     from opensora_accel.planner.workload import Workload, of_model
-    from opensora_accel.training.planned import planned_sizes
+    from opensora_accel.training.planned import frozen_parts, planned_sizes
 
     sizes = {size.name: size for size in planned_sizes(config)}
 
@@ -77,7 +77,11 @@ def _job_of(config: TrainConfig) -> Job:
     return Job(
         tuple((with_batch(name, 1), 1.0) for name in sizes),
         config.plan.precision,
-        Residents(moments[config.optim.state], bool(config.optim.ema_decay)),
+        Residents(
+            moments[config.optim.state],
+            bool(config.optim.ema_decay),
+            {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
+        ),
         config.data.batch_size,
         config.optim.accumulation,
         lambda workload, batch: with_batch(workload.name, batch),

@@ -243,10 +243,7 @@ def _candidate(
     by_kind = dict(kinds)
     if residents.ema:
         by_kind["ema"] = by_kind.get("parameters", 0) if parameter_bytes is None else parameter_bytes
-    for name in ("text_encoder", "vae"):
-        size = getattr(residents, f"{name}_bytes")
-        if size:
-            by_kind[name.replace("_", " ")] = size
+    by_kind |= {kind: part.size_bytes for kind, part in residents.frozen.items() if part.size_bytes}
     beside = sum(by_kind.values()) - sum(kinds.values())
     low, high = live * (1 - uncertain) + beside, live * (1 + uncertain) + beside
     by_kind["context"] = hardware.context_bytes

@@ -12,6 +12,7 @@ from opensora_accel.plan import Plan
 from opensora_accel.planner import estimate
 from opensora_accel.planner import search as search_module
 from opensora_accel.planner.candidates import (
+    Frozen,
     Passes,
     Request,
     Residents,
@@ -171,7 +172,8 @@ def test_host_memory_excludes_offload():
 
 def test_what_lies_beside_the_step_is_counted():
     plain = exact(request(), Plan(dp_replicate=8, precision="bf16"), Passes())
-    beside = Residents("adamw-8bit", ema=True, text_encoder_bytes=10 * GIB, vae_bytes=GIB)
+    frozen = {"text encoder": Frozen(10 * GIB, "a test"), "vae": Frozen(GIB, "a test")}
+    beside = Residents("adamw-8bit", ema=True, frozen=frozen)
     other = exact(request(residents=beside), Plan(dp_replicate=8, precision="bf16"), Passes())
     state = plain.bytes_by_kind["optimizer state"]
     grown = other.memory_bytes[0] - plain.memory_bytes[0]
