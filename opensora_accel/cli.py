@@ -117,7 +117,7 @@ def _verify(arguments: Sequence[str]) -> int:
             write_clips,
         )
 
-        config, _, _ = parse(options)
+        config, _, _ = parse(options, needs_plan=True)
         tiny = tiny_config(config, write_clips(folder / "clips"))
         true = TrueSize.of(config)
         return Proof(
@@ -154,7 +154,7 @@ def _profile(arguments: Sequence[str]) -> int:
       --link AXIS=BYTES_PER_S   what a link of this axis can do, for the page: --link ring=25e9 (may be repeated;
                       `opensora-accel doctor --links` measures)
       --peak-flops N  operations a second of one device, for MFU, where it is none of those that are known
-      any of `opensora-accel train --help`: --config FILE, --plan.ulysses 2, --resume, ...
+      any of `opensora-accel train --help`: --config FILE, --plan FILE, --plan.ulysses 2, --resume, ...
 
     example, on two ranks:
       torchrun --nproc-per-node 2 -m opensora_accel.cli profile --config configs/bunny.toml --num-steps 20
@@ -194,7 +194,7 @@ def _profile(arguments: Sequence[str]) -> int:
     if not any(option.partition("=")[0] == "--output" for option in options):
         output = f"{output.rstrip('/')}_profile"
         options += ["--output", output]
-    status = run(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops))
+    status = run(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops), _choose_plan)
     if own.report and status == 0 and os.environ.get("RANK", "0") == "0":
         return _report([f"{output}/profile", "--out", own.report])
     return status

@@ -33,7 +33,7 @@ EXAMPLES = """\
 examples:
   opensora-accel plan --model wan2.1-14b --frames 81 --height 720 --width 1280 --gpus 64 --hardware h100x8-ib400
       ranks plans for 64 H100 on 8 nodes and writes the best one to plan.json, which others take as it is:
-      opensora-accel train --plan plan.json, opensora-accel profile --plan plan.json, Plan.load("plan.json")
+      train, verify and profile by --plan plan.json, a program by Plan.load("plan.json")
   ... --batch 64                a step has 64 samples, whatever the plan: it decides between data and sequence ranks
   ... --mix 81x480x832:3 --mix 1x720x1280:1
       three of four batches are clips of 81 frames, one is images; --frames, --height and --width are left out

@@ -132,6 +132,62 @@ def test_a_mix_of_sizes_and_fixed_fields(stand_in):
     assert all(plan.checkpoint == "full" and plan.ulysses == 4 for plan in plans)
 
 
+STEP_FILE = """\
+import torch
+
+def model_fn():
+    return torch.nn.Linear(3, 5)
+
+def step(model, run):
+    assert run.is_reference or run.plan.dp_replicate == run.world_size
+    forward = model if run.is_reference else torch.nn.parallel.DistributedDataParallel(model)
+    loss = forward(torch.randn(7, 3)).square().mean()
+    loss.backward()
+    return loss
+"""
+
+
+def test_train_and_profile_take_what_plan_wrote(stand_in, config_file, run):
+    fixed = ("--precision", "fp32", "--set", "checkpoint=selective", "--set", "mlp_chunks=4")
+    assert run("plan", *CLIP, "--gpus", 1, "--hardware", "h100x8", *fixed)[0] == 0
+    of_file = ("--config", config_file, "--plan", "plan.json")
+    for arguments in (("train", *of_file), ("profile", *of_file, "--num-steps", 1)):
+        status, told = run(*arguments)
+        assert status == 0 and "plan: checkpoint=selective, mlp_chunks=4" in told
+    assert run("plan", *CLIP, *ON)[0] == 0
+    for name in ("train", "profile"):
+        status, told = run(name, *of_file)
+        assert status == 2 and "the plan needs 16 ranks" in told
+
+
+def test_verify_takes_what_plan_wrote(stand_in, config_file, run):
+    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full")[0] == 0
+    of_file = ("--config", config_file, "--plan", "plan.json")
+    status, told = run("verify", *of_file, "--only", "communication")
+    assert status == 0 and "16 ranks" in told and "what is sent is what the plan promises" in told
+    # Beside a file of the user's own, whose step applies it.
+    Plan(dp_replicate=64).save("copies.json")
+    (stand_in / "step.py").write_text(STEP_FILE)
+    of_step = ("--step", "step.py", "--plan", "copies.json")
+    status, told = run("verify", *of_step, "--only", "communication", "--json", "found.json")
+    assert (
+        status == 0 and json.loads((stand_in / "found.json").read_text())["communication"]["world_size"] == 64
+    )
+
+
+@pytest.mark.prove
+def test_verify_proves_the_gradients_of_what_plan_wrote(stand_in, config_file, run):
+    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full")[0] == 0
+    status, told = run("verify", "--config", config_file, "--plan", "plan.json", "--only", "gradients")
+    assert status == 0 and "ulysses=2" in told and "ulysses=3" in told and "at most 4 run here" in told
+    Plan(dp_replicate=64).save("copies.json")
+    (stand_in / "step.py").write_text(STEP_FILE)
+    only = ("--only", "gradients", "--max-ranks", 2)
+    status, told = run("verify", "--step", "step.py", "--plan", "copies.json", *only)
+    assert status == 0 and "the plan has 64 ranks, and at most 2 run here" in told
+    assert "✓ dp_replicate=2" in told
+
+
 def test_what_stays_on_the_device_has_its_own_kind_and_source(stand_in, capsys):
     def planned(*more):
         fixed = (
