@@ -96,6 +96,7 @@ def test_the_page_has_the_numbers_of_the_document(stand_in):
             found = found[int(key)] if isinstance(found, list) else found[key]
         assert repr(found) == value
     assert text.count("<svg") == 3 and "Time against memory" in text
+    assert document["explanation"]["placement"] in text and " between nodes" in text
 
 
 def test_a_page_without_a_plan_that_fits_says_so(stand_in):

@@ -21,7 +21,7 @@ from opensora_accel.planner.candidates import (
     divisors,
 )
 from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
-from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours
+from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours, placement_of
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
 from opensora_accel.verify.meshes import MeshShape
@@ -296,6 +296,37 @@ def test_an_explanation_tells_memory_waits_and_neighbours():
     assert "memory at the peak" in text and "one choice away" in text
     for near in neighbours(outcome.best, outcome):
         assert near.change and near.why
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.sampled_from([1, 2, 4, 6, 8]),
+)  # fmt: skip
+def test_which_axes_leave_a_node_is_told(degrees, per_node):
+    copies, shards, ring, ulysses = degrees
+    plan = Plan(dp_replicate=copies, dp_shard=shards, ring=ring, ulysses=ulysses, sharding="zero3")
+    told = placement_of(plan, per_node)
+    if plan.world_size <= per_node:
+        assert told == ""
+        return
+    shape = MeshShape.of(plan)
+    within, between = told.removesuffix(" between nodes").split(" within a node, ")
+    for axis in shape.used(shape.axes):
+        nodes = [{rank // per_node for rank in group} for group in shape.groups((axis,))]
+        leaves = any(len(each) > 1 for each in nodes)
+        assert f"{axis}={shape.degree(axis)}" in (between if leaves else within).split(", ")
+
+
+def test_the_placement_of_the_winner_is_told():
+    outcome = search(request(16, fixed={"ulysses": 8, "checkpoint": "full"}))
+    told = explain(outcome.best, outcome)
+    assert told.placement.startswith("ulysses=8 within a node, ") and told.placement in told.text()
+    assert told.to_dict()["placement"] == told.placement
+    outcome = search(request(8))
+    assert (
+        explain(outcome.best, outcome).placement == ""
+        and "placement" not in explain(outcome.best, outcome).text()
+    )
 
 
 def test_a_plan_that_does_not_fit_is_told_what_would():
