@@ -38,8 +38,17 @@ HOST_OPTIMIZER_BYTES_PER_S = 20e9
 _BUCKET_BYTES = 25 * 2**20
 
 
-def axis_groups(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The ranks of rank 0's group for each axis that has several, by the order of the mesh."""
+def axis_groups(plan: Plan, rank: int = 0) -> dict[str, tuple[int, ...]]:
+    """The ranks of a rank's group for each axis that has several, by the order of the mesh."""
+    found = {}
+    for axis, stride, size in _strides(plan):
+        first = rank - rank // stride % size * stride
+        found[axis] = tuple(range(first, first + stride * size, stride))
+    return found
+
+
+def _strides(plan: Plan) -> tuple[tuple[str, int, int], ...]:
+    """How far apart neighbours along an axis are, and how many they are, for each axis that has several."""
     tp, shards = plan.tp, plan.num_shards
     strides = {
         "tp": (1, tp),
@@ -49,9 +58,29 @@ def axis_groups(plan: Plan) -> dict[str, tuple[int, ...]]:
         "copies": (tp * shards, plan.mixed // shards),
         "mixed": (tp, plan.mixed),
     }
-    return {
-        axis: tuple(range(0, stride * size, stride)) for axis, (stride, size) in strides.items() if size > 1
-    }
+    return tuple((axis, stride, size) for axis, (stride, size) in strides.items() if size > 1)
+
+
+def farthest_rank(plan: Plan, placement: Placement) -> int:
+    """The first rank whose groups are on most nodes: it is what all others wait for.
+
+    With ulysses=3 on nodes of 8, ranks 0, 1, 2 are on one node, and ranks 6, 7, 8 on two: it is rank 6. Mostly all
+    ranks are alike, and it is rank 0.
+    """
+    return _farthest(_strides(plan), placement)
+
+
+@lru_cache(maxsize=10_000)
+def _farthest(strides: tuple[tuple[str, int, int], ...], placement: Placement) -> int:
+    num_nodes = [0] * placement.world_size
+    for _axis, stride, size in strides:
+        for first in range(placement.world_size):
+            if first // stride % size == 0:
+                group = range(first, first + stride * size, stride)
+                on = len({rank // placement.ranks_per_node for rank in group})
+                for rank in group:
+                    num_nodes[rank] += on
+    return num_nodes.index(max(num_nodes))
 
 
 @dataclass(frozen=True)
@@ -207,7 +236,7 @@ class Estimator:
             pass_s["recomputation"] = again_s = max(0.0, again)
         forward_s = forward["in blocks"] / blocks
         backward_s = (backward["in blocks"] + again_s) / blocks
-        groups = axis_groups(plan)
+        groups = axis_groups(plan, farthest_rank(plan, placement))
         pass_s.update(
             self._sequence_s(plan, groups, placement, samples, forward["attention"], backward["attention"])
         )

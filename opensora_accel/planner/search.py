@@ -41,6 +41,7 @@ from opensora_accel.planner.estimate import (
     Estimator,
     Reference,
     axis_groups,
+    farthest_rank,
 )
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline, simulate
@@ -178,7 +179,8 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     # Two microbatches tell of any number of them.
     traced = min(2, passes.accumulation)
     for workload, share in request.mix:
-        trace = trace_step(replace(request.as_run(workload, passes.samples), accumulation=traced), plan)
+        as_run = replace(request.as_run(workload, passes.samples), accumulation=traced)
+        trace = trace_step(as_run, plan, rank=farthest_rank(plan, placement))
         timelines = [simulated(trace, each, placement) for each in bounds]
         optimizer_s = [
             sum(span.end_s - span.start_s for span in each.spans

@@ -20,7 +20,8 @@ from opensora_accel.planner.candidates import (
     describe,
     divisors,
 )
-from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
+from opensora_accel.planner.cost import Placement
+from opensora_accel.planner.estimate import Estimator, Reference, axis_groups, farthest_rank
 from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours, placement_of
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
@@ -128,6 +129,45 @@ def test_groups_are_those_of_the_mesh(fields):
     assert len(groups["mixed"]) == plan.mixed
     if plan.num_shards > 1:
         assert list(groups["shards"]) == shape.groups(plan.shard_axes)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3), st.sampled_from([2, 4, 6, 8]),
+)  # fmt: skip
+def test_no_rank_has_its_groups_on_more_nodes(degrees, per_node):
+    copies, ring, ulysses = degrees
+    plan = Plan(dp_replicate=copies, ring=ring, ulysses=ulysses)
+    placement = Placement(plan.world_size, min(per_node, plan.world_size))
+    shape = MeshShape.of(plan)
+    groups = [
+        group
+        for axes in (("ring",), ("ulysses",), shape.axes)
+        for group in shape.groups(axes)
+        if len(group) > 1
+    ]
+
+    def num_nodes(rank):
+        return sum(len({other // per_node for other in group}) for group in groups if rank in group)
+
+    assert num_nodes(farthest_rank(plan, placement)) == max(
+        num_nodes(rank) for rank in range(plan.world_size)
+    )
+
+
+def test_an_exchange_that_some_ranks_send_over_the_network_is_counted():
+    plan, workload = Plan(dp_replicate=8, ulysses=3, precision="bf16"), StandInWorkload(num_heads=12)
+    within, across = (
+        exact(request(24, small(80, ranks_per_node=number), workload=workload), plan, Passes())
+        for number in (6, 8)
+    )
+    assert within.trace.rank == 0 and across.trace.rank == 6
+    exchange = "all-to-all over ulysses"
+    assert across.seconds_by_kind[exchange] > 3 * within.seconds_by_kind[exchange]
+    near, far = (
+        Estimator(REFERENCE, small(80, ranks_per_node=number)).seconds_by_kind(plan) for number in (6, 8)
+    )
+    assert far["exchange over ulysses"] > 3 * near["exchange over ulysses"]
 
 
 # ---- search
