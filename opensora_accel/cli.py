@@ -54,10 +54,10 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _job_of(config: TrainConfig) -> Job:
     """A configured run, as the planner takes it."""
-    from opensora_accel.planner.candidates import Residents
+    from opensora_accel.planner.candidates import Frozen, Residents
     from opensora_accel.planner.command import Job
     from opensora_accel.planner.workload import Workload, of_model
-    from opensora_accel.training.planned import planned_sizes
+    from opensora_accel.training.planned import frozen_parts, planned_sizes
 
     sizes = {size.name: size for size in planned_sizes(config)}
 
@@ -77,7 +77,11 @@ def _job_of(config: TrainConfig) -> Job:
     return Job(
         tuple((with_batch(name, 1), 1.0) for name in sizes),
         config.plan.precision,
-        Residents(moments[config.optim.state], bool(config.optim.ema_decay)),
+        Residents(
+            moments[config.optim.state],
+            bool(config.optim.ema_decay),
+            {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
+        ),
         config.data.batch_size,
         config.optim.accumulation,
         lambda workload, batch: with_batch(workload.name, batch),
@@ -113,7 +117,7 @@ def _verify(arguments: Sequence[str]) -> int:
             write_clips,
         )
 
-        config, _, _ = parse(options)
+        config, _, _ = parse(options, needs_plan=True)
         tiny = tiny_config(config, write_clips(folder / "clips"))
         true = TrueSize.of(config)
         return Proof(
@@ -150,7 +154,7 @@ def _profile(arguments: Sequence[str]) -> int:
       --link AXIS=BYTES_PER_S   what a link of this axis can do, for the page: --link ring=25e9 (may be repeated;
                       `opensora-accel doctor --links` measures)
       --peak-flops N  operations a second of one device, for MFU, where it is none of those that are known
-      any of `opensora-accel train --help`: --config FILE, --plan.ulysses 2, --resume, ...
+      any of `opensora-accel train --help`: --config FILE, --plan FILE, --plan.ulysses 2, --resume, ...
 
     example, on two ranks:
       torchrun --nproc-per-node 2 -m opensora_accel.cli profile --config configs/bunny.toml --num-steps 20
@@ -190,7 +194,7 @@ def _profile(arguments: Sequence[str]) -> int:
     if not any(option.partition("=")[0] == "--output" for option in options):
         output = f"{output.rstrip('/')}_profile"
         options += ["--output", output]
-    status = run(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops))
+    status = run(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops), _choose_plan)
     if own.report and status == 0 and os.environ.get("RANK", "0") == "0":
         return _report([f"{output}/profile", "--out", own.report])
     return status

@@ -33,6 +33,14 @@ _CHECKPOINTS = (
 _CHUNKS = (1, 4)
 
 
+class Frozen(NamedTuple):
+    """Weights that lie on a device and do not train."""
+
+    size_bytes: int
+    # Which model it is, and who says how large.
+    source: str
+
+
 @dataclass(frozen=True)
 class Residents:
     """What is on a device beside the step of the transformer.
@@ -44,15 +52,15 @@ class Residents:
     optimizer: str = "adamw"
     # A second copy of the weights in fp32, sharded as they are.
     ema: bool = False
-    text_encoder_bytes: int = 0
-    vae_bytes: int = 0
+    # By the kind that memory is shown with: "text encoder", "vae", ...
+    frozen: Mapping[str, Frozen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}")
-        for name in ("text_encoder_bytes", "vae_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        for kind, part in self.frozen.items():
+            if part.size_bytes < 0:
+                raise ValueError(f"the bytes of a {kind} must be at least 0; got {part.size_bytes}")
 
     @property
     def state_ratio(self) -> float:

@@ -16,6 +16,7 @@ from opensora_accel.planner.candidates import (
     GIB,
     OPTIMIZERS,
     Candidate,
+    Frozen,
     Outcome,
     Request,
     Residents,
@@ -24,7 +25,7 @@ from opensora_accel.planner.candidates import (
 )
 from opensora_accel.planner.explain import Explanation, explain
 from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
-from opensora_accel.planner.models import named_workload
+from opensora_accel.planner.models import MODELS, PARTS, named_workload
 from opensora_accel.planner.search import Show, exact, search
 from opensora_accel.planner.workload import Workload, step_file
 
@@ -32,10 +33,11 @@ EXAMPLES = """\
 examples:
   opensora-accel plan --model wan2.1-14b --frames 81 --height 720 --width 1280 --gpus 64 --hardware h100x8-ib400
       ranks plans for 64 H100 on 8 nodes and writes the best one to plan.json, which others take as it is:
-      opensora-accel train --plan plan.json, opensora-accel profile --plan plan.json, Plan.load("plan.json")
+      train, verify and profile by --plan plan.json, a program by Plan.load("plan.json")
   ... --batch 64                a step has 64 samples, whatever the plan: it decides between data and sequence ranks
   ... --mix 81x480x832:3 --mix 1x720x1280:1
       three of four batches are clips of 81 frames, one is images; --frames, --height and --width are left out
+  ... --on-device text_encoder vae                counts both beside the transformer, with the model's sizes
   ... --set ulysses=8 --set checkpoint=full       searches the rest
   ... --fits my_plan.json       answers for one plan: does it fit, how fast, why
   ... --report plan.html        a page with the picture of time against memory
@@ -168,6 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="adamw, or with moments in fewer bits")
     what.add_argument("--ema", action="store_true", help="averaged weights are kept on the GPU")
     what.add_argument(
+        "--on-device", nargs="+", choices=PARTS, default=[],
+        help="parts of the --model that stay on the GPU while it trains (none: captions and clips are encoded before)",
+    )  # fmt: skip
+    what.add_argument(
         "--text-encoder-gib", type=float, metavar="GIB", help="of a text encoder that stays on the GPU"
     )
     what.add_argument("--vae-gib", type=float, metavar="GIB", help="of a VAE that stays on the GPU")
@@ -240,13 +246,29 @@ def _size(model: str, text: str, micro_batch: int) -> tuple[Workload, float]:
 
 
 def _residents(options: argparse.Namespace, job: Job) -> Residents:
-    sizes = {}
-    for name in ("text_encoder", "vae"):
-        gib = getattr(options, f"{name}_gib")
+    frozen = dict(job.residents.frozen)
+    for part in PARTS:
+        gib, option = getattr(options, f"{part}_gib"), f"--{part.replace('_', '-')}-gib"
         if gib is not None and not 0 <= gib < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')}-gib is a size in GiB, at least 0; got {gib}")
-        sizes[f"{name}_bytes"] = getattr(job.residents, f"{name}_bytes") if gib is None else round(gib * GIB)
-    return Residents(options.optimizer or job.residents.optimizer, options.ema or job.residents.ema, **sizes)
+            raise ValueError(f"{option} is a size in GiB, at least 0; got {gib}")
+        if gib is not None:
+            frozen[part.replace("_", " ")] = Frozen(round(gib * GIB), f"given by {option}")
+        elif part in options.on_device:
+            frozen[part.replace("_", " ")] = _named_part(options, part, option)
+    return Residents(options.optimizer or job.residents.optimizer, options.ema or job.residents.ema, frozen)
+
+
+def _named_part(options: argparse.Namespace, part: str, option: str) -> Frozen:
+    if options.model is not None:
+        return MODELS[options.model].frozen(part)
+    if options.config is not None:
+        raise ValueError(
+            f"--on-device is for a --model: a configuration says itself what it loads; leave it out, or give {option} "
+            "for another size"
+        )
+    raise ValueError(
+        f"--on-device {part} takes the size from a published --model, and a --step has none; give {option} instead"
+    )
 
 
 def _fixed(settings: Sequence[str]) -> dict[str, Any]:
@@ -380,7 +402,10 @@ def document_of(outcome: Outcome, told: Explanation | None) -> dict[str, Any]:
         "memory": _samples(shown) if shown else None,
         "excluded": dict(outcome.excluded),
         "candidates": [{"text": describe(each.plan), **each.to_dict()} for each in outcome.candidates],
-        "sources": dict(request.hardware.sources),
+        "sources": {
+            **request.hardware.sources,
+            **{kind: part.source for kind, part in request.residents.frozen.items()},
+        },
         "seconds": outcome.seconds,
     }
 

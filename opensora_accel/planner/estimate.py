@@ -20,9 +20,7 @@ from functools import cached_property, lru_cache
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from opensora_accel.checkpoint.blocks import KEEP_LAST
 from opensora_accel.links import two_levels_s
-from opensora_accel.offload import num_blocks_to_move
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import Placement, collective_s, core_share, host_s, kernel_s
 from opensora_accel.planner.hardware import Hardware
@@ -40,8 +38,17 @@ HOST_OPTIMIZER_BYTES_PER_S = 20e9
 _BUCKET_BYTES = 25 * 2**20
 
 
-def axis_groups(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The ranks of rank 0's group for each axis that has several, by the order of the mesh."""
+def axis_groups(plan: Plan, rank: int = 0) -> dict[str, tuple[int, ...]]:
+    """The ranks of a rank's group for each axis that has several, by the order of the mesh."""
+    found = {}
+    for axis, stride, size in _strides(plan):
+        first = rank - rank // stride % size * stride
+        found[axis] = tuple(range(first, first + stride * size, stride))
+    return found
+
+
+def _strides(plan: Plan) -> tuple[tuple[str, int, int], ...]:
+    """How far apart neighbours along an axis are, and how many they are, for each axis that has several."""
     tp, shards = plan.tp, plan.num_shards
     strides = {
         "tp": (1, tp),
@@ -51,9 +58,29 @@ def axis_groups(plan: Plan) -> dict[str, tuple[int, ...]]:
         "copies": (tp * shards, plan.mixed // shards),
         "mixed": (tp, plan.mixed),
     }
-    return {
-        axis: tuple(range(0, stride * size, stride)) for axis, (stride, size) in strides.items() if size > 1
-    }
+    return tuple((axis, stride, size) for axis, (stride, size) in strides.items() if size > 1)
+
+
+def farthest_rank(plan: Plan, placement: Placement) -> int:
+    """The first rank whose groups are on most nodes: it is what all others wait for.
+
+    With ulysses=3 on nodes of 8, ranks 0, 1, 2 are on one node, and ranks 6, 7, 8 on two: it is rank 6. Mostly all
+    ranks are alike, and it is rank 0.
+    """
+    return _farthest(_strides(plan), placement)
+
+
+@lru_cache(maxsize=10_000)
+def _farthest(strides: tuple[tuple[str, int, int], ...], placement: Placement) -> int:
+    num_nodes = [0] * placement.world_size
+    for _axis, stride, size in strides:
+        for first in range(placement.world_size):
+            if first // stride % size == 0:
+                group = range(first, first + stride * size, stride)
+                on = len({rank // placement.ranks_per_node for rank in group})
+                for rank in group:
+                    num_nodes[rank] += on
+    return num_nodes.index(max(num_nodes))
 
 
 @dataclass(frozen=True)
@@ -173,35 +200,22 @@ class Estimator:
         memory = self._memory(self._ratio, plan.tp, samples)
         # What does not change the answer is left out of the question, which then is asked more often.
         plain = plan.replace(
-            tp=1, ring=plan.sequence, ulysses=1, overlap_ulysses=False, cpu_offload=False, two_level="off",
-            ranks_per_node=None, gather_dtype="same", reduce_dtype="same", sharding_factor=None,
+            tp=1, ring=plan.sequence, ulysses=1, overlap_ulysses=False, two_level="off", ranks_per_node=None,
+            gather_dtype="same", reduce_dtype="same", sharding_factor=None,
         )  # fmt: skip
         total = self._needs(plan.tp, plain, samples)
-        shards = plan.num_shards
+        on_device = 0 if plan.cpu_offload else 1 / plan.num_shards
         kinds = {
-            "parameters": memory.parameters // shards,
-            "optimizer state": round(memory.parameters * self._ratio / shards),
+            "parameters": round(memory.parameters * on_device),
+            "optimizer state": round(memory.parameters * self._ratio * on_device),
             "gradients": round(memory.buckets_of(plan)),
         }
-        if plan.cpu_offload:
-            total -= memory.parameters // shards + round(memory.parameters * (1 + self._ratio) / shards)
-            kinds["parameters"] = kinds["optimizer state"] = 0
         kinds["activations and work"] = max(0, total - sum(kinds.values()))
         return kinds
 
     def host_bytes(self, plan: Plan, samples: int = 1) -> int:
         """What a rank holds in host memory."""
-        memory = self._memory(self._ratio, plan.tp, samples)
-        moved = self._moved(plan)
-        held = sum(block.inputs for block in memory.blocks[:moved]) // plan.sequence
-        if plan.cpu_offload:
-            held += round(memory.parameters * (2 + self._ratio) / plan.num_shards)
-        return held
-
-    def _moved(self, plan: Plan) -> int:
-        if plan.checkpoint == "none":
-            return 0
-        return num_blocks_to_move(plan.offload, self.reference.num_blocks, KEEP_LAST)
+        return self._memory(self._ratio, plan.tp, samples).host_bytes(plan)
 
     # ---- seconds
 
@@ -222,15 +236,17 @@ class Estimator:
             pass_s["recomputation"] = again_s = max(0.0, again)
         forward_s = forward["in blocks"] / blocks
         backward_s = (backward["in blocks"] + again_s) / blocks
-        groups = axis_groups(plan)
+        groups = axis_groups(plan, farthest_rank(plan, placement))
         pass_s.update(
             self._sequence_s(plan, groups, placement, samples, forward["attention"], backward["attention"])
         )
         pass_s["parameters sent"] = self._parameters_s(plan, groups, placement, forward_s, backward_s)
-        blocks_held = self._memory(self._ratio, plan.tp, samples).blocks
-        copied = blocks_held[0].inputs / plan.sequence if blocks_held else 0
+        memory = self._memory(self._ratio, plan.tp, samples)
+        copied = memory.blocks[0].inputs / plan.sequence if memory.blocks else 0
         copy_s = hardware.host_link.time_s(1, copied)
-        pass_s["copies"] = self._moved(plan) * (max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s))
+        pass_s["copies"] = memory.moved_by(plan) * (
+            max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
+        )
         step = defaultdict(float, {kind: seconds * accumulation for kind, seconds in pass_s.items()})
         optimizer = self._compute("optimizer", degrees, plan.num_shards, placement)
         step["optimizer"] = optimizer["memory"] + optimizer["host"]

@@ -47,6 +47,8 @@ class Explanation:
     peak: str
     bytes_by_kind: tuple[tuple[str, int], ...]
     seconds_by_kind: tuple[tuple[str, float], ...]
+    # Which axes stay in a node and which leave it; "" where there is only one.
+    placement: str
     # What bounds the step, in a sentence.
     bound: str
     # The change that helps most, in a sentence; "" where none does.
@@ -59,6 +61,8 @@ class Explanation:
         lines += [
             f"    {size / GIB:8.2f} GiB  {kind}" for kind, size in self.bytes_by_kind if size >= GIB // 100
         ]
+        if self.placement:
+            lines.append(f"  placement: {self.placement}")
         whole = sum(seconds for _kind, seconds in self.seconds_by_kind) or 1.0
         lines.append(f"  the step: {self.bound}")
         lines += [
@@ -79,6 +83,7 @@ class Explanation:
             "peak": self.peak,
             "bytes_by_kind": dict(self.bytes_by_kind),
             "seconds_by_kind": dict(self.seconds_by_kind),
+            "placement": self.placement,
             "bound": self.bound,
             "helps": self.helps,
             "neighbours": [{"change": each.change, "why": each.why} for each in self.neighbours],
@@ -98,6 +103,9 @@ def explain(candidate: Candidate, outcome: Outcome) -> Explanation:
         _peak(candidate),
         tuple(kinds),
         tuple(seconds),
+        placement_of(
+            candidate.plan, min(outcome.request.world_size, outcome.request.hardware.ranks_per_node)
+        ),
         bound_of(candidate.seconds_by_kind),
         _helps(candidate, near),
         tuple(near[:_MOST_NEIGHBOURS]),
@@ -113,6 +121,23 @@ def _peak(candidate: Candidate) -> str:
         if peak.block is not None
         else f"{peak.phase}, outside of blocks"
     )
+
+
+def placement_of(plan: Plan, ranks_per_node: int) -> str:
+    """Which axes stay in a node and which leave it, with their degrees; "" where all ranks are on one node.
+
+    The innermost axis varies first, and consecutive ranks fill a node: with ulysses=4 and ring=4 on nodes of 8, each
+    node has two whole groups of ulysses, and a ring's ranks 0, 4, 8, 12 are on two nodes.
+    """
+    if plan.world_size <= ranks_per_node:
+        return ""
+    stays, leaves, span = list[str](), list[str](), 1
+    for axis, degree in reversed(list(zip(MESH_AXES, plan.degrees, strict=True))):
+        span *= degree
+        if degree > 1:
+            # Where groups do not fill a node, some of them stand on two.
+            (leaves if ranks_per_node % span else stays).append(f"{axis}={degree}")
+    return f"{', '.join(stays) or 'no axis'} within a node, {', '.join(leaves)} between nodes"
 
 
 def bound_of(seconds_by_kind: Mapping[str, float]) -> str:

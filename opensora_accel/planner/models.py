@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.planner.candidates import Frozen
 from opensora_accel.planner.workload import Workload, of_model
 
-# Encoders of captions, as transformers builds them: numbers of parameters.
+# Encoders of captions, as transformers builds them: numbers of parameters. LLaMA is the one of LLaVA, without its head.
 _UMT5_XXL = {"UMT5-XXL": 5_680_910_336}
 _T5_XXL = {"T5-XXL": 4_762_310_656}
-_LLAMA_AND_CLIP = {"LLaMA 3 8B": 8_030_261_248, "CLIP-L": 123_060_480}
+_LLAMA_AND_CLIP = {"LLaMA 3 8B": 7_505_186_816, "CLIP-L": 123_060_480}
+# As pipelines and this trainer load what does not train.
+_FROZEN_DTYPE = torch.bfloat16
+PARTS = ("text_encoder", "vae")
+"""What may lie on the device beside a published model: fields of `PublishedModel`."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,22 @@ class PublishedModel:
     patch: tuple[int, int, int]
     text_tokens: int
     heads: int
-    # Parameters that do not train, by name.
-    frozen: Mapping[str, int] = field(default_factory=dict)
+    # Numbers of parameters by name; neither trains.
+    text_encoder: Mapping[str, int]
+    vae: Mapping[str, int]
 
     def build(self) -> nn.Module:
         import diffusers
 
         model: nn.Module = getattr(diffusers, self.class_name)(**self.arguments)
         return model
+
+    def frozen(self, part: str) -> Frozen:
+        """The weights of its text encoder or VAE. `part` is one of `PARTS`."""
+        sizes: Mapping[str, int] = getattr(self, part)
+        told = ", ".join(f"{name} {number / 1e9:.2f}" for name, number in sizes.items())
+        source = f"{told} billion parameters in bf16, as its class of transformers or diffusers has them"
+        return Frozen(sum(sizes.values()) * _FROZEN_DTYPE.itemsize, source)
 
     def clip(self, frames: int, height: int, width: int, batch: int, text_tokens: int) -> Clip:
         """In latents.
@@ -175,7 +188,8 @@ _WAN: dict[str, Any] = {
     "spatial": 8,
     "patch": (1, 2, 2),
     "text_tokens": 512,
-    "frozen": {**_UMT5_XXL, "Wan 2.1 VAE": 126_892_531},
+    "text_encoder": _UMT5_XXL,
+    "vae": {"Wan 2.1 VAE": 126_892_531},
 }
 _COGVIDEOX: dict[str, Any] = {
     "class_name": "CogVideoXTransformer3DModel",
@@ -185,7 +199,8 @@ _COGVIDEOX: dict[str, Any] = {
     "spatial": 8,
     "patch": (1, 2, 2),
     "text_tokens": 226,
-    "frozen": {**_T5_XXL, "CogVideoX VAE": 215_583_907},
+    "text_encoder": _T5_XXL,
+    "vae": {"CogVideoX VAE": 215_583_907},
 }
 
 MODELS: dict[str, PublishedModel] = {
@@ -211,7 +226,7 @@ MODELS: dict[str, PublishedModel] = {
         },
         heads=24,
         source="Wan-AI/Wan2.2-TI2V-5B-Diffusers, transformer/config.json; Wan2.2/wan/configs/wan_ti2v_5B.py",
-        **(_WAN | {"channels": 48, "spatial": 16, "frozen": _UMT5_XXL}),
+        **(_WAN | {"channels": 48, "spatial": 16, "vae": {"Wan 2.2 VAE": 704_688_668}}),
     ),
     "hunyuan-video": PublishedModel(
         class_name="HunyuanVideoTransformer3DModel",
@@ -224,7 +239,8 @@ MODELS: dict[str, PublishedModel] = {
         patch=(1, 2, 2),
         text_tokens=256,
         heads=24,
-        frozen={**_LLAMA_AND_CLIP, "HunyuanVideo VAE": 246_478_803},
+        text_encoder=_LLAMA_AND_CLIP,
+        vae={"HunyuanVideo VAE": 246_478_803},
     ),
     "ltx-video": PublishedModel(
         class_name="LTXVideoTransformer3DModel",
@@ -237,7 +253,8 @@ MODELS: dict[str, PublishedModel] = {
         patch=(1, 1, 1),
         text_tokens=128,
         heads=32,
-        frozen={**_T5_XXL, "LTX-Video VAE": 419_193_649},
+        text_encoder=_T5_XXL,
+        vae={"LTX-Video VAE": 419_193_649},
     ),
     "cogvideox-2b": PublishedModel(
         arguments={},
@@ -299,6 +316,5 @@ def named_workload(
         num_tokens=tokens,
         text_tokens=clip.text_tokens,
         num_heads=published.heads,
-        frozen=published.frozen,
         **options,
     )

@@ -71,9 +71,10 @@ def _best(root: Value) -> str:
     ]
     shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     fields = [[html.escape(str(name)), html.escape(str(value))] for name, value in best["plan"].data.items()]
-    told = html.escape(document_text(root, "bound"))
+    told, placement = (html.escape(document_text(root, name)) for name in ("bound", "placement"))
+    placed = f" Its axes: {placement}." if placement else ""
     return (
-        f'<dl class="facts">{shown}</dl><p>The step is {told}.</p>'
+        f'<dl class="facts">{shown}</dl><p>The step is {told}.{placed}</p>'
         f"<details><summary>All fields of the plan</summary>{table('Plan', ['field', 'value'], fields)}</details>"
     )
 

@@ -413,7 +413,7 @@ class StepRecorder(LiveBytes):
             # What an operation on one block's tensors makes, as the optimizer does, is that block's too.
             owner = self.marks[-1].owner if place is not None and self.marks else ""
             kind = "recomputation" if is_recomputed else "other"
-            self.storages.append(Storage(kind, owner, is_reduced=self._kernel_stream == "reduce"))
+            self.storages.append(Storage(kind, owner, is_reduced=self._is_reducing))
         super()._count(storage)
 
     def _forget(self, address: int) -> None:

@@ -41,6 +41,7 @@ from opensora_accel.planner.estimate import (
     Estimator,
     Reference,
     axis_groups,
+    farthest_rank,
 )
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline, simulate
@@ -178,7 +179,8 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     # Two microbatches tell of any number of them.
     traced = min(2, passes.accumulation)
     for workload, share in request.mix:
-        trace = trace_step(replace(request.as_run(workload, passes.samples), accumulation=traced), plan)
+        as_run = replace(request.as_run(workload, passes.samples), accumulation=traced)
+        trace = trace_step(as_run, plan, rank=farthest_rank(plan, placement))
         timelines = [simulated(trace, each, placement) for each in bounds]
         optimizer_s = [
             sum(span.end_s - span.start_s for span in each.spans
@@ -246,10 +248,7 @@ def _candidate(
     by_kind = dict(kinds)
     if residents.ema:
         by_kind["ema"] = by_kind.get("parameters", 0) if parameter_bytes is None else parameter_bytes
-    for name in ("text_encoder", "vae"):
-        size = getattr(residents, f"{name}_bytes")
-        if size:
-            by_kind[name.replace("_", " ")] = size
+    by_kind |= {kind: part.size_bytes for kind, part in residents.frozen.items() if part.size_bytes}
     beside = sum(by_kind.values()) - sum(kinds.values())
     low, high = live * (1 - uncertain) + beside, live * (1 + uncertain) + beside
     by_kind["context"] = hardware.context_bytes

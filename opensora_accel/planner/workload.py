@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,8 +48,6 @@ class Workload:
     fused_optimizer: bool = True
     # Whether a pass may be run several times. A user's step applies its plan each time, and a model is sharded once.
     is_repeatable: bool = True
-    # Parameters of what is on the device beside the model and does not train, by name: text encoder, VAE.
-    frozen: Mapping[str, int] = field(default_factory=dict)
 
 
 def step_file(path: Path, *, batch: int = 1) -> Workload:

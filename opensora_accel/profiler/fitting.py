@@ -1,5 +1,7 @@
 """What a step of another Plan would need, from what was counted of this one.
 
+The profiler fills a `StepMemory` from the live bytes of a step that ran out of memory, the planner from traced steps.
+
 A step's peak lies in the backward of some block, or in the optimizer. Of four blocks, in the backward of the third, a
 checkpointed model holds
 
@@ -7,9 +9,9 @@ checkpointed model holds
 
 and without a checkpoint, in the place of the inputs, all that blocks 0, 1 and 2 have computed. So the peak is the
 largest of such sums. Checkpointing swaps what a block keeps for its input. Offload takes the inputs away but for two
-slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered. Whole
-gradients are averaged by DDP, which keeps buckets of their size. More sequence ranks divide whatever has tokens. bf16
-halves activations and gathered weights, not parameters.
+slots. Sharding divides parameters, gradients and state by the ranks that share them, and adds what is gathered; the
+shards may lie on the host. Whole gradients are averaged by DDP, which keeps buckets of their size. More sequence ranks
+divide whatever has tokens. bf16 halves activations and gathered weights, not parameters.
 
 These are estimates: blocks that did not run are taken for the mean of those that did, and the memory of kernels is
 unknown. From fp32 to bf16 they are a lower bound: what a model computes in fp32 anyway, as its norms, is not halved.
@@ -17,6 +19,7 @@ unknown. From fp32 to bf16 they are a lower bound: what a model computes in fp32
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,15 +70,15 @@ class StepMemory:
     def needs(self, plan: Plan) -> int:
         """The peak of a step under `plan`, in bytes of one rank."""
         shards, blocks = plan.num_shards, self.blocks
-        scale = self.plan.sequence / plan.sequence
+        scale = self._scale(plan)
         weights = [block.parameters for block in blocks]
-        static = self.parameters * (1 + self.state_ratio) / shards + self.buckets_of(plan)
+        # With shards on the host their gradients and state are there too.
+        on_device = 0 if plan.cpu_offload else 1 / shards
+        static = self.parameters * (1 + self.state_ratio) * on_device + self.buckets_of(plan)
         in_bf16 = plan.precision == "bf16"
-        if in_bf16 != (self.plan.precision == "bf16"):
-            scale *= 0.5 if in_bf16 else 2
         # In bf16 each block's weights are made from fp32 ones when it runs, also where those are whole.
-        is_sharded = in_bf16 or (plan.sharding != "none" and shards > 1)
-        moved = num_blocks_to_move(plan.offload, len(blocks), KEEP_LAST) if plan.checkpoint != "none" else 0
+        is_sharded = in_bf16 or plan.cpu_offload or (plan.sharding != "none" and shards > 1)
+        moved = self.moved_by(plan)
         is_moved = [index < moved for index in range(len(blocks))]
         slots = 2 * max((block.inputs for block in blocks[:moved]), default=0) if moved else 0
         kept = [self._kept(block, plan) for block in blocks]
@@ -91,7 +94,7 @@ class StepMemory:
             here = self._at_once(blocks[index], plan)
             activations = sum(held[: index + 1]) + here + slots + self.outside + self.work_of(plan)
             done = sum(weights) if self.has_gradients_before else sum(weights[index + 1 :])
-            gradients = self.gradient_ratio * done / shards
+            gradients = self.gradient_ratio * done * on_device
             whole = 0.0
             if is_sharded:
                 # Weights of the block and of those fetched ahead; under zero2 of all that the forward went through.
@@ -101,8 +104,27 @@ class StepMemory:
                 gradient = self.gradient_ratio * weights[index]
                 whole = 0.5 * (gathered + gradient) + gradient if in_bf16 else gathered + 2 * gradient
             highest = max(highest, activations * scale + gradients + whole)
-        optimizer = self.gradient_ratio * self.parameters / shards + self.optimizer_work / shards
+        optimizer = (self.gradient_ratio * self.parameters + self.optimizer_work) * on_device
         return round(static + max(highest, optimizer))
+
+    def host_bytes(self, plan: Plan) -> int:
+        """What a rank holds in host memory under `plan`."""
+        held = sum(block.inputs for block in self.blocks[: self.moved_by(plan)]) * self._scale(plan)
+        if plan.cpu_offload:
+            held += self.parameters * (1 + self.gradient_ratio + self.state_ratio) / plan.num_shards
+        return round(held)
+
+    def moved_by(self, plan: Plan) -> int:
+        """How many blocks' inputs wait on the host under `plan`."""
+        if plan.checkpoint == "none":
+            return 0
+        return num_blocks_to_move(plan.offload, len(self.blocks), KEEP_LAST)
+
+    def _scale(self, plan: Plan) -> float:
+        """Activations under `plan`, over those under this step's."""
+        in_bf16, was_in_bf16 = plan.precision == "bf16", self.plan.precision == "bf16"
+        width = 1.0 if in_bf16 == was_in_bf16 else 0.5 if in_bf16 else 2.0
+        return width * self.plan.sequence / plan.sequence
 
     def buckets_of(self, plan: Plan) -> float:
         """What DDP keeps between steps where it averages whole gradients: a copy of them in buckets."""
@@ -129,7 +151,8 @@ class StepMemory:
         missing = seen_bytes - self.needs(self.plan)
         if missing <= 0:
             return self
-        if in_optimizer:
+        # With the optimizer on the host it takes nothing here.
+        if in_optimizer and not self.plan.cpu_offload:
             # What of it lies below the backward's peak shows only when more is missing.
             static = self.parameters * (1 + self.state_ratio + self.gradient_ratio) / self.plan.num_shards
             static += self.buckets_of(self.plan)
@@ -143,6 +166,7 @@ class Change:
 
     fields: dict[str, Any]
     needs_bytes: int
+    host_bytes: int
 
     def __str__(self) -> str:
         return ", ".join(
@@ -169,16 +193,25 @@ def changes(memory: StepMemory) -> list[Change]:
         degrees = {"dp_replicate": 1, "dp_shard": plan.data} if plan.data > 1 else {}
         degrees = degrees if plan.mixed > 1 else {"dp_shard": 2}
         wanted += [{"sharding": name, **degrees} for name in ("zero2", "zero3")]
+        # A single rank's shard is all of it.
+        wanted.append({"sharding": "zero3", **(degrees if plan.mixed > 1 else {}), "cpu_offload": True})
     elif plan.sharding == "zero2":
         wanted.append({"sharding": "zero3"})
+    if plan.sharding != "none" and not plan.cpu_offload:
+        wanted.append({"cpu_offload": True})
     axis = "ring" if plan.ring > 1 else "ulysses"
     wanted += [{axis: getattr(plan, axis) * times} for times in _TIMES]
     return [change for fields in wanted if (change := _change(memory, fields)) is not None]
 
 
-def smallest_change(memory: StepMemory, limit_bytes: int) -> tuple[Change | None, Change | None]:
-    """The first change that fits: one by itself, or else as many together as it takes. And the best, if none does."""
-    alone = changes(memory)
+def smallest_change(
+    memory: StepMemory, limit_bytes: int, host_limit_bytes: float = math.inf
+) -> tuple[Change | None, Change | None]:
+    """The first change that fits: one by itself, or else as many together as it takes. And the best, if none does.
+
+    A change that the host's memory does not hold is none.
+    """
+    alone = [change for change in changes(memory) if change.host_bytes <= host_limit_bytes]
     for change in alone:
         if change.needs_bytes <= limit_bytes:
             return change, None
@@ -186,7 +219,7 @@ def smallest_change(memory: StepMemory, limit_bytes: int) -> tuple[Change | None
     best = min(alone, key=lambda change: change.needs_bytes, default=None)
     for change in alone:
         merged = _change(memory, together | change.fields)
-        if merged is None:
+        if merged is None or merged.host_bytes > host_limit_bytes:
             continue
         together |= change.fields
         if merged.needs_bytes <= limit_bytes:
@@ -201,4 +234,4 @@ def _change(memory: StepMemory, fields: dict[str, Any]) -> Change | None:
         changed = memory.plan.replace(**fields)
     except ValueError:
         return None  # not together with what the plan has
-    return Change(fields, memory.needs(changed))
+    return Change(fields, memory.needs(changed), memory.host_bytes(changed))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opensora_accel.offload.host_memory import default_limit_bytes
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
 from opensora_accel.profiler.memory import Holdings, MemoryPeak, MemoryTimeline, by_kind, table_of, unit_of
@@ -45,6 +46,8 @@ class tell_of_out_of_memory:
             model's outermost lists of modules.
         mlps: their MLPs, which `mlp_chunks` cuts; without them that change is not considered.
         limit_bytes: what tensors may take of the device; by default all that this process could have of the GPU.
+        host_limit_bytes: what this rank may move to the host's memory; by default what the arena of offload would take,
+            beside what this step holds there.
         file: where the screen is printed, by default stderr.
 
     Raises:
@@ -60,11 +63,13 @@ class tell_of_out_of_memory:
         blocks: Sequence[nn.Module] | None = None,
         mlps: Sequence[nn.Module] = (),
         limit_bytes: int | None = None,
+        host_limit_bytes: int | None = None,
         file: TextIO | None = None,
     ):
         self._plan = plan or Plan()
         self.timeline = MemoryTimeline(model, optimizer, blocks=blocks, moved=self._moved)
-        self._optimizer, self._limit_bytes, self._file = optimizer, limit_bytes, file
+        self._optimizer, self._file = optimizer, file
+        self._limit_bytes, self._host_limit_bytes = limit_bytes, host_limit_bytes
         self._blocks = self.timeline.places.blocks
         inside = {id(module) for block in self._blocks.values() for module in block.modules()}
         for mlp in mlps:
@@ -218,6 +223,9 @@ class tell_of_out_of_memory:
         places, in_use = self.timeline.places, _device_bytes(holdings)
         memory = self.memory(message, holdings)
         limit = self._limit_bytes if self._limit_bytes is not None else self._limit_of_device(in_use)
+        host_limit = self._host_limit_bytes
+        if host_limit is None:
+            host_limit = default_limit_bytes() + memory.host_bytes(memory.plan)
         unit, num_bytes = unit_of(limit)
 
         def shown(size_bytes: float) -> str:
@@ -241,9 +249,11 @@ class tell_of_out_of_memory:
             f"  {'the plan as it is':52}{shown(needed):>12}",
         ]
         rows = changes(memory)
-        fits, best = smallest_change(memory, limit)
+        fits, best = smallest_change(memory, limit, host_limit)
         for change in [*rows, *([fits] if fits is not None and fits not in rows else [])]:
             verdict = "  fits" if change.needs_bytes <= limit else ""
+            if change.host_bytes > host_limit:
+                verdict = "  not on the host"
             text = str(change)
             text = text if len(text) <= 52 else text[:51] + "…"
             lines.append(f"  {text:52}{shown(change.needs_bytes):>12}{verdict}")

@@ -16,6 +16,8 @@ from torch import nn
 
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.encoders import VideoVAE, build_codec, build_text_encoder
+from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.tiny_run import TrueSize
 
 Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
@@ -72,3 +74,29 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         heads = int(outline.config.num_attention_heads)
         found.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
     return found
+
+
+def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
+    """Bytes of the encoders that are on the device while the run trains, by kind, each with the option that names it.
+
+    A VAE and a picture encoder are counted with a cache too: they stay until the last clip is encoded. A text encoder
+    with text.cache is gone before the transformer comes. The small encoders of a run without folders are not counted.
+
+    Raises:
+        FileNotFoundError, ValueError: a folder holds none; as the trainer would say it.
+    """
+    cpu, dtype = torch.device("cpu"), torch.float32
+    found: dict[str, tuple[nn.Module, str]] = {}
+    if config.text.path and not config.text.cache:
+        text = build_text_encoder(config.text, "", config.seed, cpu, dtype, outline=True)
+        found["text encoder"] = text.model, f"text.path {config.text.path} in {config.text.dtype}"
+    codec = build_codec(config.codec, cpu, dtype, outline=True)
+    if isinstance(codec, VideoVAE):
+        found["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
+    if config.image.path:
+        pictures = build_picture_encoder(config.image, config.seed, cpu, dtype, outline=True)
+        found["image encoder"] = pictures.model, f"image.path {config.image.path} in {config.image.dtype}"
+    return {
+        kind: (sum(each.nbytes for each in (*model.parameters(), *model.buffers())), source)
+        for kind, (model, source) in found.items()
+    }

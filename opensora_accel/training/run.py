@@ -98,18 +98,29 @@ def run(
             gc.collect()
 
 
-def parse(arguments: Sequence[str]) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
+def parse(
+    arguments: Sequence[str], *, needs_plan: bool = False
+) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
     """The run's configuration, with the saved state to go on from and its record.
 
     Options on the command line win over the saved configuration (when resuming) or the file. When resuming, the
     saved configuration wins over the file, and each difference is shown.
+
+    Args:
+        needs_plan: refuses the plan "auto", in whose place there is the default one otherwise.
 
     Communication: when resuming, that of `find_saved_state`, where torch.distributed has been started.
 
     Raises:
         ValueError, OSError: a wrong option or file, or no saved state to go on from.
     """
-    return _resolve(_read(arguments))
+    given = _read(arguments)
+    if needs_plan and given.wants_plan and not given.config.resume:
+        raise ValueError(
+            f'the plan is "{AUTO_PLAN}", which is chosen where the run starts; have it chosen first (`opensora-accel '
+            "plan --config FILE --gpus N --hardware NAME`), and give --plan plan.json"
+        )
+    return _resolve(given)
 
 
 def _read(arguments: Sequence[str]) -> _Given:

@@ -18,7 +18,7 @@ from typing import Any
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
-from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step
+from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step, meshes_of
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.verify import Meshes, verify
@@ -41,6 +41,8 @@ _EXAMPLES = """\
 examples:
   opensora-accel verify --config configs/bunny.toml                       the plan of a configured run
   opensora-accel verify --config configs/bunny.toml --plan.ulysses 4      with another degree
+  opensora-accel verify --config configs/bunny.toml --plan plan.json      with what `opensora-accel plan` has written
+  opensora-accel verify --step my_step.py --plan plan.json                your own loop, which applies run.plan
   opensora-accel verify --step my_step.py                                 your own model and loop, on 4 meshes
   opensora-accel verify --step my_step.py --mesh fsdp=2,cp=2 --mesh cp=3 --data-axes fsdp
   opensora-accel verify --step my_step.py --world data=128,sequence=8     and what 1,024 ranks would send
@@ -72,7 +74,7 @@ class Proof:
     true_model_fn: ModelFn | None = None
 
 
-# From the options of `opensora-accel train` (`--config FILE --plan.ulysses 4`), a folder for files that the proof
+# From the options of `opensora-accel train` (`--config FILE --plan FILE`), a folder for files that the proof
 # needs, and the largest number of ranks.
 ProofOfConfig = Callable[[Sequence[str], Path, int], Proof]
 
@@ -88,10 +90,12 @@ def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path)
     options, rest = _parser().parse_known_args(arguments)
     try:
         _check_options(options, rest)
-        if options.config is None:
+        if options.step is not None:
             proof = _proof_of_file(options)
         else:
-            proof = proof_of_config(["--config", options.config, *rest], folder, options.max_ranks)
+            config = [] if options.config is None else ["--config", options.config]
+            plan = [] if options.plan is None else ["--plan", options.plan]
+            proof = proof_of_config([*config, *plan, *rest], folder, options.max_ranks)
         return _prove(proof, options)
     except (ValueError, FileNotFoundError) as error:
         _write(options, error=str(error))  # for those who read only the files
@@ -109,12 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     add, a_mesh = parser.add_argument, "AXIS=N,..."
     for_config = "a run, as `opensora-accel train` takes it; its options may follow"
     for_step = "your own: a file that defines step(model, run) and model_fn()"
+    for_plan = "the plan, as `opensora-accel plan` writes it; alone, of a run with the defaults of `train`"
     for_mesh = "once for each mesh (with --step)"
     for_axes = "axes whose ranks see different samples (default: those called data, dp, fsdp, …), or none"
     for_batch = "the step shares one batch out over the data ranks (default: each has a batch of its own)"
     for_world = "the true mesh, to record communication on (with --step)"
     add("--config", metavar="FILE", help=for_config)
     add("--step", type=Path, metavar="FILE.py", help=for_step)
+    add("--plan", metavar="FILE.json", help=for_plan)
     add("--mesh", action="append", type=_mesh, metavar=a_mesh, help=for_mesh)
     add("--data-axes", type=_names, metavar="A,B", help=for_axes)
     add("--one-batch", action="store_true", help=for_batch)
@@ -150,24 +156,35 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
     """Raises what is wrong with options together: ValueError, or FileNotFoundError for a folder to write to."""
-    if (options.config is None) == (options.step is None):
-        raise ValueError("give --config FILE or --step FILE.py, one of them; --help has examples")
+    given = [name for name in ("config", "step") if getattr(options, name) is not None]
+    if len(given) == 2 or not (given or options.plan):
+        raise ValueError(
+            "give --config FILE or --step FILE.py, one of them, or --plan FILE.json alone; --help has examples"
+        )
+    if options.plan is not None and not options.plan.endswith(".json"):
+        raise ValueError(
+            f"--plan takes a file that `opensora-accel plan` wrote (.json); got {options.plan!r}"
+        )
     if options.step is not None and rest:
         raise ValueError(f"there is no option {rest[0]!r} beside --step; --help lists those there are")
-    for name in ("mesh", "data_axes", "world", "one_batch") if options.config is not None else ():
-        if getattr(options, name):
-            option = f"--{name.replace('_', '-')}"
+    for name in ("mesh", "data_axes", "world", "one_batch"):
+        option = f"--{name.replace('_', '-')}"
+        if options.step is None and getattr(options, name):
             raise ValueError(
                 f"{option} is for --step: a config's meshes follow from its plan (--plan.ulysses 4)"
             )
+        if options.plan is not None and name != "one_batch" and getattr(options, name):
+            raise ValueError(f"--plan says which meshes there are; leave {option} out")
     if options.only == "gradients" and options.world is not None:
         raise ValueError("--world is for the communication, which --only gradients leaves out")
     if options.max_ranks < 2 or options.timeout <= 0:
         raise ValueError(
             f"--max-ranks must be at least 2, --timeout above 0; got {options.max_ranks} and {options.timeout:g}"
         )
-    if options.only == "communication" and options.step is not None and options.world is None:
-        raise ValueError("--only communication needs the true mesh: --world data=128,sequence=8")
+    if options.only == "communication" and options.step is not None and not (options.world or options.plan):
+        raise ValueError(
+            "--only communication needs the true mesh: --world data=128,sequence=8, or --plan FILE.json"
+        )
     # Better now than after a minute of proving.
     for path in (options.json, options.junit):
         if path is not None and not path.resolve().parent.is_dir():
@@ -181,6 +198,13 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
     if options.only == "communication" and proof.world is None:
         raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
     if options.only != "communication":
+        if isinstance(proof.world, Plan) and proof.world.world_size > options.max_ranks:
+            print(
+                f"the plan has {proof.world.world_size:,} ranks, and at most {options.max_ranks} run here: its axes "
+                "are verified with smaller degrees, from which the factors of large ones follow (--max-ranks N allows "
+                "more)",
+                flush=True,
+            )
 
         def show_progress(what: str, done: int, total: int) -> None:
             filled = 20 * done // max(total, 1)
@@ -268,6 +292,12 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
             raise ValueError(
                 f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file"
             )
+    functions = _StepFunction(path, "step"), _StepFunction(path, "model_fn")
+    reference: Reference = "whole" if options.one_batch else "turns"
+    if options.plan is not None:
+        plan = Plan.load(options.plan)
+        plans = meshes_of(plan.replace(precision="fp64"), options.max_ranks)
+        return Proof(*functions, plans, reference, world=plan if plan.world_size > 1 else None)
     # Meshes of the command line come before those of the file, and both before ours.
     defaults = [mesh for mesh in _DEFAULT_MESHES if math.prod(mesh.values()) <= options.max_ranks]
     if not defaults:
@@ -279,13 +309,7 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
             f"a mesh has {largest} ranks, more than --max-ranks {options.max_ranks}: verify small meshes, the factors "
             "of large ones follow; or raise --max-ranks"
         )
-    return Proof(
-        _StepFunction(path, "step"),
-        _StepFunction(path, "model_fn"),
-        meshes,
-        reference="whole" if options.one_batch else "turns",
-        world=options.world,
-    )
+    return Proof(*functions, meshes, reference, world=options.world)
 
 
 @dataclass(frozen=True)

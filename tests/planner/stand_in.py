@@ -28,12 +28,12 @@ class StandInWorkload:
     has_tensor_table: bool = False
 
 
-def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:  # noqa: C901 — a step
-    """Products, attention, an addition, what the axes send, and live bytes, of rank 0."""
+def trace_step(workload: StandInWorkload, plan: Plan, rank: int = 0) -> Trace:  # noqa: C901 — a step
+    """Products, attention, an addition, what the axes send, and live bytes."""
     c, n = workload.channels, -(-workload.num_tokens * workload.batch // plan.sequence)
     dtype, width = ("bfloat16", 2) if plan.precision == "bf16" else ("float32", 4)
     weights = 12 * c * c
-    groups = axis_groups(plan)
+    groups = axis_groups(plan, rank)
     operations: list[Operation] = []
     memory: list[MemoryState] = []
     parameters = 4 * weights * workload.num_blocks // plan.num_shards // plan.tp
@@ -98,7 +98,7 @@ def trace_step(workload: StandInWorkload, plan: Plan, **_: object) -> Trace:  # 
     host = offloaded + (4 * parameters if plan.cpu_offload else 0)
     return Trace(
         plan,
-        0,
+        rank,
         workload.num_blocks,
         tuple(operations),
         tuple(memory),

@@ -11,6 +11,8 @@ from opensora_accel import cli
 from opensora_accel.plan import Plan
 from opensora_accel.planner import command, estimate
 from opensora_accel.planner import search as search_module
+from opensora_accel.planner.candidates import GIB
+from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
 from tests.planner.stand_in import StandInWorkload, trace_step
 from tests.planner.test_search import reference
@@ -94,6 +96,7 @@ def test_the_page_has_the_numbers_of_the_document(stand_in):
             found = found[int(key)] if isinstance(found, list) else found[key]
         assert repr(found) == value
     assert text.count("<svg") == 3 and "Time against memory" in text
+    assert document["explanation"]["placement"] in text and " between nodes" in text
 
 
 def test_a_page_without_a_plan_that_fits_says_so(stand_in):
@@ -128,6 +131,96 @@ def test_a_mix_of_sizes_and_fixed_fields(stand_in):
     assert {each["samples"] for each in document["candidates"]} == {32}
     plans = [Plan.from_dict(each["plan"]) for each in document["candidates"]]
     assert all(plan.checkpoint == "full" and plan.ulysses == 4 for plan in plans)
+
+
+STEP_FILE = """\
+import torch
+
+def model_fn():
+    return torch.nn.Linear(3, 5)
+
+def step(model, run):
+    assert run.is_reference or run.plan.dp_replicate == run.world_size
+    forward = model if run.is_reference else torch.nn.parallel.DistributedDataParallel(model)
+    loss = forward(torch.randn(7, 3)).square().mean()
+    loss.backward()
+    return loss
+"""
+
+
+def test_train_and_profile_take_what_plan_wrote(stand_in, config_file, run):
+    fixed = ("--precision", "fp32", "--set", "checkpoint=selective", "--set", "mlp_chunks=4")
+    assert run("plan", *CLIP, "--gpus", 1, "--hardware", "h100x8", *fixed)[0] == 0
+    of_file = ("--config", config_file, "--plan", "plan.json")
+    for arguments in (("train", *of_file), ("profile", *of_file, "--num-steps", 1)):
+        status, told = run(*arguments)
+        assert status == 0 and "plan: checkpoint=selective, mlp_chunks=4" in told
+    assert run("plan", *CLIP, *ON)[0] == 0
+    for name in ("train", "profile"):
+        status, told = run(name, *of_file)
+        assert status == 2 and "the plan needs 16 ranks" in told
+
+
+def test_verify_takes_what_plan_wrote(stand_in, config_file, run):
+    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full")[0] == 0
+    of_file = ("--config", config_file, "--plan", "plan.json")
+    status, told = run("verify", *of_file, "--only", "communication")
+    assert status == 0 and "16 ranks" in told and "what is sent is what the plan promises" in told
+    # Beside a file of the user's own, whose step applies it.
+    Plan(dp_replicate=64).save("copies.json")
+    (stand_in / "step.py").write_text(STEP_FILE)
+    of_step = ("--step", "step.py", "--plan", "copies.json")
+    status, told = run("verify", *of_step, "--only", "communication", "--json", "found.json")
+    assert (
+        status == 0 and json.loads((stand_in / "found.json").read_text())["communication"]["world_size"] == 64
+    )
+
+
+@pytest.mark.prove
+def test_verify_proves_the_gradients_of_what_plan_wrote(stand_in, config_file, run):
+    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full")[0] == 0
+    status, told = run("verify", "--config", config_file, "--plan", "plan.json", "--only", "gradients")
+    assert status == 0 and "ulysses=2" in told and "ulysses=3" in told and "at most 4 run here" in told
+    Plan(dp_replicate=64).save("copies.json")
+    (stand_in / "step.py").write_text(STEP_FILE)
+    only = ("--only", "gradients", "--max-ranks", 2)
+    status, told = run("verify", "--step", "step.py", "--plan", "copies.json", *only)
+    assert status == 0 and "the plan has 64 ranks, and at most 2 run here" in told
+    assert "✓ dp_replicate=2" in told
+
+
+def test_what_stays_on_the_device_has_its_own_kind_and_source(stand_in, capsys):
+    def planned(*more):
+        fixed = (
+            "--set",
+            "ulysses=8",
+            "--set",
+            "checkpoint=full",
+            "--json",
+            "all.json",
+            "--report",
+            "plan.html",
+        )
+        assert run(*CLIP, *ON, *fixed, *more) == 0
+        return json.loads((stand_in / "all.json").read_text())
+
+    kinds = ("text encoder", "vae")
+    assert not any(kind in each["bytes_by_kind"] for each in planned()["candidates"] for kind in kinds)
+    document = planned("--on-device", "text_encoder", "vae")
+    named = MODELS["wan2.1-14b"]
+    for each in document["candidates"]:
+        found = [each["bytes_by_kind"][kind] for kind in kinds]
+        assert found == [2 * named.text_encoder["UMT5-XXL"], 2 * named.vae["Wan 2.1 VAE"]]
+    assert "UMT5-XXL 5.68 billion" in document["sources"]["text encoder"]
+    told = re.search(r"([\d.]+) GiB  text encoder", capsys.readouterr().out)
+    assert told is not None and float(told[1]) == pytest.approx(10.58, abs=0.01)
+    written = (stand_in / "plan.html").read_text()
+    assert "text encoder" in written and "Wan 2.1 VAE 0.13 billion" in written
+    # A size that is given wins, and nothing can be given.
+    document = planned("--on-device", "text_encoder", "vae", "--vae-gib", "2", "--text-encoder-gib", "0")
+    best = document["best"]["bytes_by_kind"]
+    assert best["vae"] == 2 * GIB and "text encoder" not in best
+    assert document["sources"]["vae"] == "given by --vae-gib"
 
 
 def test_the_help_teaches(capsys):
@@ -167,6 +260,47 @@ def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
     document = json.loads((tmp_path / "all.json").read_text())
     assert {each["samples"] for each in document["candidates"]} == {2}
     assert document["best"]["traced"] and document["best"]["bytes_by_kind"]["ema"] > 0
+
+
+def test_encoders_of_a_configured_run_are_counted_while_they_are_there(tmp_path):
+    from tests.training.runs import tiny_config
+    from tests.training.test_pictures import saved_image_encoder
+    from tests.training.test_pretrained import vae
+    from tests.training.test_text import saved_encoder
+
+    saved = {
+        "vae": vae("AutoencoderKLWan"),
+        "text encoder": saved_encoder("t5", tmp_path / "text encoder", tmp_path / "text encoder"),
+        "image encoder": saved_image_encoder(tmp_path / "image encoder"),
+    }
+    saved["vae"].save_pretrained(tmp_path / "vae")
+    numbers = {
+        kind: sum(t.numel() for t in (*model.parameters(), *model.buffers())) for kind, model in saved.items()
+    }
+
+    def counted(**changes):
+        sizes = {"data.height": 32, "data.width": 48}
+        return cli._job_of(tiny_config(tmp_path, tmp_path / "run", **sizes, **changes)).residents.frozen
+
+    def path(kind):
+        return str(tmp_path / kind)
+
+    assert counted() == {}
+    with_vae = {"codec": {"path": path("vae"), "dtype": "fp32", "cache": True}}
+    assert counted(**with_vae) == {"vae": (4 * numbers["vae"], f"codec.path {path('vae')} in fp32")}
+    text = {"path": path("text encoder"), "length": 512}
+    assert counted(text=text) == {}, "text.cache lets go of it before the transformer comes"
+    held = counted(text=text | {"cache": False})
+    assert held == {
+        "text encoder": (2 * numbers["text encoder"], f"text.path {path('text encoder')} in bf16")
+    }
+    pictures = {"image": {"path": path("image encoder")}, "conditions": {"t2v": 1.0, "i2v_head": 1.0}}
+    found = counted(**pictures, **with_vae, text=text)
+    assert list(found) == ["vae", "image encoder"]
+    # Positions are whole numbers, of 8 bytes.
+    (ids,) = saved["image encoder"].buffers()
+    weights = sum(p.numel() for p in saved["image encoder"].parameters())
+    assert found["image encoder"][0] == 4 * weights + 8 * ids.numel()
 
 
 @pytest.mark.prove

@@ -12,6 +12,7 @@ from opensora_accel.plan import Plan
 from opensora_accel.planner import estimate
 from opensora_accel.planner import search as search_module
 from opensora_accel.planner.candidates import (
+    Frozen,
     Passes,
     Request,
     Residents,
@@ -20,8 +21,8 @@ from opensora_accel.planner.candidates import (
     divisors,
 )
 from opensora_accel.planner.cost import Placement
-from opensora_accel.planner.estimate import Estimator, Reference, axis_groups
-from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours
+from opensora_accel.planner.estimate import Estimator, Reference, axis_groups, farthest_rank
+from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours, placement_of
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
 from opensora_accel.planner.trace import Operation, Trace
@@ -131,6 +132,45 @@ def test_groups_are_those_of_the_mesh(fields):
         assert list(groups["shards"]) == shape.groups(plan.shard_axes)[0]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3), st.sampled_from([2, 4, 6, 8]),
+)  # fmt: skip
+def test_no_rank_has_its_groups_on_more_nodes(degrees, per_node):
+    copies, ring, ulysses = degrees
+    plan = Plan(dp_replicate=copies, ring=ring, ulysses=ulysses)
+    placement = Placement(plan.world_size, min(per_node, plan.world_size))
+    shape = MeshShape.of(plan)
+    groups = [
+        group
+        for axes in (("ring",), ("ulysses",), shape.axes)
+        for group in shape.groups(axes)
+        if len(group) > 1
+    ]
+
+    def num_nodes(rank):
+        return sum(len({other // per_node for other in group}) for group in groups if rank in group)
+
+    assert num_nodes(farthest_rank(plan, placement)) == max(
+        num_nodes(rank) for rank in range(plan.world_size)
+    )
+
+
+def test_an_exchange_that_some_ranks_send_over_the_network_is_counted():
+    plan, workload = Plan(dp_replicate=8, ulysses=3, precision="bf16"), StandInWorkload(num_heads=12)
+    within, across = (
+        exact(request(24, small(80, ranks_per_node=number), workload=workload), plan, Passes())
+        for number in (6, 8)
+    )
+    assert within.trace.rank == 0 and across.trace.rank == 6
+    exchange = "all-to-all over ulysses"
+    assert across.seconds_by_kind[exchange] > 3 * within.seconds_by_kind[exchange]
+    near, far = (
+        Estimator(REFERENCE, small(80, ranks_per_node=number)).seconds_by_kind(plan) for number in (6, 8)
+    )
+    assert far["exchange over ulysses"] > 3 * near["exchange over ulysses"]
+
+
 # ---- search
 
 
@@ -173,7 +213,8 @@ def test_host_memory_excludes_offload():
 
 def test_what_lies_beside_the_step_is_counted():
     plain = exact(request(), Plan(dp_replicate=8, precision="bf16"), Passes())
-    beside = Residents("adamw-8bit", ema=True, text_encoder_bytes=10 * GIB, vae_bytes=GIB)
+    frozen = {"text encoder": Frozen(10 * GIB, "a test"), "vae": Frozen(GIB, "a test")}
+    beside = Residents("adamw-8bit", ema=True, frozen=frozen)
     other = exact(request(residents=beside), Plan(dp_replicate=8, precision="bf16"), Passes())
     state = plain.bytes_by_kind["optimizer state"]
     grown = other.memory_bytes[0] - plain.memory_bytes[0]
@@ -296,6 +337,37 @@ def test_an_explanation_tells_memory_waits_and_neighbours():
     assert "memory at the peak" in text and "one choice away" in text
     for near in neighbours(outcome.best, outcome):
         assert near.change and near.why
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.sampled_from([1, 2, 4, 6, 8]),
+)  # fmt: skip
+def test_which_axes_leave_a_node_is_told(degrees, per_node):
+    copies, shards, ring, ulysses = degrees
+    plan = Plan(dp_replicate=copies, dp_shard=shards, ring=ring, ulysses=ulysses, sharding="zero3")
+    told = placement_of(plan, per_node)
+    if plan.world_size <= per_node:
+        assert told == ""
+        return
+    shape = MeshShape.of(plan)
+    within, between = told.removesuffix(" between nodes").split(" within a node, ")
+    for axis in shape.used(shape.axes):
+        nodes = [{rank // per_node for rank in group} for group in shape.groups((axis,))]
+        leaves = any(len(each) > 1 for each in nodes)
+        assert f"{axis}={shape.degree(axis)}" in (between if leaves else within).split(", ")
+
+
+def test_the_placement_of_the_winner_is_told():
+    outcome = search(request(16, fixed={"ulysses": 8, "checkpoint": "full"}))
+    told = explain(outcome.best, outcome)
+    assert told.placement.startswith("ulysses=8 within a node, ") and told.placement in told.text()
+    assert told.to_dict()["placement"] == told.placement
+    outcome = search(request(8))
+    assert (
+        explain(outcome.best, outcome).placement == ""
+        and "placement" not in explain(outcome.best, outcome).text()
+    )
 
 
 def test_a_plan_that_does_not_fit_is_told_what_would():

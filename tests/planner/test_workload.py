@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan
-from opensora_accel.planner.models import MODELS, named_workload
+from opensora_accel.planner.models import MODELS, PARTS, named_workload
 from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import Workload, step_file
 from opensora_accel.training.tiny_run import TrueSize
@@ -37,22 +37,50 @@ def test_a_model_has_the_size_that_it_was_published_with(name):
 @pytest.mark.prove
 def test_what_does_not_train_has_the_size_of_its_class():
     import diffusers
-    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        LlamaConfig,
+        LlamaModel,
+        T5Config,
+        T5EncoderModel,
+        UMT5Config,
+        UMT5EncoderModel,
+    )
 
+    llama = {"vocab_size": 128_320, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+    llama |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    clip = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    # Wan-AI/Wan2.2-TI2V-5B-Diffusers, vae/config.json.
+    wan22 = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2}
+    wan22 |= {"in_channels": 12, "out_channels": 12, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
     sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
     sizes |= {"feed_forward_proj": "gated-gelu"}
     with torch.device("meta"):
         made = {
             "UMT5-XXL": UMT5EncoderModel(UMT5Config(vocab_size=256384, **sizes)),
             "T5-XXL": T5EncoderModel(T5Config(vocab_size=32128, **sizes)),
+            "LLaMA 3 8B": LlamaModel(LlamaConfig(**llama)),
+            "CLIP-L": CLIPTextModel(CLIPTextConfig(vocab_size=49_408, **clip)),
             "Wan 2.1 VAE": diffusers.AutoencoderKLWan(),
+            "Wan 2.2 VAE": diffusers.AutoencoderKLWan(**wan22),
             "HunyuanVideo VAE": diffusers.AutoencoderKLHunyuanVideo(),
             "CogVideoX VAE": diffusers.AutoencoderKLCogVideoX(),
             "LTX-Video VAE": diffusers.AutoencoderKLLTXVideo(),
         }
-    told = {name: number for model in MODELS.values() for name, number in model.frozen.items()}
-    for name, module in made.items():
-        assert told[name] == sum(p.numel() for p in module.parameters()), name
+    told = {
+        name: number for model in MODELS.values() for part in PARTS for name, number in getattr(model, part).items()
+    }  # fmt: skip
+    assert told == {name: sum(p.numel() for p in module.parameters()) for name, module in made.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_does_not_train_is_told_with_its_size_and_source(name):
+    for part in PARTS:
+        found = MODELS[name].frozen(part)
+        sizes = getattr(MODELS[name], part)
+        assert found.size_bytes == 2 * sum(sizes.values()) > 0
+        assert all(each in found.source for each in sizes) and "in bf16" in found.source
 
 
 def test_tokens_are_counted_in_latents_and_patches():

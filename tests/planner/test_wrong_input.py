@@ -40,6 +40,8 @@ WRONG = {
     "a wrong value": ((*MODEL, *CLIP, *ON, "--set", "checkpoint=all"), "checkpoint must be one of none, full"),
     "a negative encoder": ((*MODEL, *CLIP, *ON, "--text-encoder-gib", "-1"), "at least 0"),
     "a VAE that is no number": ((*MODEL, *CLIP, *ON, "--vae-gib", "nan"), "--vae-gib is a size"),
+    "an encoder of a step": (("--step", "step.py", *ON, "--on-device", "vae"), "give --vae-gib instead"),
+    "an encoder of a config": (("--config", "run.toml", *ON, "--on-device", "vae"), "says itself what it loads"),
     "no folder for JSON": ((*MODEL, *CLIP, *ON, "--json", "nowhere/a.json"), "make it first"),
     "no folder for a page": ((*MODEL, *CLIP, *ON, "--report", "nowhere/a.html"), "make it first"),
     "no plan file": ((*MODEL, *CLIP, *ON, "--fits", "none.json"), "No such file"),
@@ -58,6 +60,8 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "step.py").write_text("def model_fn(): ...\ndef step(model, run): ...\n")
+    (tmp_path / "run.toml").write_text("[data]\nnum_frames = 5\nheight = 16\nwidth = 16\n")
     other = json.loads(Hardware.named("h100x8").to_json()) | {"colour": "green"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     Plan(dp_replicate=4).save("four.json")
@@ -78,6 +82,7 @@ def test_a_wrong_input_is_refused_with_its_remedy(arguments, said, files, capsys
         ((*MODEL, *CLIP, "--gpus", "8"), "--hardware"),
         ((*MODEL, *CLIP, *ON, "--optimizer", "adam"), "adamw-8bit"),
         ((*MODEL, *CLIP, *ON, "--precision", "fp8"), "bf16"),
+        ((*MODEL, *CLIP, *ON, "--on-device", "encoder"), "text_encoder"),
         ((*MODEL, *CLIP, "--gpus", "many", "--hardware", "h100x8"), "invalid int"),
         ((*MODEL, *CLIP, *ON, "--frame", "81"), "unrecognized arguments"),
     ],

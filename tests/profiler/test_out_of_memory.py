@@ -306,10 +306,63 @@ def test_changes_come_in_the_order_of_what_they_cost():
         "mlp_chunks=8",
         'sharding="zero2", dp_replicate=1, dp_shard=4',
         'sharding="zero3", dp_replicate=1, dp_shard=4',
+        'sharding="zero3", dp_replicate=1, dp_shard=4, cpu_offload=True',
         "ulysses=2",
         "ulysses=4",
         "ulysses=8",
     ]
+
+
+def test_shards_on_the_host_take_nothing_of_the_device():
+    memory = of_model(Plan(checkpoint="full", sharding="zero3", dp_shard=8))
+    on_host = memory.plan.replace(cpu_offload=True)
+    # Inputs and what a block computes, and weights and whole gradients of those that are gathered.
+    assert memory.needs(on_host) == (80 + 30 + (1 + 2) + 2) * GIB
+    assert memory.host_bytes(memory.plan) == 0
+    assert memory.host_bytes(on_host) == pytest.approx(4 * 41 / 8 * GIB, rel=1e-6)
+    moved = on_host.replace(offload=1.0)
+    assert memory.host_bytes(moved) == pytest.approx((4 * 41 / 8 + 39 * 2) * GIB, rel=1e-6)
+    # A single rank's shard is all of it.
+    alone = of_model(Plan(checkpoint="full"))
+    assert 'sharding="zero3", cpu_offload=True' in map(str, changes(alone))
+    assert alone.needs(Plan(checkpoint="full", sharding="zero3", cpu_offload=True)) == memory.needs(on_host)
+    # More ranks hold less of what has tokens, there too; fp32 holds twice of bf16.
+    in_bf16 = of_model(Plan(checkpoint="full", precision="bf16"))
+    half = Plan(checkpoint="full", offload=1.0, ulysses=2)
+    assert in_bf16.host_bytes(half) == 2 * 39 * GIB == 2 * alone.host_bytes(half)
+
+
+def test_a_change_that_the_host_does_not_hold_is_not_named():
+    memory = of_model(Plan(checkpoint="full"))
+    every = {str(change): change for change in changes(memory)}
+    limit = every["offload=1.0"].needs_bytes
+    fits, _best = smallest_change(memory, limit, host_limit_bytes=every["offload=1.0"].host_bytes)
+    assert str(fits) == "offload=1.0"
+    fits, _best = smallest_change(memory, limit, host_limit_bytes=every["offload=1.0"].host_bytes - 1)
+    assert fits is not None and str(fits) != "offload=1.0"
+    assert fits.needs_bytes <= limit and fits.host_bytes < every["offload=1.0"].host_bytes
+    _fits, best = smallest_change(memory, GIB, host_limit_bytes=0)
+    assert best is not None and best.host_bytes == 0
+    # 78 GiB of inputs fit there, and 20.5 GiB of shards, and both together do not.
+    sharded = of_model(Plan(checkpoint="full", sharding="zero3", dp_shard=8))
+    for limit, both in ((90 * GIB, False), (100 * GIB, True)):
+        _fits, best = smallest_change(sharded, GIB, host_limit_bytes=limit)
+        assert best is not None and best.fields["offload"] == 1.0 and ("cpu_offload" in best.fields) == both
+
+
+def test_what_the_host_does_not_hold_is_told():
+    limit = (peak_of(Plan(checkpoint="full")) + peak_of(Plan(checkpoint="full", offload=1.0))) // 2
+    model, optimizer = built(Plan())
+    printed = io.StringIO()
+    teller = tell_of_out_of_memory(
+        model, optimizer, Plan(), limit_bytes=limit, host_limit_bytes=0, file=printed
+    )
+    with contextlib.suppress(torch.OutOfMemoryError), counting(LimitedBytes(limit), model), teller:
+        train(model, optimizer)
+    lines = printed.getvalue().splitlines()
+    (row,) = (line for line in lines if line.startswith('  checkpoint="full", offload=1.0'))
+    assert row.endswith("not on the host") and max(map(len, lines)) <= 100
+    assert "offload" not in lines[-1]
 
 
 def test_several_changes_together_where_none_suffices_alone_and_the_best_where_nothing_does():

@@ -96,12 +96,22 @@ def test_the_plan_of_a_configured_run(tmp_path):
         (["--step", "{step}", "--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["--config", "configs/bunny.toml", "--mesh", "data=2"], "--mesh is for --step"),
         (["--config", "none.toml"], "there is no config file none.toml"),
+        (["--config", "{auto}"], "have it chosen first (`opensora-accel plan --config FILE"),
+        (
+            ["--config", "configs/bunny.toml", "--plan", "auto"],
+            "takes a file that `opensora-accel plan` wrote",
+        ),
+        (["--plan", "none.json"], "none.json: No such file"),
+        (["--plan", "plan.json", "--world", "data=8"], "--world is for --step"),
+        (["--step", "{step}", "--plan", "plan.json", "--mesh", "data=2"], "leave --mesh out"),
         (["--config", "{step}", "--plan.ulyses", "2"], "cannot be read"),
     ],
 )
 def test_bad_calls_say_what_to_do(tmp_path, capsys, arguments, message):
     (tmp_path / "empty.py").write_text("")
-    paths = {"step": step_file(tmp_path), "empty": str(tmp_path / "empty.py")}
+    (tmp_path / "auto.toml").write_text('plan = "auto"\n')
+    paths = {name.partition(".")[0]: str(tmp_path / name) for name in ("empty.py", "auto.toml")}
+    paths["step"] = step_file(tmp_path)
     assert main(["verify", *(argument.format(**paths) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err
 

@@ -8,13 +8,22 @@ Open-Sora 2.0, README: 50 steps of sampling at 768 × 768 on 1, 2, 4, 8 H100 tak
 assumed to be three forward passes (both guidances) of 129 frames with 512 text tokens; encoding and decoding are left
 out. Its class is the stand-in of tests/opensora_models.
 
-xDiT and USP publish latencies of other models and machines without all of the settings that a forecast needs (steps,
-guidance, batch, kernels): they are not compared.
+xDiT, docs/performance/hunyuanvideo.md (github.com/xdit-project/xDiT): HunyuanVideo, 129 frames, 50 steps, Ulysses, on
+H100. The model has its guidance built in, so that a step is one forward pass. docs/performance/cogvideo.md, with its
+pictures cogvideo-a100-2b.png and -5b.png (github.com/xdit-project/xdit_assets): CogVideoX, 49 frames of 480 × 720,
+seconds a step on A100. A step is a forward pass of two samples, or of one where guidance is split over two ranks
+("CFG-2"). Assumed: A100s on NVLink, bf16, and that encoding and decoding take nothing.
+
+Not compared are xDiT's figures of L20, L40 and H20, which are no hardware of the planner's; of FLUX and ConsisID, where
+the length of captions and what is given of a face are not told; and of Step-Video, which has no policy here. USP
+(arxiv.org/abs/2405.07719, github.com/feifeibear/long-context-attention) publishes attention under a causal mask alone,
+and LLaMA-3's training: the planner counts attention to all tokens, as video transformers have it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +37,7 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.planner.candidates import Passes, Request
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
-from opensora_accel.planner.models import named_workload
+from opensora_accel.planner.models import MODELS, named_workload
 from opensora_accel.planner.search import exact, simulated
 from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import Pass, Workload
@@ -36,7 +45,7 @@ from opensora_accel.verify.meshes import Run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-H100 = Hardware.named("h100x8")
+H100, A100 = Hardware.named("h100x8"), Hardware.named("a100x8")
 
 
 def nemo() -> list[dict[str, Any]]:
@@ -77,10 +86,86 @@ def open_sora() -> list[dict[str, Any]]:
         model: nn.Module = MMDiTModel(config).bfloat16()
         return model
 
+    workload = Workload(
+        "Open-Sora 2.0",
+        build,
+        _sampling(lambda _model: _mmdit_inputs(batch, tokens, text)),
+        batch=batch,
+        num_tokens=tokens,
+        text_tokens=text,
+        num_heads=24,
+    )
+    published = {1: 1656.0, 2: 863.0, 4: 466.0, 8: 276.0}
+    return [
+        _seconds(
+            f"Open-Sora 2.0, 768 px, 50 steps, {ranks} H100",
+            seconds,
+            workload,
+            Plan(ulysses=ranks),
+            H100,
+            steps,
+        )
+        for ranks, seconds in published.items()
+    ]
+
+
+def xdit_hunyuan() -> list[dict[str, Any]]:
+    """Seconds of sampling a clip."""
+    published = {
+        (720, 1280): {1: 1904.08, 2: 925.04, 4: 514.08, 8: 337.58},
+        (960, 960): {1: 1735.01, 2: 934.09, 3: 645.45, 6: 367.02},
+    }
+    return [
+        _seconds(
+            f"xDiT, HunyuanVideo, 129 × {height} × {width}, 50 steps, {ranks} H100", seconds,
+            _sampled_model("hunyuan-video", 129, height, width, 1), Plan(ulysses=ranks), H100, 50,
+        )
+        for (height, width), rows in published.items()
+        for ranks, seconds in rows.items()
+    ]  # fmt: skip
+
+
+def xdit_cogvideox() -> list[dict[str, Any]]:
+    """Seconds of a step."""
+    # With both halves of guidance in a batch, and on two ranks of their own.
+    ways = {
+        "1 A100": (Plan(), 2),
+        "Ulysses-2": (Plan(ulysses=2), 2),
+        "Ring-2": (Plan(ring=2), 2),
+        "CFG-2": (Plan(), 1),
+        "Ulysses-2 × CFG-2": (Plan(ulysses=2), 1),
+        "Ring-2 × CFG-2": (Plan(ring=2), 1),
+    }
+    published = {
+        "cogvideox-2b": (1.44, 0.87, 0.88, 0.74, 0.48, 0.47),
+        "cogvideox-5b": (4.07, 2.38, 2.44, 2.12, 1.27, 1.27),
+    }
+    return [
+        _seconds(f"xDiT, {name}, a step, {way}", seconds, _sampled_model(name, 49, 480, 720, batch), plan, A100)
+        for name, rows in published.items()
+        for (way, (plan, batch)), seconds in zip(ways.items(), rows, strict=True)
+    ]  # fmt: skip
+
+
+def _sampled_model(name: str, frames: int, height: int, width: int, batch: int) -> Workload:
+    """A forward pass of a published model in bf16."""
+    trained = named_workload(name, frames=frames, height=height, width=width, batch=batch)
+    published = MODELS[name]
+    clip = published.clip(frames, height, width, batch, published.text_tokens)
+    return dataclasses.replace(
+        trained,
+        model_fn=lambda: published.build().bfloat16(),
+        prepare=_sampling(lambda model: published.inputs(clip, model, torch.bfloat16)),
+    )
+
+
+def _sampling(inputs: Callable[[nn.Module], Mapping[str, Any]]) -> Callable[[nn.Module, Run], Pass]:
+    """What prepares a forward pass alone."""
+
     def prepare(model: nn.Module, run: Run) -> Pass:
         init_parallel(run.plan, "cpu")
         sharded = shardformer.shard(model, run.plan) if run.plan.sequence > 1 else model
-        given = _mmdit_inputs(batch, tokens, text)
+        given = inputs(model)
 
         def one_pass(_is_last: bool) -> None:
             with torch.no_grad():
@@ -88,24 +173,16 @@ def open_sora() -> list[dict[str, Any]]:
 
         return one_pass
 
-    workload = Workload(
-        "Open-Sora 2.0", build, prepare, batch=batch, num_tokens=tokens, text_tokens=text, num_heads=24
-    )
-    rows = []
-    for ranks, published in ((1, 1656.0), (2, 863.0), (4, 466.0), (8, 276.0)):
-        trace = trace_step(workload, Plan(ulysses=ranks))
-        placement = Placement.on(H100, ranks)
-        low, high = (steps * simulated(trace, H100.bound(sign), placement).step_s for sign in (-1, 1))
-        rows.append(
-            {
-                "what": f"Open-Sora 2.0, 768 px, 50 steps, {ranks} H100",
-                "published": published,
-                "low": low,
-                "high": high,
-                "unit": "s",
-            }
-        )
-    return rows
+    return prepare
+
+
+def _seconds(
+    what: str, published: float, workload: Workload, plan: Plan, hardware: Hardware, steps: int = 1
+) -> dict[str, Any]:
+    """A row of the table."""
+    trace, placement = trace_step(workload, plan), Placement.on(hardware, plan.world_size)
+    low, high = (steps * simulated(trace, hardware.bound(sign), placement).step_s for sign in (-1, 1))
+    return {"what": what, "published": published, "low": low, "high": high, "unit": "s"}
 
 
 def _mmdit_inputs(batch: int, tokens: int, text: int) -> Mapping[str, Any]:
@@ -121,7 +198,12 @@ def _mmdit_inputs(batch: int, tokens: int, text: int) -> Mapping[str, Any]:
     }
 
 
-TABLES: dict[str, Callable[[], list[dict[str, Any]]]] = {"nemo": nemo, "open_sora": open_sora}
+TABLES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "nemo": nemo,
+    "open_sora": open_sora,
+    "xdit_hunyuan": xdit_hunyuan,
+    "xdit_cogvideox": xdit_cogvideox,
+}
 
 
 def main() -> int:
