@@ -206,9 +206,25 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     live = sum(device.values())
     found = _candidate(
         request, plan, passes, live, 0.0, device, (times[0], times[2]), times[1], kinds_s, trace.host_bytes,
-        num_groups=len(trace.groups), parameter_bytes=trace.parameter_bytes,
+        communication_bytes=communication_buffer_bytes(trace, hardware), parameter_bytes=trace.parameter_bytes,
     )  # fmt: skip
     return replace(found, trace=trace, timeline=timeline)
+
+
+def communication_buffer_bytes(trace: Trace, hardware: Hardware) -> int:
+    """What the communication library takes of a rank's memory beside the step's own tensors.
+
+    NCCL has buffers for each communicator. gloo, on a CPU, also copies what a reduce-scatter is given.
+    """
+    copied = 0.0
+    if hardware.cores:
+        given = (
+            each.num_bytes * len(each.group) / (len(each.group) - 1)
+            for each in trace.operations
+            if each.collective == "reduce-scatter" and len(each.group) > 1
+        )
+        copied = max(given, default=0.0)
+    return hardware.communicator_bytes * len(trace.groups) + round(copied)
 
 
 def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timeline:
@@ -239,12 +255,13 @@ def _candidate(
     expected_s: float,
     seconds: Mapping[str, float],
     host_bytes: int,
-    num_groups: int | None = None,
+    communication_bytes: int | None = None,
     parameter_bytes: int | None = None,
 ) -> Candidate:
     """With what lies in memory beside the step, and what the allocator and the libraries take."""
     hardware, residents = request.hardware, request.residents
-    num_groups = len(axis_groups(plan)) if num_groups is None else num_groups
+    if communication_bytes is None:
+        communication_bytes = hardware.communicator_bytes * len(axis_groups(plan))
     by_kind = dict(kinds)
     if residents.ema:
         by_kind["ema"] = by_kind.get("parameters", 0) if parameter_bytes is None else parameter_bytes
@@ -252,7 +269,7 @@ def _candidate(
     beside = sum(by_kind.values()) - sum(kinds.values())
     low, high = live * (1 - uncertain) + beside, live * (1 + uncertain) + beside
     by_kind["context"] = hardware.context_bytes
-    by_kind["communication buffers"] = hardware.communicator_bytes * num_groups
+    by_kind["communication buffers"] = communication_bytes
     by_kind["allocator slack"] = round(high * hardware.allocator_slack)
     low += hardware.context_bytes
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]

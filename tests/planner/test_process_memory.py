@@ -13,6 +13,9 @@ from diffusers import WanTransformer3DModel
 
 from opensora_accel import Plan, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.planner.candidates import describe
+from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.search import communication_buffer_bytes
 from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import of_model
 from opensora_accel.verify.meshes import MeshShape, Run
@@ -65,6 +68,8 @@ def peak_of_process(plan):
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
 
     def steps(sizes, number):
+        # Ranks of a sequence group draw the same clip.
+        torch.manual_seed(0)
         given = workload(*sizes)
         model = given.model_fn()
         one_pass = given.prepare(model, run)
@@ -107,12 +112,12 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=describe)
 def test_a_process_needs_what_was_planned(ranks, plan):
     trace = trace_step(workload(*LARGE), plan)
-    planned = trace.peak_bytes + trace.host_bytes
+    libraries = communication_buffer_bytes(trace, Hardware.named("cpu"))
+    planned = trace.peak_bytes + trace.host_bytes + libraries
     found = ranks(plan.world_size, peak_of_process, plan)[0]
-    print(
-        f"{plan}: planned {planned / 1e6:.1f} MB, the process {found / 1e6:.1f} MB: {found / planned - 1:+.2%}"
-    )
-    assert found == pytest.approx(planned, rel=0.02)
+    error = found / planned - 1
+    print(f"{describe(plan)}: planned {planned / 1e6:.1f} MB, the process {found / 1e6:.1f} MB: {error:+.2%}")
+    assert abs(error) <= 0.02
