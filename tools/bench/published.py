@@ -38,7 +38,7 @@ from opensora_accel.planner.candidates import Passes, Request
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS, named_workload
-from opensora_accel.planner.search import exact, simulated
+from opensora_accel.planner.search import communication_buffer_bytes, exact, simulated
 from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import Pass, Workload
 from opensora_accel.verify.meshes import Run
@@ -95,18 +95,33 @@ def open_sora() -> list[dict[str, Any]]:
         text_tokens=text,
         num_heads=24,
     )
-    published = {1: 1656.0, 2: 863.0, 4: 466.0, 8: 276.0}
-    return [
-        _seconds(
-            f"Open-Sora 2.0, 768 px, 50 steps, {ranks} H100",
-            seconds,
-            workload,
-            Plan(ulysses=ranks),
-            H100,
-            steps,
+    # Seconds, and GB of the fullest device, which holds T5-XXL, CLIP and the VAE too.
+    published = {1: (1656.0, 60.3), 2: (863.0, 48.3), 4: (466.0, 44.3), 8: (276.0, 44.3)}
+    hunyuan, cogvideox = MODELS["hunyuan-video"], MODELS["cogvideox-5b"]
+    beside = {
+        **cogvideox.text_encoder,
+        "CLIP-L": hunyuan.text_encoder["CLIP-L"],
+        **hunyuan.vae,
+    }
+    rows = []
+    for ranks, (seconds, gigabytes) in published.items():
+        what, plan = f"Open-Sora 2.0, 768 px, 50 steps, {ranks} H100", Plan(ulysses=ranks)
+        rows.append(_seconds(what, seconds, workload, plan, H100, steps))
+        trace = trace_step(workload, plan)
+        # A traced step ends with an optimizer, and sampling has none.
+        sampled = (each.device_bytes - each.bytes_by_kind.get("optimizer state", 0) for each in trace.memory)
+        low = max(sampled) + 2 * sum(beside.values()) + H100.context_bytes
+        high = low * (1 + H100.allocator_slack) + communication_buffer_bytes(trace, H100)
+        rows.append(
+            {
+                "what": f"{what}: memory",
+                "published": gigabytes,
+                "low": low / 1e9,
+                "high": high / 1e9,
+                "unit": "GB",
+            }
         )
-        for ranks, seconds in published.items()
-    ]
+    return rows
 
 
 def xdit_hunyuan() -> list[dict[str, Any]]:
