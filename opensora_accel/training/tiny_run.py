@@ -172,8 +172,8 @@ class TrueSize:
 
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
-        """Loads the VAE that the run names, for its sizes."""
-        codec = build_codec(config.codec, torch.device("cpu"), torch.float32)
+        """With the sizes of the VAE that the run names; none of its weights is read."""
+        codec = build_codec(config.codec, torch.device("cpu"), torch.float32, outline=True)
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)

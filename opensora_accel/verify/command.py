@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
@@ -330,7 +331,8 @@ def load_file(given: Path) -> ModuleType:
         ValueError: the file cannot be loaded, and why.
     """
     path = given.resolve()
-    name = f"_step_file_{path.stem}"
+    # Files of one name in two folders are two modules.
+    name = f"_step_file_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     # As a script's folder: what the file imports may lie beside it.

@@ -166,10 +166,10 @@ def test_verify_takes_what_plan_wrote(stand_in, config_file, run):
     of_file = ("--config", config_file, "--plan", "plan.json")
     status, told = run("verify", *of_file, "--only", "communication")
     assert status == 0 and "16 ranks" in told and "what is sent is what the plan promises" in told
-    # Beside a file of the user's own, whose step applies it.
+    # Beside a file of the user's own, whose step applies it; a process loads a name once.
     Plan(dp_replicate=64).save("copies.json")
-    (stand_in / "step.py").write_text(STEP_FILE)
-    of_step = ("--step", "step.py", "--plan", "copies.json")
+    (stand_in / "copies.py").write_text(STEP_FILE)
+    of_step = ("--step", "copies.py", "--plan", "copies.json")
     status, told = run("verify", *of_step, "--only", "communication", "--json", "found.json")
     assert (
         status == 0 and json.loads((stand_in / "found.json").read_text())["communication"]["world_size"] == 64
@@ -182,9 +182,9 @@ def test_verify_proves_the_gradients_of_what_plan_wrote(stand_in, config_file, r
     status, told = run("verify", "--config", config_file, "--plan", "plan.json", "--only", "gradients")
     assert status == 0 and "ulysses=2" in told and "ulysses=3" in told and "at most 4 run here" in told
     Plan(dp_replicate=64).save("copies.json")
-    (stand_in / "step.py").write_text(STEP_FILE)
+    (stand_in / "copies.py").write_text(STEP_FILE)
     only = ("--only", "gradients", "--max-ranks", 2)
-    status, told = run("verify", "--step", "step.py", "--plan", "copies.json", *only)
+    status, told = run("verify", "--step", "copies.py", "--plan", "copies.json", *only)
     assert status == 0 and "the plan has 64 ranks, and at most 2 run here" in told
     assert "✓ dp_replicate=2" in told
 

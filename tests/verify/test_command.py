@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from opensora_accel.cli import main
+from opensora_accel.verify.command import load_file
 from opensora_accel.verify.report import to_junit
 from tests.tiers import PROVE
 
@@ -35,7 +36,7 @@ def step_file(folder, changes=()):
 
 
 def run(*arguments, **options):
-    """In a process of its own, so that one step file does not meet another's."""
+    """In a process of its own, as it is typed."""
     command = [sys.executable, "-m", "opensora_accel.cli", "verify", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
@@ -182,3 +183,14 @@ def test_interrupted_it_leaves_no_process_behind(tmp_path, signal_, delay_s):
     assert len(started) >= 3 and not alive
     if signal_ == signal.SIGINT:
         assert (tmp_path / "errors").read_text() == "error: interrupted\n"
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path):
+    found = []
+    for number in (1, 2):
+        path = tmp_path / str(number) / "my_step.py"
+        path.parent.mkdir()
+        path.write_text(f"NUMBER = {number}\n", encoding="utf-8")
+        found.append(load_file(path).NUMBER)
+    assert found == [1, 2]
+    assert load_file(tmp_path / "1" / "my_step.py") is load_file(tmp_path / "2" / ".." / "1" / "my_step.py")
