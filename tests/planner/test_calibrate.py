@@ -10,7 +10,7 @@ from opensora_accel import cli
 from opensora_accel.planner.hardware import Hardware
 
 
-@pytest.mark.prove
+@pytest.mark.alone
 def test_two_ranks_measure_their_machine(tmp_path, capsys):
     path = tmp_path / "hardware.json"
     launch = [

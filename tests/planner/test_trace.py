@@ -72,8 +72,7 @@ def test_bytes_are_those_of_real_ranks(ranks, num_ranks, plan, options, traced):
     found = ranks(num_ranks, really, workload, plan)
     for rank in traced:
         trace = trace_step(workload, plan, rank=rank)
-        # What an import makes in the first trace are some hundred bytes. gloo's threads let go of what has arrived
-        # between any two counts.
+        # What an import makes in the first trace are some hundred bytes.
         assert trace.peak_bytes == pytest.approx(found[rank]["peak"], rel=0.01)
         if num_ranks == 1:
             assert abs(trace.peak_bytes - found[rank]["peak"]) <= 256
