@@ -48,6 +48,8 @@ from opensora_accel.planner.workload import Workload, of_model
 Show = Callable[[str, float], None]
 # What remains uncertain of a measured figure, beside other programs: assumed.
 _UNCERTAINTY = 0.1
+# Where ranks take turns on a core, each collective waits for ranks that wait for a core: assumed.
+_OVERSUBSCRIBED = 0.25
 _MESSAGE_BYTES = (64, 2**16, 2**20, 2**23)
 # Head dim, heads, and side in tokens of the steps that are measured.
 _TINY, _SMALL, _LARGE = (16, 2, 4), (40, 3, 20), (48, 5, 26)
@@ -135,7 +137,12 @@ def measure_links(device: torch.device, hardware: Hardware | None) -> Hardware |
         collectives=collectives,
         sharded_launch_s=sharded_launch_s,
         **on_cores,
-        uncertainties=hardware.uncertainties | {"collective": uncertain, "crowding": uncertain},
+        uncertainties=hardware.uncertainties
+        | {
+            "collective": uncertain,
+            "crowding": uncertain,
+            "oversubscription": max(_OVERSUBSCRIBED, uncertain),
+        },
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         memory_bytes=hardware.memory_bytes if device.type == "cuda" else hardware.host_memory_bytes // world,
         sources=hardware.sources | dict.fromkeys(names, f"{_when()}, {world} ranks"),

@@ -116,7 +116,8 @@ class Hardware:
     allocator_slack: float
     # By class of kernel ("gemm", "attention", "attention backward", "memory"), or "memory aten.gelu" for one operator.
     efficiencies: dict[str, Efficiency]
-    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host; crowding where it was measured.
+    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host. Where they were measured also
+    # crowding, and oversubscription: crowding where there are more ranks than cores.
     uncertainties: dict[str, float]
     # Where each figure is from.
     sources: dict[str, str]
@@ -215,13 +216,19 @@ class Hardware:
             launch_s=self.launch_s * factor["host"],
             sharded_launch_s=self.sharded_launch_s * factor["host"],
             crowding={
-                ranks: max(1.0, times * factor.get("crowding", 1.0)) if int(ranks) > 1 else times
+                ranks: max(1.0, times * factor.get(self._crowd(int(ranks)), 1.0))
                 for ranks, times in self.crowding.items()
             },
             uncertainties=dict.fromkeys(self.uncertainties, 0.0),
             # Peaks are scaled and not shares, which may not pass 1.
             slowness={kind: taken * factor[kind] for kind, taken in self.slowness.items()},
         )
+
+    def _crowd(self, num_ranks: int) -> str:
+        """What makes it uncertain how much slower so many ranks of a node compute."""
+        if num_ranks == 1:
+            return "nobody"
+        return "crowding" if self.cores is None or num_ranks <= self.cores else "oversubscription"
 
     # ---- as data
 

@@ -90,17 +90,19 @@ def test_the_bounds_go_around_what_was_measured():
     measured = dataclasses.replace(
         Hardware.named("cpu"),
         slowness={"gemm": 1.2, "attention": 1.1, "memory": 1.0},
+        cores=2,
         crowding={"1": 1.0, "2": 1.05, "4": 2.2},
         uncertainties=dict.fromkeys(
             ("gemm", "attention", "memory", "collective", "copy", "host", "crowding"), 0.1
-        ),
+        )
+        | {"oversubscription": 0.25},
     )
     fast, slow = measured.bound(-1), measured.bound(+1)
     assert slow.slowness == pytest.approx({"gemm": 1.32, "attention": 1.21, "memory": 1.1})
     assert fast.slowness["gemm"] == pytest.approx(1.08)
-    assert slow.crowding == pytest.approx({"1": 1.0, "2": 1.155, "4": 2.42})
+    assert slow.crowding == pytest.approx({"1": 1.0, "2": 1.155, "4": 2.75})
     # Nobody computes faster because others do.
-    assert fast.crowding == pytest.approx({"1": 1.0, "2": 1.0, "4": 1.98})
+    assert fast.crowding == pytest.approx({"1": 1.0, "2": 1.0, "4": 1.65})
 
 
 def test_peaks_are_those_that_the_profiler_knows():
