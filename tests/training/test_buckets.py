@@ -449,7 +449,7 @@ def seconds_of_steps(config):
     from opensora_accel.training.loop import Trainer
 
     trainer, seconds, tokens = Trainer(config), [], []
-    for _ in range(16):
+    for _ in range(48):
         start = time.thread_time()
         tokens.append(trainer.step()["tokens"])
         seconds.append(time.thread_time() - start)
@@ -462,7 +462,7 @@ def test_data_ranks_take_equally_long(folder, tmp_path, ranks):
     sizes = ["1x32x32", "1x64x64", "5x24x40", "9x24x40", "5x40x24", "9x40x24:8"]
     plan = Plan(dp_replicate=2)
     model = {**TINY_WAN, "num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 512}
-    changes = {"data.buckets": sizes, "data.batch_size": 8, "steps": 40, "model.config": model}
+    changes = {"data.buckets": sizes, "data.batch_size": 8, "steps": 120, "model.config": model}
     (tokens, first), (_, second) = ranks(2, seconds_of_steps, mixed_config(folder, tmp_path, plan, **changes))
     warm = [n for n, number in enumerate(tokens) if number in tokens[:n]]
     apart = [abs(first[n] - second[n]) / max(first[n], second[n]) for n in warm]
