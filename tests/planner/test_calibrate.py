@@ -6,12 +6,11 @@ import sys
 
 import pytest
 
-from opensora_accel import cli
 from opensora_accel.planner.hardware import Hardware
 
 
 @pytest.mark.alone
-def test_two_ranks_measure_their_machine(tmp_path, capsys):
+def test_two_ranks_measure_their_machine(tmp_path):
     path = tmp_path / "hardware.json"
     launch = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
@@ -32,6 +31,4 @@ def test_two_ranks_measure_their_machine(tmp_path, capsys):
     assert {name.split()[0] for name in hardware.collectives} == measured
     for name in ("crowding", "beside_collective", "sharded_launch_s", "slowness", "within"):
         assert "measured by doctor --calibrate" in hardware.sources[name]
-    sizes = ("--frames", "5", "--height", "64", "--width", "64", "--gpus", "2", "--hardware", str(path))
-    assert cli.main(["plan", "--model", "wan2.1-1.3b", *sizes, "--output", str(tmp_path / "plan.json")]) == 0
-    assert "calibrated cpu" in capsys.readouterr().out
+    assert Hardware.named(str(path)).name == "calibrated cpu"
