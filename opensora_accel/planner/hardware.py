@@ -80,6 +80,11 @@ def _interpolate(efficiency: Efficiency, sizes: tuple[float, ...]) -> float:
     return total / weight
 
 
+_UNCERTAIN = ("gemm", "attention", "memory", "collective", "copy", "host")
+# Only a file of `doctor --calibrate` has these.
+_UNCERTAIN_OF_CROWDS = ("crowding", "oversubscription")
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Figures of one device, of its node and of the network; bytes, bytes a second, seconds.
@@ -159,10 +164,7 @@ class Hardware:
                 )
         for ranks, times in self.crowding.items():
             _check_number(f"crowding.{ranks}", times, above=0)
-        for kind in ("gemm", "attention", "memory", "collective", "copy", "host"):
-            share = self.uncertainties.get(kind)
-            if not isinstance(share, (int, float)) or not 0 <= share < 1:
-                raise ValueError(f"uncertainties.{kind} is a share from 0 to below 1; got {share!r}")
+        _check_uncertainties(self.uncertainties)
 
     def peak(self, dtype: str) -> float:
         """Dense operations a second in a dtype; one that has no figure computes as float32.
@@ -215,8 +217,9 @@ class Hardware:
             },
             launch_s=self.launch_s * factor["host"],
             sharded_launch_s=self.sharded_launch_s * factor["host"],
+            # A rank by itself is crowded by nobody, and nobody computes faster because others do.
             crowding={
-                ranks: max(1.0, times * factor.get(self._crowd(int(ranks)), 1.0))
+                ranks: 1.0 if ranks == "1" else max(1.0, times * factor.get(self._crowd(int(ranks)), 1.0))
                 for ranks, times in self.crowding.items()
             },
             uncertainties=dict.fromkeys(self.uncertainties, 0.0),
@@ -225,10 +228,8 @@ class Hardware:
         )
 
     def _crowd(self, num_ranks: int) -> str:
-        """What makes it uncertain how much slower so many ranks of a node compute."""
-        if num_ranks == 1:
-            return "nobody"
-        return "crowding" if self.cores is None or num_ranks <= self.cores else "oversubscription"
+        """Which uncertainty says how much slower so many ranks of a node may be."""
+        return "oversubscription" if self.cores is not None and num_ranks > self.cores else "crowding"
 
     # ---- as data
 
@@ -408,6 +409,16 @@ def _link(name: str, value: Any) -> Link:
         raise ValueError(
             f'{name} is a link, as {{"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5}}; got {value!r}'
         ) from error
+
+
+def _check_uncertainties(given: Mapping[str, float]) -> None:
+    known = (*_UNCERTAIN, *_UNCERTAIN_OF_CROWDS)
+    for kind in (*_UNCERTAIN, *given):
+        if kind not in known:
+            raise ValueError(f"uncertainties has no {kind!r}; {nearest(kind, known)}")
+        share = given.get(kind)
+        if not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise ValueError(f"uncertainties.{kind} is a share from 0 to below 1; got {share!r}")
 
 
 def _check_number(

@@ -150,6 +150,11 @@ def test_a_wrong_name_is_told_with_the_nearest(name, said):
         ("efficiencies", {"gemm": {"by": ["flops"], "points": []}}, "at least one point"),
         ("efficiencies", {"gemm": {"by": ["flops"], "points": [[[1, 2], 0.5]]}}, "one size above 0 for each"),
         ("uncertainties", {"gemm": 1.5}, "uncertainties.gemm is a share"),
+        (
+            "uncertainties",
+            dict.fromkeys(("gemm", "attention", "memory", "collective", "copy", "host", "crowdng"), 0.1),
+            "uncertainties has no 'crowdng'; did you mean 'crowding'",
+        ),
         ("collectives", {"all-gather 2/2": [[1, 1]]}, "needs two points"),
         ("colour", 1, "has no field 'colour'"),
     ],

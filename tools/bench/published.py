@@ -39,7 +39,7 @@ from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS, named_workload
 from opensora_accel.planner.search import communication_buffer_bytes, exact, simulated
-from opensora_accel.planner.trace import trace_step
+from opensora_accel.planner.trace import Trace, trace_step
 from opensora_accel.planner.workload import Pass, Workload
 from opensora_accel.verify.meshes import Run
 
@@ -106,8 +106,8 @@ def open_sora() -> list[dict[str, Any]]:
     rows = []
     for ranks, (seconds, gigabytes) in published.items():
         what, plan = f"Open-Sora 2.0, 768 px, 50 steps, {ranks} H100", Plan(ulysses=ranks)
-        rows.append(_seconds(what, seconds, workload, plan, H100, steps))
         trace = trace_step(workload, plan)
+        rows.append(_seconds(what, seconds, trace, H100, steps))
         # A traced step ends with an optimizer, and sampling has none.
         sampled = (each.device_bytes - each.bytes_by_kind.get("optimizer state", 0) for each in trace.memory)
         low = max(sampled) + 2 * sum(beside.values()) + H100.context_bytes
@@ -133,7 +133,7 @@ def xdit_hunyuan() -> list[dict[str, Any]]:
     return [
         _seconds(
             f"xDiT, HunyuanVideo, 129 × {height} × {width}, 50 steps, {ranks} H100", seconds,
-            _sampled_model("hunyuan-video", 129, height, width, 1), Plan(ulysses=ranks), H100, 50,
+            trace_step(_sampled_model("hunyuan-video", 129, height, width, 1), Plan(ulysses=ranks)), H100, 50,
         )
         for (height, width), rows in published.items()
         for ranks, seconds in rows.items()
@@ -156,7 +156,9 @@ def xdit_cogvideox() -> list[dict[str, Any]]:
         "cogvideox-5b": (4.07, 2.38, 2.44, 2.12, 1.27, 1.27),
     }
     return [
-        _seconds(f"xDiT, {name}, a step, {way}", seconds, _sampled_model(name, 49, 480, 720, batch), plan, A100)
+        _seconds(
+            f"xDiT, {name}, a step, {way}", seconds, trace_step(_sampled_model(name, 49, 480, 720, batch), plan), A100
+        )
         for name, rows in published.items()
         for (way, (plan, batch)), seconds in zip(ways.items(), rows, strict=True)
     ]  # fmt: skip
@@ -191,11 +193,9 @@ def _sampling(inputs: Callable[[nn.Module], Mapping[str, Any]]) -> Callable[[nn.
     return prepare
 
 
-def _seconds(
-    what: str, published: float, workload: Workload, plan: Plan, hardware: Hardware, steps: int = 1
-) -> dict[str, Any]:
+def _seconds(what: str, published: float, trace: Trace, hardware: Hardware, steps: int = 1) -> dict[str, Any]:
     """A row of the table."""
-    trace, placement = trace_step(workload, plan), Placement.on(hardware, plan.world_size)
+    placement = Placement.on(hardware, trace.plan.world_size)
     low, high = (steps * simulated(trace, hardware.bound(sign), placement).step_s for sign in (-1, 1))
     return {"what": what, "published": published, "low": low, "high": high, "unit": "s"}
 
