@@ -301,7 +301,7 @@ def test_every_launcher_starts_the_same_run(run, config_file, tmp_path, name):
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     done, found = launched(LAUNCHERS[name], config_file, tmp_path / name, "--plan.ulysses", "2")
     assert done.returncode == 0, done.stderr
-    assert "on 2 rank(s)" in done.stdout
+    assert "on 2 CPU rank(s)" in done.stdout
     assert found == pytest.approx([json.loads(row)["loss"] for row in rows], rel=1e-4)
 
 
