@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=8) as pool:
         write_cpu_build(Path(folder), _torch_version(options.constraints))
         # The time goes into waiting for the index.
-        reasons = pool.map(lambda pair: resolve(*reversed(pair), options.constraints, Path(folder)), pairs)
+        reasons = pool.map(lambda pair: resolve(pair[1], pair[0], options.constraints, Path(folder)), pairs)
         outcomes = ((*pair, reason) for pair, reason in zip(pairs, reasons, strict=True))
         for environment, group in groupby(outcomes, key=lambda outcome: outcome[0]):
             failures += _tell(environment, {install: reason for _, install, reason in group if reason})
