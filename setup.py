@@ -9,7 +9,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PLOT = ["matplotlib"]
+PLOT = ["matplotlib", "pydantic>=2.11"]
 TRAIN = [
     *PLOT,
     "diffusers>=0.42.1",
@@ -23,7 +23,6 @@ TRAIN = [
     "psutil",
     "rich",
     "tyro>=1.0",
-    "pydantic>=2.11",
     "tensorboard",
     "torchdata>=0.11",
 ]
