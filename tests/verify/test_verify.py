@@ -79,6 +79,10 @@ def test_a_right_loop_passes(ranks, step, meshes):
             corners.another_optimizer_first, DATA, {}, "missing sum", "data",
             ["missing average over data for all 8 parameters\n"],
         ),
+        (
+            corners.steps_by_a_closure_without_an_average, DATA, {}, "missing sum", "data",
+            ["missing average over data for all 8 parameters\n"],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
@@ -169,6 +173,10 @@ def test_the_report_as_text_json_and_junit(ranks):
         (corners.ddp_for_each_layer, loops.small, {}),
         (corners.hand_written_optimizer, loops.small, {}),
         (corners.one_batch_split_by_the_step, loops.small, {"reference": "whole"}),
+        (corners.keeps_an_average, loops.small, {}),
+        (corners.forward_by_the_transforms, loops.small, {}),
+        (corners.penalises_its_gradient, loops.small, {}),
+        (corners.steps_by_a_closure, loops.small, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
