@@ -24,6 +24,7 @@ from opensora_accel.verify.on_cpu import (
     LiftOperations,
     accelerator_stand_ins,
     launcher_environment,
+    noting_autocast,
     prepare_model,
     without_loss_scaling,
 )
@@ -85,6 +86,8 @@ class Observation:
     calls: dict[tuple[str, int], tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
     # Whether the process is no longer as it was before the step.
     leaves_patches: bool = False
+    # Casts to half precision that were left out, by type and line.
+    lifted: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -365,7 +368,13 @@ def observe(
             seed_generators(seed + 1 + own_seed)
             if model is not None:
                 observer.watch(model)
-            with launcher_environment(run), accelerator_stand_ins(), without_loss_scaling(), LiftOperations():
+            with (
+                launcher_environment(run),
+                accelerator_stand_ins(),
+                without_loss_scaling(),
+                noting_autocast(found.lifted),
+                LiftOperations(found.lifted),
+            ):
                 returned = step(run) if model is None else step(model, run)
             # While the step's own patches stand and the verifier's are undone.
             found.leaves_patches = definitions.have_changed()

@@ -68,7 +68,15 @@ class LiftOperations(TorchDispatchMode):
 
     What is made in fp32 from nothing or from whole numbers is made in fp64 as well, since it will meet fp64. Slower
     than `LiftCasts`, and not seen by torch.compile.
+
+    Args:
+        lifted: takes the type and the line of every cast to half precision that was lifted. In training these round,
+            which the proof does not see; casts to fp32 are in nearly every model.
     """
+
+    def __init__(self, lifted: dict[str, None] | None = None):
+        super().__init__()
+        self._lifted = lifted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,10 +85,33 @@ class LiftOperations(TorchDispatchMode):
         # Below autograd: what backward computes comes by here too.
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
+            if self._lifted is not None and func.overloadpacket is _aten._to_copy and is_double:
+                _note_half(self._lifted, "", kwargs["dtype"])
             kwargs = {**kwargs, "dtype": torch.float64}
         result = func(*args, **kwargs)
         is_literal = func is _aten.lift_fresh.default  # torch.tensor(numbers, dtype=torch.float32)
         return result.double() if is_literal and _narrow(result.dtype) else result
+
+
+def _note_half(lifted: dict[str, None], how: str, dtype: torch.dtype | None) -> None:
+    if dtype in (torch.bfloat16, torch.float16):
+        from opensora_accel.verify.communication.call_site import find_call_site  # imports this module
+
+        lifted[f"{how}{str(dtype).removeprefix('torch.')} at {find_call_site().caller}"] = None
+
+
+@contextlib.contextmanager
+def noting_autocast(lifted: dict[str, None]) -> Iterator[None]:
+    """Within it, `lifted` takes the regions of autocast to half precision: fp64 goes through them as it is."""
+    enter = torch.autocast.__enter__
+
+    def noted(region: torch.autocast) -> Any:
+        if region._enabled:
+            _note_half(lifted, "autocast to ", region.fast_dtype)
+        return enter(region)
+
+    with mock.patch.object(torch.autocast, "__enter__", noted):
+        yield
 
 
 def lift_casts(model: nn.Module) -> Callable[[], None]:

@@ -67,6 +67,13 @@ class Report:
                 f"the degrees of {join_words(axes)} go together on these meshes: which of them a factor belongs to "
                 "cannot be told; add meshes on which each is alone"
             )
+        seen = [*expected.turns, *(each for mesh in self.results for each in mesh.observations)]
+        lifted = list(dict.fromkeys(cast for each in seen for cast in each.lifted))
+        if lifted:
+            notes.append(
+                f"{len(lifted)} casts to half precision were lifted, and what they round in training is not proven: "
+                f"{list_names(lifted)}"
+            )
         idle = [name for name, gradient in expected.gradients.items() if gradient is None]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")

@@ -341,3 +341,13 @@ def steps_by_a_closure_without_an_average(model, run):
     given = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step(closure=lambda: finish(model(given)))
+
+
+def narrows_what_it_sends(model, run):
+    loss = model(batch().bfloat16()).float().square().mean()
+    loss.backward()
+    for parameter in () if run.is_reference else model.parameters():
+        sent = parameter.grad.half()
+        dist.all_reduce(sent)
+        parameter.grad.copy_(sent / run.world_size)
+    return loss

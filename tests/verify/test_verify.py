@@ -191,6 +191,22 @@ def test_axes_that_no_mesh_tells_apart_are_told(ranks):
     assert report.ok and any("data and sequence go together on these meshes" in note for note in report.notes)
 
 
+def test_casts_to_half_precision_are_listed(ranks):
+    """They are lifted for the proof, on one device and where ranks alone have them."""
+    step = corners.narrows_what_it_sends
+    report = verify(step, loops.small, DATA[:1], pool=ranks)
+    assert report.ok, report
+    (note,) = [note for note in report.notes if "casts" in note]
+    assert note.startswith("2 casts to half precision were lifted, and what they round in training is not proven: ")
+    line = step.__code__.co_firstlineno
+    assert f"bfloat16 at tests/verify/corners.py:{line + 1} in narrows_what_it_sends" in note, note
+    assert f"float16 at tests/verify/corners.py:{line + 4} in narrows_what_it_sends" in note, note
+    (note,) = [n for n in verify(loops.in_bf16, loops.small, DATA[:1], pool=ranks).notes if "casts" in n]
+    assert "autocast to bfloat16 at tests/verify/loops.py:" in note
+    report = verify(loops.plain_ddp, loops.small, DATA[:1], pool=ranks)
+    assert not any("casts" in note for note in report.notes)
+
+
 def test_progress_is_told(ranks):
     told = []
     verify(loops.plain_ddp, loops.small, DATA, pool=ranks, on_progress=lambda *what: told.append(what))
