@@ -245,7 +245,9 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
             print(f"{number}. {violation}")
         print(f"what is sent is {'NOT ' if violations else ''}what {promise}", flush=True)
     _write(options, report, record, violations)
-    return 0 if (report is None or report.ok) and not violations else 1
+    if violations or (report is not None and report.has_compared and not report.ok):
+        return 1
+    return 0 if report is None or report.ok else 2
 
 
 def show_on_terminal(text: str) -> None:

@@ -117,6 +117,23 @@ def test_bad_calls_say_what_to_do(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_step_that_fails_on_every_mesh_is_not_told_to_be_wrong(tmp_path):
+    """Nothing was compared, so nothing is known of its gradients."""
+    file = step_file(
+        tmp_path, [("        model.group = run.mesh", "        raise ValueError('4 heads, 3 ranks')\n        model.group = run.mesh")]
+    )  # fmt: skip
+    files = ["--junit", str(tmp_path / "a.xml"), "--json", str(tmp_path / "a.json")]
+    done = run("--step", file, "--mesh", "data=2", "--mesh", "sequence=2", *files)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the step fails on every mesh: ValueError: 4 heads, 3 ranks" in done.stdout
+    assert done.stdout.rstrip().endswith("nothing was compared: the step fails on every mesh")
+    assert "NOT those" not in done.stdout
+    suite = ElementTree.parse(tmp_path / "a.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "2")
+    values = json.loads((tmp_path / "a.json").read_text())
+    assert not values["ok"] and not values["gradients"]["compared"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -197,7 +197,9 @@ def test_casts_to_half_precision_are_listed(ranks):
     report = verify(step, loops.small, DATA[:1], pool=ranks)
     assert report.ok, report
     (note,) = [note for note in report.notes if "casts" in note]
-    assert note.startswith("2 casts to half precision were lifted, and what they round in training is not proven: ")
+    assert note.startswith(
+        "2 casts to half precision were lifted, and what they round in training is not proven: "
+    )
     line = step.__code__.co_firstlineno
     assert f"bfloat16 at tests/verify/corners.py:{line + 1} in narrows_what_it_sends" in note, note
     assert f"float16 at tests/verify/corners.py:{line + 4} in narrows_what_it_sends" in note, note
