@@ -20,6 +20,7 @@ from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step, meshes_of
+from opensora_accel.verify.on_cpu import without_exit
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.verify import Meshes, verify
@@ -345,7 +346,7 @@ def load_file(given: Path) -> ModuleType:
         raise ValueError(f"{given} cannot be loaded as Python")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with flash_attn_stand_in():
+        with without_exit(), flash_attn_stand_in():
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]

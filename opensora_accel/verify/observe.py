@@ -23,6 +23,7 @@ from opensora_accel.verify.meshes import ModelFn, Run, Step
 from opensora_accel.verify.on_cpu import (
     LiftOperations,
     accelerator_stand_ins,
+    call_to_its_end,
     launcher_environment,
     noting_autocast,
     prepare_model,
@@ -361,7 +362,7 @@ def observe(
             if model_fn is not None:
                 # Weights are drawn alike everywhere; only then the generators are told where they are.
                 torch.manual_seed(seed)
-                model = model_fn()
+                model = call_to_its_end("model_fn()", model_fn)
                 found.notes += prepare_model(model)
             definitions = Definitions(model, step)
             own_seed = run.world_size + run.rank if is_reseeded else 0 if one_batch else run.data_rank
@@ -375,7 +376,8 @@ def observe(
                 noting_autocast(found.lifted),
                 LiftOperations(found.lifted),
             ):
-                returned = step(run) if model is None else step(model, run)
+                arguments = (run,) if model is None else (model, run)
+                returned = call_to_its_end(f"step({'model, ' * (model is not None)}run)", step, *arguments)
             # While the step's own patches stand and the verifier's are undone.
             found.leaves_patches = definitions.have_changed()
             if isinstance(returned, Mapping) and isinstance(returned.get("gradients"), Mapping):

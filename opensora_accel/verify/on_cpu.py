@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -231,6 +232,52 @@ def without_loss_scaling() -> Iterator[None]:
     never = property(lambda scaler: False, ignore)
     with mock.patch.object(torch.amp.GradScaler, "_enabled", never, create=True):
         yield
+
+
+class ProcessExit(SystemExit):
+    """In the place of `os._exit`, which would end the proof as well, with the status that it was given."""
+
+
+@contextlib.contextmanager
+def without_exit() -> Iterator[None]:
+    """Within it, `os._exit` raises; in another thread it ends the process, but not with success.
+
+    Raises:
+        ProcessExit: this thread calls it.
+    """
+    leave, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def refuse(status: int) -> Any:
+        # The worker of a DataLoader, forked within the step, ends itself so.
+        if os.getpid() != process:
+            leave(status)
+        if threading.get_ident() != thread:
+            print(
+                f"error: a thread of the step ends the process: os._exit({status})",
+                file=sys.stderr,
+                flush=True,
+            )
+            leave(2)
+        raise ProcessExit(f"os._exit({status})")
+
+    with mock.patch.object(os, "_exit", refuse):
+        yield
+
+
+def call_to_its_end(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`.
+
+    Raises:
+        ValueError: it ends the process.
+    """
+    with without_exit():
+        try:
+            return function(*arguments)
+        except SystemExit as end:
+            how = str(end) if isinstance(end, ProcessExit) else f"sys.exit({end.code!r})"
+            raise ValueError(
+                f"{name} ends its process: {how}; it has to return, as nothing is proven otherwise"
+            ) from end
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 _HAS_SIGMASK = hasattr(signal, "pthread_sigmask")  # not on Windows
 _ENDED = (
-    "the process ended without an answer: the backend aborted it, or it is a script that starts ranks while it is "
-    'imported (put the call under `if __name__ == "__main__":`)'
+    "the process ended without an answer, with status {status}: the backend aborted it, what it ran ended it, or it is "
+    'a script that starts ranks while it is imported (put the call under `if __name__ == "__main__":`)'
 )
 
 
@@ -153,7 +153,9 @@ class RankPool:
                     # What C++ code wrote to stderr in the rank's process.
                     log = Path(self._log(rank))
                     words = log.read_text(errors="replace").strip() if log.exists() else ""
-                    succeeded, value = False, f"{_ENDED}\n{words}"
+                    process = self._workers[rank][0]  # type: ignore[index]
+                    process.join(self.grace_s)
+                    succeeded, value = False, f"{_ENDED.format(status=process.exitcode)}\n{words}"
                 (results if succeeded else errors)[rank] = value
             # The others mostly wait for the one that failed, and notice by its closed sockets.
             if errors:
