@@ -1,5 +1,9 @@
 """diffusers' `enable_parallelism` on our engine: one device's gradients, and every option used or refused."""
 
+import re
+from pathlib import Path
+
+import diffusers
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +12,7 @@ from diffusers.models._modeling_parallel import TensorParallelConfig
 from diffusers.models.modeling_utils import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.integrations import diffusers as parallel
 from opensora_accel.verify.on_cpu import LiftOperations, accelerator_stand_ins
@@ -17,6 +22,10 @@ from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.tiers import PROVE, each_once
 from tests.tolerances import RELATIVE
 from tests.video_models import CASES
+
+ROOT = Path(__file__).parents[2]
+# Of diffusers' classes with a policy, those that make one picture.
+IMAGE_MODELS = {"Flux", "Flux2", "QwenImage", "JoyImageEdit", "JoyImageEditPlus", "SD3", "ZImage"}
 
 CONFIGS = {
     "ulysses 2": {"ulysses_degree": 2},
@@ -277,3 +286,16 @@ def loaded(folder):
 
 def test_from_pretrained_takes_the_config(ranks, tmp_path):
     ranks(2, loaded, str(tmp_path))
+
+
+def test_the_pages_count_the_classes():
+    classes = [name for name in shardformer.policy.model_names() if hasattr(diffusers, name)]
+    images = {name for name in classes if re.split("Transformer", name)[0] in IMAGE_MODELS}
+    assert len(images) == len(IMAGE_MODELS)
+    videos, with_plan = len(classes) - len(images), 6
+    page = (ROOT / "docs/integrations/diffusers.md").read_text(encoding="utf-8")
+    assert (
+        f"all [{videos} video classes" in page and f"none for the other {videos - with_plan} classes" in page
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{videos} of them, each" in readme and f"| {videos} video transformers of diffusers" in readme
