@@ -363,6 +363,8 @@ def observe(
                 # Weights are drawn alike everywhere; only then the generators are told where they are.
                 torch.manual_seed(seed)
                 model = call_to_its_end("model_fn()", model_fn)
+                if not isinstance(model, nn.Module):
+                    raise ValueError(f"model_fn() returned {type(model).__name__}; return a torch.nn.Module")
                 found.notes += prepare_model(model)
             definitions = Definitions(model, step)
             own_seed = run.world_size + run.rank if is_reseeded else 0 if one_batch else run.data_rank

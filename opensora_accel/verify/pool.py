@@ -226,6 +226,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _told(error: BaseException) -> str:
+    """The traceback from the first line on that is none of this folder's; of what is refused here, the message alone."""
+    own, left = os.path.dirname(__file__), error.__traceback__
+    while left is not None and os.path.dirname(left.tb_frame.f_code.co_filename) == own:
+        left = left.tb_next
+    if left is None and isinstance(error, ValueError):
+        return "".join(traceback.format_exception_only(error))
+    return "".join(traceback.format_exception(type(error), error, left or error.__traceback__))
+
+
 def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
     environment = dict(os.environ)
     set_modules_aside()
@@ -240,8 +250,8 @@ def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         return pickle.dumps((True, function(*args)))
-    except BaseException:  # noqa: BLE001 - whatever it was, the main process must hear of it
-        return pickle.dumps((False, traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the main process must hear of it
+        return pickle.dumps((False, _told(error)))
     finally:
         os.environ.clear()
         os.environ.update(environment)
