@@ -36,8 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from opensora_accel.communications.checks import gather_objects, without_comparing_inputs
+from opensora_accel.fsdp import reshard
 from opensora_accel.integrations.loop_gradients import (
     Losses,
+    Scaled,
     mistakes_of_gradients,
     norms_of_gradients,
     scaled_since,
@@ -152,6 +154,7 @@ class check_loop:
         # After the last backward, and when gradients were clipped first after it.
         self._norms_after_backward: dict[str, Tensor] = {}
         self._norms_at_clip: dict[str, Tensor] | None = None
+        self._is_clipped_by_value = False
         # Of each clip a number of the gradients, by the ranks that should have the same ones, and their norm.
         self._clips: list[tuple[dict[tuple[int, ...], int], float]] = []
 
@@ -289,10 +292,15 @@ class check_loop:
 
         def met(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
             is_ours = wrapper.module is self._model and torch.is_grad_enabled()
-            if is_ours and not self._is_over and not torch.compiler.is_compiling():
-                self._place = _FORWARD
-                self._gather(None)
-            return forward(wrapper, *args, **kwargs)
+            if not is_ours or self._is_over or torch.compiler.is_compiling():
+                return forward(wrapper, *args, **kwargs)
+            self._place = _FORWARD
+            self._gather(None)
+            num_outputs = len(self._outputs)
+            output = forward(wrapper, *args, **kwargs)
+            # What lies between the model's output and DDP's counts its backwards, of which `loss` would make one more.
+            self._outputs[num_outputs:] = [each for each in tensors_in(output) if each.requires_grad]
+            return output
 
         with mock.patch.object(DistributedDataParallel, "forward", met):
             yield
@@ -362,11 +370,12 @@ class check_loop:
         queue(lambda: queue(note))
 
     @torch.no_grad()
-    def _before_clipping(self, _how: str, _limit: float, parameters: Sequence[Tensor]) -> None:
+    def _before_clipping(self, how: str, _limit: float, parameters: Sequence[Tensor]) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}
         if self._is_over or not any(id(parameter) in own for parameter in parameters):
             return
         norms = norms_of_gradients(self._model)
+        self._is_clipped_by_value |= how == "value"
         if self._norms_at_clip is None:
             self._norms_at_clip = norms
         by_ranks: dict[tuple[int, ...], int] = {}
@@ -392,15 +401,22 @@ class check_loop:
             return
         self._place = _OPTIMIZER
         self._draws.is_paused = True
+        scaled = scaled_since(
+            self._norms_after_backward,
+            self._norms_at_clip,
+            norms_of_gradients(self._model),
+            self._losses.scale(),
+        )
         try:
             # Each of them supposes that there is none of the kind before, on any rank.
             everyone = self._gather((self._data_rank, self._losses.told))
             self._tell(self._old or [])
-            self._tell(list(self._losses.mistakes(everyone)) if self._losses.told else [])
+            by_hand = 1.0 if scaled is None else scaled.by_hand
+            self._tell(list(self._losses.mistakes(everyone, by_hand)) if self._losses.told else [])
             self._tell(self._repeats.of_noise())
             self._tell(self._unequal("gradients"))
             self._tell(self._mistakes_of_clips())
-            self._tell(self._of_size())
+            self._tell(self._of_size(self._gather(scaled)))
         finally:
             self._draws.is_paused = False
 
@@ -416,19 +432,17 @@ class check_loop:
                     )
                     return
 
-    def _of_size(self) -> list[tuple[str, str]]:
-        """Of gradients that are equal on all ranks that hold the same weights."""
+    def _of_size(self, scaled: Sequence[Scaled | None]) -> list[tuple[str, str]]:
+        """Mistakes of gradients that are equal on all ranks that hold the same weights."""
         watched = [call for call in self._inputs.calls if call.gradients]
-        after = norms_of_gradients(self._model)
-        scale = self._losses.scale()
-        scaled = self._gather(scaled_since(self._norms_after_backward, self._norms_at_clip, after, scale))
         if not all(self._gather(bool(watched))) or all(each is None for each in scaled):
             logger.warning(
                 "check_loop: in step %d no gradients are in parameter.grad, and so they are not checked",
                 self._step,
             )
             return []
-        return list(mistakes_of_gradients(self._model, self._holders, watched, scaled))
+        keeps_direction = not any(self._gather(self._is_clipped_by_value))
+        return list(mistakes_of_gradients(self._model, self._holders, watched, scaled, keeps_direction))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._weights.held_by(optimizer) and not self._is_over and not self._is_first_forward:
@@ -441,6 +455,7 @@ class check_loop:
         if self._is_finished:
             return
         self._is_finished, self._place = True, _END
+        reshard(self._model)  # sampling may have left gathered parameters, which no optimizer has
         num_steps = self._num_steps_done
         self._tell([*self._weights.mistakes(num_steps), *self._mistakes_of_ema()])
         if dist.is_initialized() and dist.get_rank() > 0:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opensora_accel.fsdp import reshard
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
 from opensora_accel.profiler.equality import Holders, local_part
 from opensora_accel.profiler.nonfinite import Call, as_then, tensors_in
@@ -95,8 +96,13 @@ class Losses:
         # A loss that is found wanting may be told and not backwarded.
         return along / squared * len(set(numbers)) if squared else 1.0
 
-    def mistakes(self, everyone: Sequence[tuple[int, Any]]) -> Iterator[tuple[str, str]]:
-        """(Mistake, what) by the data rank and the losses of each rank, in order of ranks."""
+    def mistakes(self, everyone: Sequence[tuple[int, Any]], by_hand: float) -> Iterator[tuple[str, str]]:
+        """(Mistake, what).
+
+        Args:
+            everyone: the data rank and the losses of each rank, in order of ranks.
+            by_hand: what this rank's gradients were multiplied by after the backward, which may mend the scale.
+        """
         firsts: dict[int, int] = {}  # the first rank that has each data rank's sample
         for rank, (data_rank, losses) in enumerate(everyone):
             first = firsts.setdefault(data_rank, rank)
@@ -127,7 +133,8 @@ class Losses:
             )
             return
         num_losses = len({number for number, _, _ in self._products})
-        if scale < _SCALER and abs(scale - 1) > _ROUGH:
+        is_mended = math.isclose(scale * by_hand, 1, rel_tol=_CLOSE)
+        if scale < _SCALER and abs(scale - 1) > _ROUGH and not is_mended:
             times = f" in each of {num_losses} backwards" if num_losses > 1 else ""
             yield (
                 "loss scale",
@@ -188,12 +195,17 @@ def _are_alike(factors: Collection[float]) -> bool:
 
 
 def mistakes_of_gradients(
-    model: nn.Module, holders: Mapping[str, Holders], calls: Sequence[Call], scaled: Sequence[Scaled | None]
+    model: nn.Module,
+    holders: Mapping[str, Holders],
+    calls: Sequence[Call],
+    scaled: Sequence[Scaled | None],
+    keeps_direction: bool,
 ) -> Iterator[tuple[str, str]]:
     """(Mistake, what), of gradients that are equal on all ranks that hold the same weights.
 
     Args:
         scaled: by each rank between backward and step; not all None.
+        keeps_direction: False where gradients were clipped by value, and tell no size any more.
     """
     known = {rank: each for rank, each in enumerate(scaled) if each is not None}
     if all(each.in_all == 0 for each in known.values()):
@@ -224,6 +236,9 @@ def mistakes_of_gradients(
             what = f"between backward and step the gradients were scaled by {by_hand:.4g}{times}"
             yield "reduction", what + _told_count(by_hand, counts)
             return
+    if not keeps_direction:
+        logger.warning("check_loop: gradients were clipped by value, and so their size is not checked")
+        return
     size = size_of_gradient(model, holders, calls)
     if size is None:
         logger.warning("check_loop: the loss is too curved to tell the size of its gradient")
@@ -309,10 +324,13 @@ def _loss(model: nn.Module, calls: Sequence[Call]) -> float:
     """Σ ⟨∂loss/∂output, output⟩ of the calls, the mean over all ranks: its changes are those of the loss."""
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for call in calls:
+        # Gathered parameters that a forward without a backward leaves are those before the step along the gradient.
+        reshard(model)
         with as_then(model, call):
             outputs = tensors_in(model(*call.args, **call.kwargs))
         for index, gradient in call.gradients.items():
             total += (outputs[index].double() * gradient.double()).sum()
+    reshard(model)
     if dist.is_initialized():
         dist.all_reduce(total)
         total /= dist.get_world_size()

@@ -53,7 +53,9 @@ class Loop:
             self.wrapped = DistributedDataParallel(self.model, process_group=data)
         elif wrong not in ("not averaged", "added up", "averaged by hand", "clipped before the average"):
             mixed = get_data_parallel_group(get_mixed_dp_pg=True)
-            self.wrapped = DistributedDataParallel(self.model, process_group=mixed)
+            self.wrapped = DistributedDataParallel(
+                self.model, process_group=mixed, static_graph=wrong == "static graph"
+            )
         if wrong == "weights" and self.rank == 1:
             nn.init.normal_(model.proj_out.weight)  # DDP made them equal
         for block in shardformer.blocks_of(self.model) if wrong == "compiled" else ():
@@ -145,7 +147,7 @@ class Loop:
             check.loss(loss.detach(), numbers)
         else:
             check.loss(loss, numbers if self.wrong != "sampler by rank" else [self.rank])
-        scale = {"divided by ranks": 2 * 2, "not divided": 1}.get(self.wrong, 2)
+        scale = {"divided by ranks": 2 * 2, "not divided": 1, "divided after": 1}.get(self.wrong, 2)
         if self.wrong in ("scaler", "scaler, added up"):
             loss = loss * 4096
         if is_wanting:
@@ -164,12 +166,14 @@ class Loop:
             self.add_up(None)
         if self.wrong.startswith("added up after the mean") or self.wrong == "scaler, added up":
             self.add_up(get_sequence_parallel_group())
-        divisor = {"averaged by hand": dist.get_world_size(), "scaler": 4096, "divided twice": 2}
+        divisor = {"averaged by hand": dist.get_world_size(), "scaler": 4096, "divided twice": 2, "divided after": 2}
         divisor |= {"clipped before the average": dist.get_world_size(), "scaler, added up": 4096}
         for gradient in gradients:
             gradient /= divisor.get(self.wrong, 1)
         if self.wrong in ("clipped", "averaged by hand", "added up after the mean, clipped"):
             clip_gradients(self.model, 1e-3, total_grad_norm(self.model))
+        if self.wrong == "clipped by value":
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
         if self.wrong == "clipped by its shards":
             local = [gradient.to_local() for gradient in gradients]
             norm = torch.stack([each.norm() for each in local]).norm()
@@ -306,7 +310,8 @@ def test_each_mistake_is_named_on_all_ranks(ranks, wrong, plan, name, text):
         assert told.startswith(("in step 1 this loop", "in step 2 this loop"))
 
 
-PLANS = [ULYSSES, RING, SHARDED, Plan(), Plan(dp_replicate=2)]
+ZERO2 = SHARDED.replace(sharding="zero2")
+PLANS = [ULYSSES, RING, SHARDED, ZERO2, Plan(), Plan(dp_replicate=2)]
 
 
 @pytest.mark.parametrize("plan", some(PLANS, ULYSSES, SHARDED), ids=str)
@@ -324,6 +329,7 @@ RIGHT = [
     "two optimizers",
 ]
 RIGHT += ["compiled", "all skip a loss", "one timestep", "warm-up from 0"]
+RIGHT += ["static graph", "clipped by value", "divided after"]
 
 
 @pytest.mark.parametrize("right", some(RIGHT, *RIGHT[:4]))
@@ -447,3 +453,23 @@ def test_the_weights_are_the_same_bits_after_it():
         return list(model.parameters())
 
     assert all(torch.equal(one, other) for one, other in zip(trained(True), trained(False), strict=True))
+
+
+def trained_under_zero2(is_checked):
+    """Gathered weights, which zero2 keeps after a forward, are no old ones."""
+    init_parallel(Plan(dp_shard=2, sharding="zero2"))
+    model = shardformer.shard(wan(torch.float32), Plan(dp_shard=2, sharding="zero2"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with check_loop(model) if is_checked else contextlib.nullcontext():
+        for step in range(4):
+            latents, text = clips(2 * step + dist.get_rank())
+            out = model(latents[None], torch.full((1,), 100.0 * (step + 1)), text[None], return_dict=False)[0]
+            (out - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: weight.clone() for name, weight in full_state_dict(model).items()}
+
+
+def test_training_of_shards_goes_on_as_without_it(ranks):
+    with_it, without = (ranks(2, trained_under_zero2, is_checked)[0] for is_checked in (True, False))
+    assert all(torch.equal(weight, without[name]) for name, weight in with_it.items())
