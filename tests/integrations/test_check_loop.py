@@ -166,7 +166,12 @@ class Loop:
             self.add_up(None)
         if self.wrong.startswith("added up after the mean") or self.wrong == "scaler, added up":
             self.add_up(get_sequence_parallel_group())
-        divisor = {"averaged by hand": dist.get_world_size(), "scaler": 4096, "divided twice": 2, "divided after": 2}
+        divisor = {
+            "averaged by hand": dist.get_world_size(),
+            "scaler": 4096,
+            "divided twice": 2,
+            "divided after": 2,
+        }
         divisor |= {"clipped before the average": dist.get_world_size(), "scaler, added up": 4096}
         for gradient in gradients:
             gradient /= divisor.get(self.wrong, 1)
