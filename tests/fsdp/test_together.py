@@ -172,7 +172,7 @@ def stepped_by_an_old_optimizer(is_deferred, plan):
     told = []
     for use in (optimizer.step, optimizer.zero_grad):
         with pytest.raises(
-            ValueError, match="Make the optimizer after shard, from model.parameters"
+            ValueError, match=r"Make the optimizer after shard, from model\.parameters\(\)"
         ) as caught:
             use()
         told.append(str(caught.value))
