@@ -296,10 +296,9 @@ class check_loop:
                 return forward(wrapper, *args, **kwargs)
             self._place = _FORWARD
             self._gather(None)
-            num_outputs = len(self._outputs)
             output = forward(wrapper, *args, **kwargs)
             # What lies between the model's output and DDP's counts its backwards, of which `loss` would make one more.
-            self._outputs[num_outputs:] = [each for each in tensors_in(output) if each.requires_grad]
+            self._outputs = [each for each in tensors_in(output) if each.requires_grad]
             return output
 
         with mock.patch.object(DistributedDataParallel, "forward", met):
@@ -339,7 +338,9 @@ class check_loop:
         known = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if known and not self._is_over:
             self._outputs = known
-            known[0].register_hook(self._at_backward)
+            # Whichever comes first: by the second one, weights may have a gradient of this backward.
+            for output_tensor in known:
+                output_tensor.register_hook(self._at_backward)
         elif known:
             # No hook of a module may be removed while its hooks are called.
             known[0].register_hook(lambda _gradient: self._undo.close())
