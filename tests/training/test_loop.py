@@ -340,6 +340,25 @@ def not_finite(config):
     return trainer.skipped_in_a_row
 
 
+def all_skipped(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    original = trainer.objective.loss
+    trainer.objective.loss = lambda batch: original(batch) * float("nan")
+    with pytest.raises(ValueError, match="all 3 steps were skipped, because their gradients were not finite"):
+        trainer.train()
+
+
+def test_a_run_whose_every_step_was_skipped_fails_and_writes_no_weights(ranks, folder, tmp_path):
+    changes = {"steps": 3, "save_every": 2, "num_samples": 1, "sample_every": 2, "lora.rank": 2}
+    ranks(2, all_skipped, tiny_config(folder, tmp_path / "run", Plan(dp_replicate=2), **changes))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [None] * 3
+    assert not [path for path in (tmp_path / "run").rglob("*.safetensors")]
+    assert not (tmp_path / "run/checkpoints").exists() and not (tmp_path / "run/lora").exists()
+
+
 @pytest.mark.faults
 def test_a_step_that_is_not_finite_is_skipped(ranks, folder, tmp_path, fault):
     assert ranks(1, not_finite, tiny_config(folder, tmp_path)) == [0]
