@@ -79,6 +79,8 @@ _MAX_SKIPPED_STEPS = 10
 # Gradient norms that the next one is compared with, and how few of them say nothing yet.
 _NUM_NORMS, _FEWEST_NORMS = 100, 20
 _MAX_SHOWN_FILES = 8
+# Where nobody says how many.
+_PROFILED_STEPS = 20
 
 
 class Trainer:
@@ -199,7 +201,7 @@ class Trainer:
         last = self.config.steps
         profiler: profile | None = None
         if profiling is not None:
-            last = min(last, self.state.step + profiling.num_steps)
+            last = self.state.step + self.num_profiled(profiling)
             peak, source = peak_of(self.device, self.config.plan.precision)
             profiler = profile(
                 self.state.model,
@@ -260,12 +262,27 @@ class Trainer:
         show_cache(self.disk_cache, self.output)
         return losses
 
+    def num_profiled(self, profiling: ProfileOptions) -> int:
+        """How many steps are to be recorded.
+
+        Raises:
+            ValueError: more than the run has left are asked for.
+        """
+        left = self.config.steps - self.state.step
+        if left < 1 or (profiling.num_steps or 0) > left:
+            asked = "profile" if profiling.num_steps is None else f"--num-steps {profiling.num_steps}"
+            raise ValueError(
+                f"{asked} asks for more steps than the run has left ({left} of {self.config.steps}); set --steps "
+                "higher, or --num-steps lower"
+            )
+        return min(left, profiling.num_steps or _PROFILED_STEPS)
+
     def _check_trained(self, num_steps: int) -> None:
         """Fails on all ranks where each of the run's steps was skipped: what would be written was not trained."""
         if num_steps and not self._num_trained:
             raise ValueError(
-                f"all {num_steps} steps were skipped, because their gradients were not finite: nothing was trained, and "
-                "nothing was saved or sampled; look at the clips that the warnings name, or lower --optim.lr"
+                f"all {num_steps} steps were skipped, because their gradients were not finite: nothing was trained, "
+                "and no weights are written; look at the clips that the warnings name, or lower --optim.lr"
             )
 
     def _is_due(self, every: int) -> bool:

@@ -1,5 +1,8 @@
 """The trainer: one job, whatever the mesh; resumed as if it had never stopped; stopped without loss."""
 
+import contextlib
+import dataclasses
+import io
 import itertools
 import json
 import logging
@@ -309,6 +312,33 @@ def test_a_step_is_given_up_between_its_batches_and_comes_again(ranks, folder, t
     losses, weights, _ = ranks(2, trained, config, checkpoint)[0]
     assert losses == expected[0][2:]
     assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
+
+
+def profile_stopped(file):
+    """The status of a profile of four steps that is asked to stop in the second."""
+    from opensora_accel.training.config import ProfileOptions
+    from opensora_accel.training.objective import Objective
+    from opensora_accel.training.run import run
+
+    original, count = Objective.loss, itertools.count(1)
+
+    def loss(self, batch):
+        if next(count) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "loss", loss)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            return run(["--config", str(file)], ProfileOptions(4)), out.getvalue()
+
+
+def test_a_profile_that_was_stopped_is_no_success(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path / "run", steps=5)
+    (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(config)))
+    status, told = ranks(1, profile_stopped, tmp_path / "run.json")[0]
+    assert status == 1 and "recorded 2 steps of the 4 that were asked for" in told
 
 
 def test_what_is_saved_already_is_not_saved_again(ranks, folder, tmp_path):
