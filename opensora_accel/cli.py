@@ -148,7 +148,7 @@ def _profile(arguments: Sequence[str]) -> int:
     "_profile" behind it, unless --output is given: a run that lies there stays as it is.
 
     options:
-      --num-steps N   how many steps are recorded (20)
+      --num-steps N   how many steps are recorded (20, or as many as the run has)
       --memory        also what fills the memory, in the last of them (on a CPU that step takes longer)
       --report FILE   makes the page of `opensora-accel report` of it
       --link AXIS=BYTES_PER_S   what a link of this axis can do, for the page: --link ring=25e9 (may be repeated;
@@ -165,13 +165,13 @@ def _profile(arguments: Sequence[str]) -> int:
         print(inspect.cleandoc(_profile.__doc__ or ""))
         return 0
     parser = argparse.ArgumentParser("opensora-accel profile", add_help=False, allow_abbrev=False)
-    parser.add_argument("--num-steps", type=int, default=20)
+    parser.add_argument("--num-steps", type=int)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--report", default="")
     parser.add_argument("--link", action="append", default=[])
     parser.add_argument("--peak-flops", type=float)
     own, options = parser.parse_known_args(arguments)
-    if own.num_steps < 1:
+    if own.num_steps is not None and own.num_steps < 1:
         raise ValueError(f"--num-steps is a number of steps, at least 1; got {own.num_steps}")
     links = {}
     for given in own.link:

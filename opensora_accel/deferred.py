@@ -46,6 +46,8 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from opensora_accel.wrapping import refuse_old_parameters
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_deferred"
 _aten = torch.ops.aten
@@ -374,6 +376,7 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
         for recording in {id(each): each for _, _, (each, _) in found}.values()
     }
     made: dict[int, Tensor] = {}  # tied parameters stay one
+    replaced = []
     for name, module, (recording, view) in found:
         key = name.rpartition(".")[2]
         holder = _holder(module, key)
@@ -385,6 +388,8 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
             holder[key] = made[id(tensor)]
+            replaced.append(tensor)
+    refuse_old_parameters(replaced, model)
     for _, module, _ in found:
         vars(module).pop(_ATTRIBUTE, None)
     return model

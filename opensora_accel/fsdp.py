@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_map_only
 from opensora_accel.fsdp_collectives import use_collectives
 from opensora_accel.parallel_states import get_mesh, make_mesh
 from opensora_accel.plan import Plan
+from opensora_accel.wrapping import refuse_old_parameters
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -64,6 +65,8 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         plan: sharding "zero2" keeps parameters gathered between forward and backward, "zero3" does not;
             `sharding_factor`, `precision`, `prefetch` and `cpu_offload` say the rest.
         blocks: the repeated blocks in the order in which they run, each gathered on its own.
+
+    An optimizer that holds the parameters that the model had before raises ValueError when it steps.
 
     Raises:
         ValueError: plan.sharding is "none", or bf16 is asked of a model whose own parameters are not fp32.
@@ -104,6 +107,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     # Inner modules first: what a block holds is not gathered again with the model's own parameters. FSDP2 works in
     # place: a module's class becomes a subclass of its own.
     modules: list[nn.Module] = [*blocks, model]
+    before = list(model.parameters())
     for module in modules:
         unit = fully_shard(module, **options)
         groups = unit._get_fsdp_state()._fsdp_param_groups if kept else ()
@@ -115,6 +119,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         if (plan.reduce_dtype, plan.gather_dtype, plan.two_level) != ("same", "same", "off"):
             use_collectives(unit, plan, fp32)
     _prefetch(model, blocks, plan.prefetch)
+    refuse_old_parameters(before, model)
     return model
 
 

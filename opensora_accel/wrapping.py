@@ -1,12 +1,12 @@
-"""Changing one module's forward, or an optimizer's closure, without touching classes, names or parameters."""
+"""Changing one module's forward, or an optimizer's closure, and refusing what would go unnoticed after that."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Forward = Callable[..., Any]
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,6 +55,30 @@ def refuse_copy(_memo: dict[int, Any]) -> None:
         "a model whose forward was wrapped (sharded or checkpointed) cannot be deep-copied; copy it before "
         "shardformer.shard() or checkpoint_blocks(), or build a second model and load this one's state_dict()"
     )
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter whose place in the model another has taken: no backward gives it a gradient.
+
+    An optimizer that holds it would step nothing, without a word. Every optimizer asks for the gradient.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Raises ValueError, always."""
+        raise ValueError(
+            "this optimizer was made before shardformer.shard(model, plan), which has replaced the parameters that it "
+            "holds: it would train nothing. Make the optimizer after shard, from model.parameters()"
+        )
+
+
+def refuse_old_parameters(before: Iterable[Tensor | None], model: nn.Module) -> None:
+    """Makes those of `before` that `model` does not have any more parameters that no optimizer steps."""
+    now = {id(parameter) for parameter in model.parameters()}
+    for parameter in before:
+        # A tensor of a class of its own is not ours to change.
+        if type(parameter) is nn.Parameter and id(parameter) not in now:
+            parameter.__class__ = ReplacedParameter
 
 
 def when_gradients_are_there(

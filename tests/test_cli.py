@@ -162,6 +162,11 @@ def test_profile_records_some_steps_and_leaves_the_run_alone(run, config_file, t
     status, text = run("train", "--config", config_file, "--num-samples", "0")
     assert status == 0
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    status, text = run("profile", "--config", config_file, "--steps", "3", "--num-steps", "4")
+    assert status == 2 and "--num-steps 4 asks for more steps than the run has left (3 of 3)" in text
+    assert not (tmp_path / "run_profile" / "profile").exists()
+    status, text = run("profile", "--config", config_file, "--steps", "3", "--output", tmp_path / "all")
+    assert status == 0 and "step 3/3" in text
     given = ["--link", "ring=2e9", "--peak-flops", "1e12"]
     status, text = run("profile", "--config", config_file, "--num-steps", "2", "--memory", *given)
     assert status == 0 and "step 2/2" in text and "step 3" not in text

@@ -11,11 +11,13 @@
 None of these mistakes stops a run, and most leave the loss as it was. What is looked at, and when:
 
     at __enter__          the ranks hold the same weights
-    before each forward   who has whose clip, text and timestep (`loop_inputs`); old gradients; train or eval mode
+    before each forward   who has whose clip, text and timestep (`loop_inputs`); train or eval mode
+    at each backward      old gradients
     at the optimizer      gradients are equal where weights are, those of the loss (`loop_gradients`), clipped alike
-    after two steps       every weight that has a gradient has an optimizer, and the EMA moved on every rank
+    after two steps       every weight that has a gradient moved (`loop_weights`), and the EMA on every rank
 
-All ranks raise the same error. After the two steps the hooks are gone, and a step costs what it did.
+What ranks tell each other begins with the place where they are: a rank that skips a step is told from those that wait
+for it. All ranks raise the same error. After the two steps the hooks are gone, and a step costs what it did.
 """
 
 from __future__ import annotations
@@ -24,26 +26,33 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from opensora_accel.communications.checks import gather_objects, without_comparing_inputs
+from opensora_accel.fsdp import reshard
 from opensora_accel.integrations.loop_gradients import (
     Losses,
+    Scaled,
     mistakes_of_gradients,
     norms_of_gradients,
     scaled_since,
 )
-from opensora_accel.integrations.loop_inputs import Draws, look_at_inputs, mistakes_of_inputs
+from opensora_accel.integrations.loop_inputs import Draws, Repeats, look_at_inputs, mistakes_of_inputs
+from opensora_accel.integrations.loop_weights import TrainedWeights, digests
 from opensora_accel.parallel_states import get_data_parallel_group
 from opensora_accel.profiler.equality import digest, first_difference, holders_of, local_part
 from opensora_accel.profiler.live_bytes import LiveBytes
 from opensora_accel.profiler.nonfinite import StepInputs, tensors_in
+from opensora_accel.verify.watch import before_clipping
 from opensora_accel.watch import named
+from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer.engine.hooks import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -58,24 +67,37 @@ REMEDIES = {
     "noise": "draw noise per sample, or from a generator that is seeded by the data rank",
     "repeated noise": "draw noise per sample, or from a generator that is seeded by the data rank",
     "timestep": "draw timesteps per sample, or from a generator that is seeded by the data rank",
+    "repeated timestep": "draw timesteps per sample, or from a generator that is seeded by the data rank",
     "caption dropout": "draw dropped captions per sample, or from a generator that is seeded by the data rank",
     "eval mode": "call model.train() when sampling or validation is over",
     "stale gradients": "call optimizer.zero_grad() after each optimizer.step()",
+    "cleared gradients": "call optimizer.zero_grad() after optimizer.step() or before the backward, and not in between",
+    "skipped step": "agree on what decides (a finite loss or norm, an overflow, the end of the data) by an all-reduce, "
+    "and step on all ranks or on none",
     "loss": "compute it on the whole output, which each of them has, and reduce it over no ranks before the backward",
     "loss scale": "backward the mean over this rank's samples, divided by the number of backwards in a step; multiply "
     "or divide by no number of ranks",
     "gradients": "average them over all ranks: DDP or FSDP2 without a process group, or with "
     "parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)",
     "reduction": "average gradients once over all ranks, as DDP and FSDP2 do; sum over none, divide by nothing more",
-    "clipping": "clip by the norm of all shards: shardformer.tensor_parallel.total_grad_norm, or "
-    "torch.nn.utils.clip_grad_norm_ on DTensors",
+    "clipping": "clip by the norm of all shards, when gradients are averaged: "
+    "shardformer.tensor_parallel.total_grad_norm, or torch.nn.utils.clip_grad_norm_ on DTensors",
     "optimizer": "make the optimizer after shardformer.shard(model, plan), from model.parameters()",
+    "unmoved weight": "give it a learning rate and write no old value back, or freeze it: requires_grad_(False)",
     "ema": "update it on every rank that was given one, after the optimizer's step",
     "sampling": "sample on all ranks under torch.no_grad(), and keep neither outputs nor models on the device",
     "saved weights": "save full tensors by the names of the model itself: shardformer.tensor_parallel.full_state_dict, "
     "or shardformer.save_lora for adapters",
 }
+# Where a rank may be when ranks tell each other something.
+_FORWARD, _OPTIMIZER, _SAMPLING, _END = "calls the model", "steps the optimizer", "samples", "ends the loop"
+_PLURAL = {"calls": "call", "steps": "step", "samples": "sample", "ends": "end"}
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def _told_place(place: str, ranks: list[int]) -> str:
+    verb, _, rest = place.partition(" ")
+    return f"{named(ranks, 'rank')} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}".rstrip()
 
 
 class LoopMistake(ValueError):
@@ -117,16 +139,24 @@ class check_loop:
         self._data_rank = 0 if data is None else data.rank()
         self._num_steps_done, self._is_finished = 0, False
         self._was_training: bool | None = None
-        self._has_gradients: set[str] = set()
-        self._has_optimizer: set[int] = set()
-        self._foreign_optimizers: set[str] = set()
+        self._weights, self._repeats = TrainedWeights(model), Repeats()
+        self._place, self._is_telling = _FORWARD, False
+        # When the last backward ended: losses told, and forwards made.
+        self._num_losses_before, self._calls_before = 0, set[int]()
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._is_first_forward = True
         self._outputs: list[Tensor] = []
         self._losses = Losses()
+        self._repeats.begin_step()
+        self._old: list[tuple[str, str]] | None = None  # None before the first backward
+        # After the last backward, and when gradients were clipped first after it.
         self._norms_after_backward: dict[str, Tensor] = {}
+        self._norms_at_clip: dict[str, Tensor] | None = None
+        self._is_clipped_by_value = False
+        # Of each clip a number of the gradients, by the ranks that should have the same ones, and their norm.
+        self._clips: list[tuple[dict[tuple[int, ...], int], float]] = []
 
     # ---- what a loop calls
 
@@ -145,6 +175,8 @@ class check_loop:
                 register_optimizer_step_post_hook(self._after_optimizer),
             ):
                 undo.callback(hook.remove)
+            undo.enter_context(before_clipping(self._before_clipping))
+            undo.enter_context(self._before_ddp())
             undo.enter_context(self._draws)
             self._undo = undo.pop_all()
         try:
@@ -152,8 +184,8 @@ class check_loop:
         except LoopMistake:
             self._undo.close()
             raise
-        self._weights_before = self._digests(self._model)
-        self._ema_before = None if self._ema is None else self._digests(self._ema)
+        self._weights.start()
+        self._ema_before = None if self._ema is None else digests(self._ema)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -173,7 +205,15 @@ class check_loop:
         """
         if self._is_over:
             return
-        self._losses.tell(loss, self._outputs, samples)
+        # The outputs' hooks take it for a backward.
+        kept = [(call, dict(call.gradients)) for call in self._inputs.calls]
+        self._is_telling = True
+        try:
+            self._losses.tell(loss, self._outputs, samples)
+        finally:
+            self._is_telling = False
+            for call, gradients in kept:
+                call.gradients = gradients
 
     @contextmanager
     def sampling(self, may_keep_bytes: int = 64 << 20) -> Iterator[None]:
@@ -185,6 +225,7 @@ class check_loop:
         if self._is_over:
             yield
             return
+        self._place = _SAMPLING
         was_training, random = self._model.training, self._random_states()
         live = LiveBytes()
         device = next(self._model.parameters()).device
@@ -244,89 +285,168 @@ class check_loop:
     def _is_over(self) -> bool:
         return self._num_steps_done >= self._num_steps
 
+    @contextmanager
+    def _before_ddp(self) -> Iterator[None]:
+        """Ranks meet before DDP's own forward, which waits for all of them: one that skipped a step is told first."""
+        forward = DistributedDataParallel.forward
+
+        def met(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            is_ours = wrapper.module is self._model and torch.is_grad_enabled()
+            if not is_ours or self._is_over or torch.compiler.is_compiling():
+                return forward(wrapper, *args, **kwargs)
+            self._place = _FORWARD
+            self._gather(None)
+            output = forward(wrapper, *args, **kwargs)
+            # What lies between the model's output and DDP's counts its backwards, of which `loss` would make one more.
+            self._outputs = [each for each in tensors_in(output) if each.requires_grad]
+            return output
+
+        with mock.patch.object(DistributedDataParallel, "forward", met):
+            yield
+
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A copy that the loop makes of the model has its hooks.
+        if model is not self._model:
+            return
         draws, self._draws.seen = self._draws.seen, []
         self._draws.is_paused = True
         # Validation draws what it likes.
         if not torch.is_grad_enabled():
             return
+        self._place = _FORWARD
         if self._is_over:
             self._finish()
             return
-        found: list[tuple[str, str]] = []
-        mine = (
-            look_at_inputs(model, args, kwargs, self._data_rank, draws),
-            self._old_gradient() if self._is_first_forward else [],
-            model.training,
-        )
+        mine = look_at_inputs(model, args, kwargs, self._data_rank, draws), model.training
         everyone = self._gather(mine)
-        found += mistakes_of_inputs([inputs for inputs, _, _ in everyone])
-        found += next((stale for _, stale, _ in everyone if stale), [])
-        in_eval = [rank for rank, (_, _, training) in enumerate(everyone) if not training]
+        inputs = [each for each, _ in everyone]
+        found = list(mistakes_of_inputs(inputs))
+        # Ranks whose inputs are wrong have nothing else to tell.
+        found += [] if found else self._repeats.of_timesteps(inputs)
+        self._repeats.note_noise(inputs)
+        in_eval = [rank for rank, (_, training) in enumerate(everyone) if not training]
         if in_eval and (self._was_training or len(in_eval) < len(everyone)):
             found.append(("eval mode", f"the model is in eval mode on {named(in_eval, 'rank')}"))
         self._was_training = model.training
         self._is_first_forward = False
         self._tell(found)
 
-    def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
+        if model is not self._model:
+            return
         self._draws.is_paused = False
         known = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if known and not self._is_over:
             self._outputs = known
-            known[0].register_hook(self._at_backward)
+            # Whichever comes first: by the second one, weights may have a gradient of this backward.
+            for output_tensor in known:
+                output_tensor.register_hook(self._at_backward)
         elif known:
             # No hook of a module may be removed while its hooks are called.
             known[0].register_hook(lambda _gradient: self._undo.close())
 
     def _at_backward(self, _gradient: Tensor) -> None:
+        if self._is_telling:
+            return
+        if self._old is None:
+            self._old = self._old_gradient()
+        elif self._norms_after_backward and not any(
+            p.grad is not None and local_part(p.grad).any() for p in self._model.parameters()
+        ):
+            # The loop has thrown away what there was of this step, and goes on with another batch.
+            self._losses.forget(self._num_losses_before)
+            self._inputs.calls[:] = [
+                call for call in self._inputs.calls if id(call) not in self._calls_before
+            ]
+            self._repeats.begin_step()
         # Wrappers reduce gradients in callbacks of their own, at the end of a backward. One that is queued by a
         # callback comes after all of them.
         queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def note() -> None:
-            self._norms_after_backward = norms_of_gradients(self._model)
+            self._norms_after_backward, self._norms_at_clip = norms_of_gradients(self._model), None
+            self._num_losses_before = self._losses.num_told
+            self._calls_before = {id(call) for call in self._inputs.calls}
 
         queue(lambda: queue(note))
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> set[int]:
+    @torch.no_grad()
+    def _before_clipping(self, how: str, _limit: float, parameters: Sequence[Tensor]) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}
-        return {id(p) for group in optimizer.param_groups for p in group["params"]} & own
-
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        held = self._held(optimizer)
-        with_gradient = {name for name, p in self._model.named_parameters() if p.grad is not None}
-        self._has_optimizer |= held
-        if with_gradient and not held:
-            self._foreign_optimizers.add(type(optimizer).__name__)
-        # A step may have more than one optimizer; the first one ends it.
-        if not held or self._is_over or self._is_first_forward:
+        if self._is_over or not any(id(parameter) in own for parameter in parameters):
             return
-        self._has_gradients |= with_gradient
+        norms = norms_of_gradients(self._model)
+        self._is_clipped_by_value |= how == "value"
+        if self._norms_at_clip is None:
+            self._norms_at_clip = norms
+        by_ranks: dict[tuple[int, ...], int] = {}
+        for name, parameter in self._model.named_parameters():
+            for group in self._holders[name].same.values() if parameter.grad is not None else ():
+                ranks = tuple(dist.get_process_group_ranks(group))
+                number = int(digest(local_part(parameter.grad)))  # type: ignore[arg-type]
+                by_ranks[ranks] = hash((by_ranks.get(ranks, 0), number))
+        total = float(torch.stack(list(norms.values())).norm()) if norms else 0.0
+        self._clips.append((by_ranks, total))
+
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
+        if self._is_over:
+            return None
+        return when_gradients_are_there(args, kwargs, lambda: self._look_at_gradients(optimizer))
+
+    def _look_at_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self._weights.note(optimizer)
+        # A step may have more than one optimizer; the first one ends it.
+        if not self._weights.held_by(optimizer) or self._is_first_forward:
+            return
+        self._place = _OPTIMIZER
         self._draws.is_paused = True
+        scaled = scaled_since(
+            self._norms_after_backward,
+            self._norms_at_clip,
+            norms_of_gradients(self._model),
+            self._losses.scale(),
+        )
         try:
             # Each of them supposes that there is none of the kind before, on any rank.
             everyone = self._gather((self._data_rank, self._losses.told))
-            self._tell(list(self._losses.mistakes(everyone)) if self._losses.told else [])
+            self._tell(self._old or [])
+            by_hand = 1.0 if scaled is None else scaled.by_hand
+            self._tell(list(self._losses.mistakes(everyone, by_hand)) if self._losses.told else [])
+            self._tell(self._repeats.of_noise())
             self._tell(self._unequal("gradients"))
-            self._tell(self._of_size())
+            self._tell(self._mistakes_of_clips())
+            self._tell(self._of_size(self._gather(scaled)))
         finally:
             self._draws.is_paused = False
 
-    def _of_size(self) -> list[tuple[str, str]]:
-        """Of gradients that are equal on all ranks that hold the same weights."""
+    def _mistakes_of_clips(self) -> Iterator[tuple[str, str]]:
+        """Ranks that clip before they average, each by the norm of its own gradients."""
+        for clips in zip(*self._gather(self._clips), strict=False):
+            for ranks in {ranks for by_ranks, _ in clips for ranks in by_ranks}:
+                if len({clips[rank][0].get(ranks) for rank in ranks}) > 1:
+                    norms = ", ".join(f"{clips[rank][1]:.4g}" for rank in ranks)
+                    yield (
+                        "clipping",
+                        f"{named([*ranks])} clip other gradients, of the norms {norms}: not averaged yet",
+                    )
+                    return
+
+    def _of_size(self, scaled: Sequence[Scaled | None]) -> list[tuple[str, str]]:
+        """Mistakes of gradients that are equal on all ranks that hold the same weights."""
         watched = [call for call in self._inputs.calls if call.gradients]
-        scaled = self._gather(scaled_since(self._norms_after_backward, norms_of_gradients(self._model)))
         if not all(self._gather(bool(watched))) or all(each is None for each in scaled):
             logger.warning(
                 "check_loop: in step %d no gradients are in parameter.grad, and so they are not checked",
                 self._step,
             )
             return []
-        return list(mistakes_of_gradients(self._model, self._holders, watched, scaled))
+        keeps_direction = not any(self._gather(self._is_clipped_by_value))
+        return list(mistakes_of_gradients(self._model, self._holders, watched, scaled, keeps_direction))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._held(optimizer) and not self._is_over and not self._is_first_forward:
+        if self._weights.held_by(optimizer) and not self._is_over and not self._is_first_forward:
             self._num_steps_done += 1
             self._inputs.calls.clear()
             self._begin_step()
@@ -335,27 +455,18 @@ class check_loop:
         """What only several steps show. Called once, when the steps are over or the loop is."""
         if self._is_finished:
             return
-        self._is_finished = True
-        names = {name: id(parameter) for name, parameter in self._model.named_parameters()}
-        left = [
-            name for name in names if name in self._has_gradients and names[name] not in self._has_optimizer
-        ]
-        found = []
-        if left:
-            found.append(
-                ("optimizer", f"{left[0]} has a gradient and no optimizer; {len(left)} weights in all")
+        self._is_finished, self._place = True, _END
+        reshard(self._model)  # sampling may have left gathered parameters, which no optimizer has
+        num_steps = self._num_steps_done
+        self._tell([*self._weights.mistakes(num_steps), *self._mistakes_of_ema()])
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        if num_steps == 0:
+            logger.warning(
+                "check_loop: nothing was compared: the loop ended before an optimizer of the model's parameters stepped"
             )
-        elif self._foreign_optimizers and not self._has_optimizer:
-            found.append(
-                (
-                    "optimizer",
-                    f"{', '.join(sorted(self._foreign_optimizers))} holds none of the model's parameters",
-                )
-            )
-        found += self._mistakes_of_ema()
-        self._tell(found)
-        if dist.get_rank() == 0 if dist.is_initialized() else True:
-            logger.info("check_loop: %d steps train as one device would", self._num_steps_done)
+        else:
+            logger.info("check_loop: %d steps train as one device would", num_steps)
 
     # ---- what it looks at
 
@@ -374,16 +485,15 @@ class check_loop:
         }
         if not old:
             return []
-        left = [name for name in old if self._has_optimizer and old[name] not in self._has_optimizer]
+        has_optimizer = self._weights.with_optimizer
+        left = [name for name in old if has_optimizer and old[name] not in has_optimizer]
         if len(left) == len(old):
             return [("optimizer", f"{left[0]} has a gradient and no optimizer; {len(left)} weights in all")]
         return [("stale gradients", f"{next(iter(old))} has a gradient of the step before")]
 
     def _mistakes_of_ema(self) -> Iterator[tuple[str, str]]:
-        moved = self._ema is not None and self._digests(self._ema) != self._ema_before
-        everyone = self._gather(
-            (self._ema is not None, moved, self._digests(self._model) != self._weights_before)
-        )
+        moved = self._ema is not None and digests(self._ema) != self._ema_before
+        everyone = self._gather((self._ema is not None, moved, self._weights.has_moved()))
         has_one = [rank for rank, (there, _, _) in enumerate(everyone) if there]
         still = [rank for rank, (there, is_moved, _) in enumerate(everyone) if there and not is_moved]
         if not has_one or not any(has_trained for _, _, has_trained in everyone):
@@ -397,9 +507,6 @@ class check_loop:
 
     # ---- the ranks
 
-    def _digests(self, module: nn.Module) -> list[int]:
-        return torch.stack([digest(local_part(p)) for p in module.parameters()]).tolist()
-
     def _random_states(self) -> list[int]:
         """A number of the random state of each rank that shares this one's sample."""
         states = [torch.get_rng_state()]
@@ -409,12 +516,19 @@ class check_loop:
         mine = (self._data_rank, tuple(int(digest(state)) for state in states))
         return [state for data_rank, state in self._gather(mine) if data_rank == self._data_rank]
 
-    @staticmethod
-    def _gather(mine: Any) -> list[Any]:
+    def _gather(self, mine: Any) -> list[Any]:
         if not dist.is_initialized():
             return [mine]
         assert dist.group.WORLD is not None
-        return gather_objects(mine, dist.group.WORLD)
+        everyone = gather_objects((self._place, mine), dist.group.WORLD)
+        places: dict[str, list[int]] = {}
+        for rank, (place, _) in enumerate(everyone):
+            places.setdefault(place, []).append(rank)
+        if len(places) > 1:
+            # They have all told where they are, and wait for nothing.
+            told = ", and ".join(_told_place(place, ranks) for place, ranks in places.items())
+            raise LoopMistake([("skipped step", told)], self._step)
+        return [told for _, told in everyone]
 
     def _tell(self, mine: Iterable[tuple[str, str]]) -> None:
         """Raises on all ranks where one has found something, with what the first of them found under each name."""

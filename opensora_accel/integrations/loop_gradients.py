@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opensora_accel.fsdp import reshard
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
 from opensora_accel.profiler.equality import Holders, local_part
 from opensora_accel.profiler.nonfinite import Call, as_then, tensors_in
@@ -47,10 +49,12 @@ class Losses:
     """The losses that a step reports, and how much of each is backwarded."""
 
     def __init__(self) -> None:
-        # Of each its value, and the samples that it is of.
-        self.told: list[tuple[float, tuple[Any, ...]]] = []
-        # Of each output of the model ⟨g, ∂loss/∂output⟩ and ⟨∂loss/∂output, ∂loss/∂output⟩, g what is backwarded.
-        self._products: list[tuple[Tensor, Tensor]] = []
+        # Of each, by its number, its value, and the samples that it is of.
+        self._told: dict[int, tuple[float, tuple[Any, ...]]] = {}
+        self.num_told = 0
+        # Of each output of the model the loss's number, ⟨g, ∂loss/∂output⟩ and
+        # ⟨∂loss/∂output, ∂loss/∂output⟩, where g is what is backwarded.
+        self._products: list[tuple[int, Tensor, Tensor]] = []
 
     def tell(self, loss: Tensor, outputs: Sequence[Tensor], samples: Sequence[Any]) -> None:
         """One loss, before its backward.
@@ -59,22 +63,46 @@ class Losses:
             loss: a scalar.
             outputs: those of the model that the loss was computed from, of any shape.
         """
-        self.told.append((loss.item(), tuple(samples)))
+        number, self.num_told = self.num_told, self.num_told + 1
+        self._told[number] = loss.item(), tuple(samples)
         if not outputs or not loss.requires_grad:
             return
         of_loss = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
         for output, gradient in zip(outputs, of_loss, strict=True):
             if gradient is not None:
-                output.register_hook(self._note(gradient))
+                output.register_hook(self._note(number, gradient))
 
-    def _note(self, of_loss: Tensor) -> Any:
+    def _note(self, number: int, of_loss: Tensor) -> Any:
         def note(backwarded: Tensor) -> None:
-            self._products.append(((backwarded * of_loss).sum(), of_loss.square().sum()))
+            self._products.append((number, (backwarded * of_loss).sum(), of_loss.square().sum()))
 
         return note
 
-    def mistakes(self, everyone: Sequence[tuple[int, Any]]) -> Iterator[tuple[str, str]]:
-        """(Mistake, what) by the data rank and the losses of each rank, in order of ranks."""
+    @property
+    def told(self) -> list[tuple[float, tuple[Any, ...]]]:
+        return list(self._told.values())
+
+    def forget(self, number: int) -> None:
+        """The first `number` losses, whose gradients the loop has thrown away."""
+        self._told = {key: loss for key, loss in self._told.items() if key >= number}
+        self._products = [product for product in self._products if product[0] >= number]
+
+    def scale(self) -> float | None:
+        """How many times the mean of the losses is backwarded: 1, or a gradient scaler's; None where none is."""
+        if not self._products:
+            return None
+        numbers, *pairs = zip(*self._products, strict=True)
+        along, squared = (torch.stack(each).double().sum().item() for each in pairs)
+        # A loss that is found wanting may be told and not backwarded.
+        return along / squared * len(set(numbers)) if squared else 1.0
+
+    def mistakes(self, everyone: Sequence[tuple[int, Any]], by_hand: float) -> Iterator[tuple[str, str]]:
+        """(Mistake, what).
+
+        Args:
+            everyone: the data rank and the losses of each rank, in order of ranks.
+            by_hand: what this rank's gradients were multiplied by after the backward, which may mend the scale.
+        """
         firsts: dict[int, int] = {}  # the first rank that has each data rank's sample
         for rank, (data_rank, losses) in enumerate(everyone):
             first = firsts.setdefault(data_rank, rank)
@@ -83,7 +111,8 @@ class Losses:
                 if samples != others:
                     yield "sample", f"{both} {_shown(samples)} and {_shown(others)}"
                     return
-                if not math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-12):
+                is_nan = math.isnan(value) and math.isnan(other)
+                if not is_nan and not math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-12):
                     yield "loss", f"{both} the losses {value:.6g} and {other:.6g}"
                     return
         holder_of: dict[str, int] = {}
@@ -96,19 +125,21 @@ class Losses:
                     )
                     return
                 holder_of[sample] = rank
-        if not self._products:
+        scale = self.scale()
+        if scale is None:
             yield (
                 "loss",
                 "what is backwarded does not come from the model's output by way of the loss that is told",
             )
             return
-        along, squared = (
-            torch.stack(each).double().sum().item() for each in zip(*self._products, strict=True)
-        )
-        scale, num_losses = along / squared if squared else 1 / len(self.told), len(self.told)
-        if scale * num_losses < _SCALER and abs(scale * num_losses - 1) > _ROUGH:
+        num_losses = len({number for number, _, _ in self._products})
+        is_mended = math.isclose(scale * by_hand, 1, rel_tol=_CLOSE)
+        if scale < _SCALER and abs(scale - 1) > _ROUGH and not is_mended:
             times = f" in each of {num_losses} backwards" if num_losses > 1 else ""
-            yield "loss scale", f"{scale:.4g} times the loss is backwarded{times}, to be {1 / num_losses:.4g}"
+            yield (
+                "loss scale",
+                f"{scale / num_losses:.4g} times the loss is backwarded{times}, to be {1 / num_losses:.4g}",
+            )
 
 
 def _shown(samples: Sequence[Any]) -> str:
@@ -123,49 +154,99 @@ def norms_of_gradients(model: nn.Module) -> dict[str, Tensor]:
     return dict(zip(parts, norms, strict=True))
 
 
-def scaled_since(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float | None:
-    """By what factor this rank's gradients were scaled, by clipping or by hand; None where it has none.
+@dataclass(frozen=True)
+class Scaled:
+    """By what factors one rank's gradients were scaled between backward and step, by hand and by torch's clipping."""
+
+    by_hand: float
+    by_clip: float | None  # None where no clip function was called
+    of_loss: float | None  # how many times the reported loss was backwarded, see `Losses.scale`
+
+    @property
+    def in_all(self) -> float:
+        return self.by_hand * (1.0 if self.by_clip is None else self.by_clip)
+
+
+def scaled_since(
+    backward: Mapping[str, Tensor],
+    clip: Mapping[str, Tensor] | None,
+    step: Mapping[str, Tensor],
+    of_loss: float | None,
+) -> Scaled | None:
+    """None where this rank has no gradients after the backward.
 
     Args:
-        before, after: scalars by name, as `norms_of_gradients` gives them.
+        backward, clip, step: scalars by name, as `norms_of_gradients` gives them after the backward, before the first
+            clip if there is one, and before the optimizer's step.
     """
-    sizes = [float(torch.stack(list(each.values())).norm()) if each else 0.0 for each in (before, after)]
-    return sizes[1] / sizes[0] if sizes[0] else None
+
+    def total(norms: Mapping[str, Tensor]) -> float:
+        return float(torch.stack(list(norms.values())).norm()) if norms else 0.0
+
+    sizes = total(backward), total(step if clip is None else clip), total(step)
+    if not sizes[0]:
+        return None
+    by_clip = None if clip is None else sizes[2] / sizes[1] if sizes[1] else 0.0
+    return Scaled(sizes[1] / sizes[0], by_clip, of_loss)
+
+
+def _are_alike(factors: Collection[float]) -> bool:
+    return math.isclose(min(factors), max(factors), rel_tol=_CLOSE)
 
 
 def mistakes_of_gradients(
-    model: nn.Module, holders: Mapping[str, Holders], calls: Sequence[Call], scaled: Sequence[float | None]
+    model: nn.Module,
+    holders: Mapping[str, Holders],
+    calls: Sequence[Call],
+    scaled: Sequence[Scaled | None],
+    keeps_direction: bool,
 ) -> Iterator[tuple[str, str]]:
     """(Mistake, what), of gradients that are equal on all ranks that hold the same weights.
 
     Args:
-        scaled: by each rank between backward and step, as `scaled_since` tells; not all None.
+        scaled: by each rank between backward and step; not all None.
+        keeps_direction: False where gradients were clipped by value, and tell no size any more.
     """
-    factors = {rank: each for rank, each in enumerate(scaled) if each is not None}
-    least, most = min(factors, key=factors.__getitem__), max(factors, key=factors.__getitem__)
-    factor = factors[least]
-    alike = math.isclose(factor, factors[most], rel_tol=_CLOSE)
-    if not alike and any(isinstance(p, DTensor) for p in model.parameters()):
+    known = {rank: each for rank, each in enumerate(scaled) if each is not None}
+    if all(each.in_all == 0 for each in known.values()):
         yield (
-            "clipping",
-            f"between backward and step the gradients of rank {least} were scaled by {factor:.4g}, "
-            f"those of rank {most} by {factors[most]:.4g}: each by the norm of its own shards",
+            "cleared gradients",
+            "every gradient is gone or 0 when the optimizer steps, and was not after the backward",
         )
         return
-    counts = _counts_of_ranks()
-    # Clipping scales by some number; by just a share of the ranks only who divides by ranks.
-    if alike and any(math.isclose(factor, 1 / ranks, rel_tol=1e-4) for ranks in counts.values()):
-        what = f"between backward and step the gradients were scaled by {factor:.4g}"
-        yield "reduction", what + _told_count(factor, counts)
+    least, most = (choose(known, key=lambda rank: known[rank].in_all) for choose in (min, max))
+    are_alike = _are_alike([each.in_all for each in known.values()])
+    if not are_alike and any(isinstance(p, DTensor) for p in model.parameters()):
+        yield (
+            "clipping",
+            f"between backward and step the gradients of rank {least} were scaled by {known[least].in_all:.4g}, "
+            f"those of rank {most} by {known[most].in_all:.4g}: each by the norm of its own shards",
+        )
+        return
+    counts, one = _counts_of_ranks(), known[least]
+    # A gradient scaler is undone by hand. How it scaled is known by the loss that is told, or else it is 1.
+    of_loss = next((each.of_loss for each in known.values() if each.of_loss is not None), None)
+    by_hand = one.by_hand * (of_loss or 1.0)
+    # A clip of one's own scales by some number below 1; by just a share of the ranks only who divides by ranks.
+    if _are_alike([each.by_hand for each in known.values()]):
+        named_counts = {each for ranks in counts.values() for each in (ranks, 1 / ranks)}
+        rough = 1e-4 if of_loss is None or math.isclose(of_loss, 1, rel_tol=_ROUGH) else _CLOSE
+        if any(math.isclose(by_hand, each, rel_tol=rough) for each in named_counts):
+            times = "" if rough == 1e-4 else " times what undoes the scaler"
+            what = f"between backward and step the gradients were scaled by {by_hand:.4g}{times}"
+            yield "reduction", what + _told_count(by_hand, counts)
+            return
+    if not keeps_direction:
+        logger.warning("check_loop: gradients were clipped by value, and so their size is not checked")
         return
     size = size_of_gradient(model, holders, calls)
     if size is None:
         logger.warning("check_loop: the loss is too curved to tell the size of its gradient")
         return
     # Gradients that were averaged by hand after the backward may have been clipped in the same place.
-    size = size / factor if alike else size
+    size = size / one.in_all if are_alike else size
     is_share = any(math.isclose(size, 1 / ranks, rel_tol=0.02) for ranks in counts.values())
-    if abs(size - 1) > _ROUGH and (alike or size > 1 or is_share):
+    if abs(size - 1) > _ROUGH and (are_alike or size > 1 or is_share):
         yield "reduction", f"the gradient is {size:.4g} times that of the loss{_told_count(size, counts)}"
 
 
@@ -243,10 +324,13 @@ def _loss(model: nn.Module, calls: Sequence[Call]) -> float:
     """Σ ⟨∂loss/∂output, output⟩ of the calls, the mean over all ranks: its changes are those of the loss."""
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for call in calls:
+        # Gathered parameters that a forward without a backward leaves are those before the step along the gradient.
+        reshard(model)
         with as_then(model, call):
             outputs = tensors_in(model(*call.args, **call.kwargs))
         for index, gradient in call.gradients.items():
             total += (outputs[index].double() * gradient.double()).sum()
+    reshard(model)
     if dist.is_initialized():
         dist.all_reduce(total)
         total /= dist.get_world_size()

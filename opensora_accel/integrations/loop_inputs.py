@@ -9,6 +9,7 @@ Four ranks, of which 0 and 1 share sample A, and 2 and 3 share sample B:
     clip, timestep            A,1   A,2   B,3   B,4     "timestep": a noisy clip follows its timestep
     text alone                A     ∅     B     B       "caption dropout"
     noise, as it is drawn     ε     ε     ε     ε       "repeated noise": every rank is seeded alike
+    clip, timestep            A,1   A,1   B,1   B,1     "repeated timestep": in every forward, while it changes
 
 So the kind of each input tells the mistake. Draws are seen where the program calls torch for them; those of a loader's
 worker processes are not, and show in the inputs alone.
@@ -42,6 +43,9 @@ _RANDOM = (
 # Two ranks may draw the same few numbers by chance, or drop the same captions.
 _FEWEST_NUMBERS = 64
 
+# So many different timesteps that are equal on all data ranks are no chance, also where there are few to choose from.
+_ENOUGH_TIMES, _FEW_TIMES = 4, 64
+
 _TIMES = ("time", "sigma")
 _TEXTS = ("encoder", "text", "txt", "context", "prompt", "caption", "pooled", "guidance")
 
@@ -53,6 +57,8 @@ class Draw:
     line: str
     num_numbers: int
     digest: int
+    # Whether two draws of one number are the same by no chance.
+    is_continuous: bool = True
 
 
 class Draws:
@@ -87,7 +93,8 @@ class Draws:
                 caller = sys._getframe(1)
                 line = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
                 with _disable_current_modes(), torch.no_grad():
-                    self.seen.append(Draw(line, result.numel(), int(digest(result))))
+                    is_continuous = not draw.__name__.startswith("bernoulli")
+                    self.seen.append(Draw(line, result.numel(), int(digest(result)), is_continuous))
             return result
 
         return noted
@@ -103,13 +110,18 @@ class Inputs:
     shapes: dict[str, tuple[int, ...]]
     values: dict[str, Summary]
     draws: tuple[Draw, ...]
+    # Different timesteps, of which a few are enough.
+    times: tuple[float, ...] = ()
+
+    def of_kind(self, kind: str) -> dict[str, Summary]:
+        return {name: self.values[name] for name, each in self.kinds.items() if each == kind}
 
 
 def look_at_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], data_rank: int, draws: Sequence[Draw]
 ) -> Inputs:
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    kinds, shapes, values = {}, {}, {}
+    kinds, shapes, values, times = {}, {}, {}, list[float]()
     with _disable_current_modes(), torch.no_grad():
         for name, value in named_values("", bound):
             if isinstance(value, Tensor) and not is_real(value):
@@ -117,7 +129,9 @@ def look_at_inputs(
             kinds[name] = _kind(name, value)
             shapes[name] = tuple(value.shape) if isinstance(value, Tensor) else ()
             values[name] = summarise(value)
-    return Inputs(data_rank, kinds, shapes, values, tuple(draws))
+            if kinds[name] == "timestep":
+                times += value.flatten()[:_FEW_TIMES].tolist() if isinstance(value, Tensor) else [value]
+    return Inputs(data_rank, kinds, shapes, values, tuple(draws), tuple(dict.fromkeys(times)))
 
 
 def _kind(name: str, value: Tensor | float) -> str:
@@ -149,11 +163,7 @@ def mistakes_of_inputs(everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
     for draws in zip(*(everyone[rank].draws for rank in firsts.values()), strict=False):
         large = [draw for draw in draws if draw.num_numbers >= _FEWEST_NUMBERS]
         if len(draws) > 1 and len(large) == len(draws) and len({draw.digest for draw in draws}) == 1:
-            ranks = [everyone[rank] for rank in firsts.values()]
-            texts = [
-                {name: each.values[name] for name, kind in each.kinds.items() if kind == "text"}
-                for each in ranks
-            ]
+            texts = [everyone[rank].of_kind("text") for rank in firsts.values()]
             # What is drawn by samples is drawn again for the same ones.
             is_same_sample = bool(texts[0]) and all(text == texts[0] for text in texts)
             yield (
@@ -165,6 +175,81 @@ def mistakes_of_inputs(everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
     whole = [everyone[rank] for rank in firsts.values()]
     if len(whole) > 1 and all(_difference(whole[0], other) is None for other in whole[1:]):
         yield "repeated samples", f"{named([*firsts.values()])} called the model with the very same inputs"
+
+
+class Repeats:
+    """What only several forwards tell: data ranks whose timesteps go together, microbatches of one noise."""
+
+    def __init__(self) -> None:
+        self._times: set[float] = set()
+        self._num_drawn_alike = 0
+        self._are_times_alike = True
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        # By rank, line and digest: the text that the noise was drawn for.
+        self._drawn: dict[tuple[int, str, int], dict[str, Summary]] = {}
+        self._twice: tuple[str, str] | None = None
+
+    def of_timesteps(self, everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
+        """(Mistake, what), after one more forward of all ranks; the same on every rank.
+
+        Args:
+            everyone: in order of ranks.
+        """
+        firsts = _first_of_each_data_rank(everyone)
+        ranks = [everyone[rank] for rank in firsts]
+        times = [each.of_kind("timestep") for each in ranks]
+        if len(ranks) < 2 or not times[0]:
+            return
+        self._are_times_alike &= all(
+            times[0].keys() == other.keys() and all(times[0][n].agrees(other[n]) for n in other)
+            for other in times[1:]
+        )
+        self._times |= set(ranks[0].times)
+        for draws in zip(*(each.draws for each in ranks), strict=False):
+            is_few = draws[0].is_continuous and draws[0].num_numbers < _FEWEST_NUMBERS
+            if is_few and len({draw.digest for draw in draws}) == 1:
+                self._num_drawn_alike += draws[0].num_numbers
+        # One timestep for all of training is meant. A few that one chooses from may meet by chance; two numbers that
+        # were drawn from all there are do not.
+        is_chance = len(self._times) < _ENOUGH_TIMES and self._num_drawn_alike < 2
+        if self._are_times_alike and len(self._times) > 1 and not is_chance:
+            yield (
+                "repeated timestep",
+                f"{named(firsts)} called the model with the same timesteps, for samples of their own",
+            )
+
+    def note_noise(self, everyone: Sequence[Inputs]) -> None:
+        """Compares what each rank has drawn for this forward with what it drew for others of the step."""
+        drawn = {}
+        for rank, inputs in enumerate(everyone):
+            text = inputs.of_kind("text")
+            for draw in inputs.draws:
+                key = rank, draw.line, draw.digest
+                if draw.num_numbers < _FEWEST_NUMBERS:
+                    continue
+                drawn[key] = text
+                # What is drawn by samples is drawn again for the same ones.
+                before = self._drawn.get(key)
+                if before is not None and not (text and text == before) and self._twice is None:
+                    self._twice = (
+                        "repeated noise",
+                        f"rank {rank} drew the same {draw.num_numbers} numbers at {draw.line} for two forwards of a "
+                        "step, for samples of their own",
+                    )
+        self._drawn |= drawn
+
+    def of_noise(self) -> list[tuple[str, str]]:
+        """(Mistake, what) of the microbatches of a step, before its optimizer."""
+        return [] if self._twice is None else [self._twice]
+
+
+def _first_of_each_data_rank(everyone: Sequence[Inputs]) -> list[int]:
+    firsts: dict[int, int] = {}
+    for rank, inputs in enumerate(everyone):
+        firsts.setdefault(inputs.data_rank, rank)
+    return list(firsts.values())
 
 
 def _difference(one: Inputs, other: Inputs) -> tuple[str, str] | None:

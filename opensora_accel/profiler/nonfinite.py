@@ -52,15 +52,16 @@ class StepInputs:
 
     def __enter__(self) -> StepInputs:
         @torch.compiler.disable(reason="keeps the inputs of a step")
-        def before(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled():
+        def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A copy that the loop makes of the model has its hooks.
+            if torch.is_grad_enabled() and model is self._model:
                 parameter = next(self._model.parameters())
                 on_gpu = torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else None
                 self.calls.append(Call(args, kwargs, (torch.get_rng_state(), on_gpu), {}))
 
         @torch.compiler.disable(reason="keeps the gradients of a step's outputs")
-        def after(_model: nn.Module, _args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
+        def after(model: nn.Module, _args: Any, output: Any) -> None:
+            if not torch.is_grad_enabled() or model is not self._model:
                 return
             # By a weak reference: an output's hook must not keep the call, which keeps the inputs of an earlier step.
             call = weakref.ref(self.calls[-1])

@@ -22,7 +22,7 @@ from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
-from opensora_accel.training.conditions import num_channels
+from opensora_accel.training.conditions import check_conditions, num_channels
 from opensora_accel.training.config import DataConfig, ImageConfig, ModelConfig, TrainConfig
 from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
@@ -97,6 +97,7 @@ def build_model(
     for bucket in config.data.sizes:
         with _named(bucket, config.data):
             shapes[bucket] = check_sizes(bucket, codec, outline)
+    check_conditions(config.conditions, config.data.sizes, codec.temporal)
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
     )

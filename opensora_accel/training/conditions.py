@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.config import ConditionsConfig
 from opensora_accel.training.flow import generator
 
@@ -75,13 +76,43 @@ def mask_of(given: Tensor, temporal: int) -> Tensor:
 
 def weights_of(config: ConditionsConfig, num_frames: int, temporal: int) -> dict[str, float]:
     """The weight of each kind that leaves something to learn of a clip of this length; where none does, of `t2v`."""
+    # An image has no frame to spare.
+    return _fitting(config, num_frames, temporal) or {"t2v": 1.0}
+
+
+def _fitting(config: ConditionsConfig, num_frames: int, temporal: int) -> dict[str, float]:
     weights = {}
     for kind, weight in dataclasses.asdict(config).items():
         mask = mask_of(KINDS[kind].frames(num_frames).unsqueeze(0), temporal)
-        # An image has no frame to spare.
         if weight and not mask.all(1).all():
             weights[kind] = weight
-    return weights or {"t2v": 1.0}
+    return weights
+
+
+def check_conditions(config: ConditionsConfig, buckets: Sequence[Bucket], temporal: int) -> None:
+    """Checks that every kind is for some clip, and that every clip, but an image, has a kind.
+
+    Args:
+        buckets: the sizes of clips, each 1 frame and a multiple of `temporal`.
+
+    Raises:
+        ValueError: what was asked for would not be trained.
+    """
+    fitting = {bucket: _fitting(config, bucket.num_frames, temporal) for bucket in buckets}
+    sizes = ", ".join(map(str, buckets))
+    for kind, weight in dataclasses.asdict(config).items():
+        if weight and not any(kind in weights for weights in fitting.values()):
+            given = KINDS[kind].head + KINDS[kind].tail
+            raise ValueError(
+                f"conditions.{kind} gives {given} frames of a clip, which leaves nothing to learn of one of {sizes}; "
+                "set it to 0, or let clips have more frames (--data.num_frames, --data.buckets)"
+            )
+    for bucket, weights in fitting.items():
+        if bucket.num_frames > 1 and not weights:
+            raise ValueError(
+                f"no kind of conditions leaves anything to learn of a clip of {bucket}, and conditions.t2v is 0; give "
+                "t2v a weight, or leave that size out of --data.buckets"
+            )
 
 
 def draw_conditions(

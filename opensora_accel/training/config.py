@@ -406,7 +406,8 @@ class TrainConfig:
 class ProfileOptions:
     """What `opensora-accel profile` asks for beside the run's configuration."""
 
-    num_steps: int
+    # None: 20, or all that the run has left where those are fewer.
+    num_steps: int | None
     # In the last step, also what fills the memory.
     follow_memory: bool = False
     # Of each axis, as measured by `opensora-accel doctor --links` or given.

@@ -79,6 +79,8 @@ _MAX_SKIPPED_STEPS = 10
 # Gradient norms that the next one is compared with, and how few of them say nothing yet.
 _NUM_NORMS, _FEWEST_NORMS = 100, 20
 _MAX_SHOWN_FILES = 8
+# Where nobody says how many.
+_PROFILED_STEPS = 20
 
 
 class Trainer:
@@ -176,7 +178,7 @@ class Trainer:
             batches = (config.steps - self.state.step) * config.optim.accumulation
             self.objective.keep(self.loader.next_clips(batches), self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row, self._num_trained = 0, 0
         first = self.state.step + 1
         self.watch = watch(model, config.plan, every=config.watch, first_step=first) if config.watch else None
         self._norms = deque[float](record.norms if record else (), maxlen=_NUM_NORMS)
@@ -191,7 +193,7 @@ class Trainer:
                 training ends with them; then nothing is saved at its end, and nothing sampled.
 
         Raises:
-            ValueError: ten steps in a row were skipped.
+            ValueError: ten steps in a row were skipped, or all of them.
             OSError: the output cannot be written.
         """
         losses: list[float] = []
@@ -199,7 +201,7 @@ class Trainer:
         last = self.config.steps
         profiler: profile | None = None
         if profiling is not None:
-            last = min(last, self.state.step + profiling.num_steps)
+            last = self.state.step + self.num_profiled(profiling)
             peak, source = peak_of(self.device, self.config.plan.precision)
             profiler = profile(
                 self.state.model,
@@ -244,7 +246,9 @@ class Trainer:
                         profiler.step(**metrics | {"tokens": metrics["tokens"] / self.config.plan.sequence})
                     if tracker is not None:
                         self._show_step(tracker, metrics, seconds, before)
-                    if self._is_due(self.config.save_every) or self.state.step == self.config.steps:
+                    # Before a first step that was not skipped there is nothing new to keep.
+                    is_due = self._is_due(self.config.save_every) or self.state.step == self.config.steps
+                    if is_due and self._num_trained:
                         self.save()
                     if profiler is None and self._is_due(self.config.sample_every):
                         self.write_samples(tracker)
@@ -253,9 +257,33 @@ class Trainer:
             if profiler is not None:
                 dist.barrier()  # whoever reads the records finds those of all ranks
             if not stopping:
+                self._check_trained(len(losses))
                 self._write_results(tracker)
         show_cache(self.disk_cache, self.output)
         return losses
+
+    def num_profiled(self, profiling: ProfileOptions) -> int:
+        """How many steps are to be recorded.
+
+        Raises:
+            ValueError: more than the run has left are asked for.
+        """
+        left = self.config.steps - self.state.step
+        if left < 1 or (profiling.num_steps or 0) > left:
+            asked = "profile" if profiling.num_steps is None else f"--num-steps {profiling.num_steps}"
+            raise ValueError(
+                f"{asked} asks for more steps than the run has left ({left} of {self.config.steps}); set --steps "
+                "higher, or --num-steps lower"
+            )
+        return min(left, profiling.num_steps or _PROFILED_STEPS)
+
+    def _check_trained(self, num_steps: int) -> None:
+        """Fails on all ranks where each of the run's steps was skipped: what would be written was not trained."""
+        if num_steps and not self._num_trained:
+            raise ValueError(
+                f"all {num_steps} steps were skipped, because their gradients were not finite: nothing was trained, "
+                "and no weights are written; look at the clips that the warnings name, or lower --optim.lr"
+            )
 
     def _is_due(self, every: int) -> bool:
         """Whether something that is done every so many steps (0: never) is done after this one, and not at the end."""
@@ -352,6 +380,7 @@ class Trainer:
             self._norms.append(norm)
             self.saver.wait_for_copy()
             state.optimizer.step()
+            self._num_trained += 1
             if state.ema is not None:
                 state.ema.update()
         state.optimizer.zero_grad()

@@ -102,7 +102,7 @@ class Tracker:
             self._loss = loss if self._loss is None else _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
         speed, memory = metrics["tokens_per_s"], metrics["memory_gib"]
         mean = math.nan if self._loss is None else self._loss
-        shown = f"loss {mean:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB a rank"
+        shown = f"smoothed loss {mean:.4f}  {speed:,.0f} tokens/s  {memory:.2f} GiB a rank"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, shown=shown)
         # Without a terminal a line now and then: the first step, the last, and every `log_every`-th.

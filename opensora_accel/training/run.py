@@ -239,6 +239,7 @@ def _train(
         if is_new:
             from_first_rank(lambda: check_inputs(config))
         trainer = Trainer(config, folder, record)
+        num_profiled = 0 if profiling is None else trainer.num_profiled(profiling)
         # Only when everything has proven to work is an earlier run moved aside.
         if is_new:
             from_first_rank(lambda: move_aside(config))
@@ -252,4 +253,7 @@ def _train(
                 f"loss {first:.4f} → {last:.4f} (mean of the first and last {_SHOWN_STEPS} steps)", flush=True
             )
         print(f"metrics, checkpoints and samples are in {config.output}", flush=True)
-    return 0
+        if len(losses) < num_profiled:
+            print(f"recorded {len(losses)} steps of the {num_profiled} that were asked for", flush=True)
+    # Who asked a run to stop has what it asked for; who asked for a profile has not.
+    return int(len(losses) < num_profiled)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,10 +29,14 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
-from opensora_accel.training.buckets import Bucket, bucket_of
+from opensora_accel.training.buckets import Bucket, bucket_of, cropped_share
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.shards import IMAGES, find_samples, open_file, place_of, size_of, status_of
 
+logger = logging.getLogger(__name__)
+
+# Of a file that loses more of its picture to its bucket a person is told.
+_MUCH_CROPPED = 0.25
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
 # FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
@@ -434,7 +440,27 @@ def index_videos(
                 quarantined[entry.file] = outcome
     if not usable:
         raise ValueError(nothing_usable(folder, quarantined))
+    if config.buckets:
+        _tell_of_cropped(usable)
     return usable, quarantined
+
+
+def _tell_of_cropped(videos: Sequence[Video]) -> None:
+    """Warns of buckets that cut off much of some files: who names aspect ratios does so to keep the pictures whole."""
+    worst: dict[Bucket, tuple[float, str]] = {}
+    counts = Counter[Bucket]()
+    for video in videos:
+        assert video.info is not None
+        cropped = cropped_share(video.bucket, video.info.height, video.info.width)
+        if cropped > _MUCH_CROPPED:
+            counts[video.bucket] += 1
+            worst[video.bucket] = max(worst.get(video.bucket, (0.0, "")), (cropped, video.file))
+    for bucket, (cropped, file) in worst.items():
+        logger.warning(
+            "%d of %d files lose more than %.0f %% of their picture in the bucket %s, %s the most, %.0f %%; add a "
+            "bucket of their aspect ratio, and of no more frames than they have, or leave these files out",
+            *(counts[bucket], len(videos), 100 * _MUCH_CROPPED, bucket, file, 100 * cropped),
+        )
 
 
 def nothing_usable(folder: str | os.PathLike[str], quarantined: Mapping[str, str]) -> str:

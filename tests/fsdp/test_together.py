@@ -1,5 +1,6 @@
 """Sharded parameters beside what else their users do: compile blocks, train adapters, average weights, cut layers."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -156,3 +157,38 @@ def test_adapters_on_a_frozen_model(ranks, dtype, plan):
     for found in ranks(plan.world_size, adapted, dtype, plan):
         # Norms, and two matrices of each of 11 layers, live and averaged.
         assert len(found) == STEPS + 2 * 22 and max(found.values()) < RELATIVE[dtype]
+
+
+def stepped_by_an_old_optimizer(is_deferred, plan):
+    """What an optimizer says that was made before `shard`, when it steps and when it clears gradients."""
+    init_parallel(plan)
+    case = CASES["Wan"]
+    with deferred_init(0) if is_deferred else contextlib.nullcontext():
+        model = case.make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = shardformer.shard(model, plan)
+    loss = model(**case.inputs())[0].square().mean()
+    loss.backward()
+    told = []
+    for use in (optimizer.step, optimizer.zero_grad):
+        with pytest.raises(
+            ValueError, match=r"Make the optimizer after shard, from model\.parameters\(\)"
+        ) as caught:
+            use()
+        told.append(str(caught.value))
+    new = torch.optim.SGD(model.parameters(), 0.1)
+    before = [full_tensor(model, name, p.detach()).clone() for name, p in model.named_parameters()]
+    new.step()
+    after = [full_tensor(model, name, p.detach()) for name, p in model.named_parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("is_deferred", "plan"),
+    [(False, Plan(dp_shard=2, sharding="zero3")), (True, Plan(dp_shard=2, sharding="zero2")), (True, Plan())],
+    ids=["zero3", "zero2 of a deferred model", "a deferred model"],
+)
+def test_an_optimizer_made_before_shard_is_refused(ranks, is_deferred, plan):
+    for told in ranks(plan.world_size, stepped_by_an_old_optimizer, is_deferred, plan):
+        assert all("it would train nothing" in each for each in told)

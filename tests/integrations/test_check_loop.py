@@ -15,7 +15,7 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.integrations import LoopMistake, check_loop
 from opensora_accel.integrations.check_loop import REMEDIES
-from opensora_accel.parallel_states import get_data_parallel_group
+from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
 from opensora_accel.profiler.nonfinite import tensors_in
 from opensora_accel.training.flow import generator
 from opensora_accel.training.optim import clip_gradients
@@ -51,9 +51,11 @@ class Loop:
             self.ema = shardformer.shard(self.ema, plan)
         elif wrong == "averaged over data ranks":
             self.wrapped = DistributedDataParallel(self.model, process_group=data)
-        elif wrong not in ("not averaged", "added up", "averaged by hand"):
+        elif wrong not in ("not averaged", "added up", "averaged by hand", "clipped before the average"):
             mixed = get_data_parallel_group(get_mixed_dp_pg=True)
-            self.wrapped = DistributedDataParallel(self.model, process_group=mixed)
+            self.wrapped = DistributedDataParallel(
+                self.model, process_group=mixed, static_graph=wrong == "static graph"
+            )
         if wrong == "weights" and self.rank == 1:
             nn.init.normal_(model.proj_out.weight)  # DDP made them equal
         for block in shardformer.blocks_of(self.model) if wrong == "compiled" else ():
@@ -66,18 +68,48 @@ class Loop:
         parameters = parameters[:-1] if wrong == "a weight left out" else parameters
         halves = [parameters[::2], parameters[1::2]] if wrong == "two optimizers" else [parameters]
         self.optimizers = [torch.optim.AdamW(half, 1e-3) for half in halves]
+        if wrong == "no rate":
+            self.optimizers = [
+                torch.optim.AdamW([{"params": parameters[1:]}, {"params": parameters[:1], "lr": 0.0}])
+            ]
+        self.warm_up = 0.0 if wrong == "warm-up from 0" else 1.0
 
     def run(self, num_steps=3, **options):
         ema = None if self.wrong == "no ema" else self.ema
         with check_loop(self.model, ema=ema, **options) as check:
             for step in range(num_steps):
+                if self.wrong == "all skip a step":
+                    self.backward(check, 9 + step, 0)
+                    self.optimizers[0].zero_grad()
+                if self.wrong == "all skip a loss":
+                    self.backward(check, 9 + step, None)
+                if self.wrong in ("closure", "added up in a closure"):
+                    self.optimizers[0].step(lambda step=step: self.closure(check, step))
+                    self.average()
+                    continue
                 for part in range(2):
                     self.backward(check, step, part)
+                self.scale()
                 self.update(step)
-                if step == 0:
+                if step == 0 and self.wrong != "one rank skips":
                     self.sample(check)
 
+    def closure(self, check, step):
+        self.optimizers[0].zero_grad()
+        for part in range(2):
+            loss = self.backward(check, step, part)
+        if self.wrong == "added up in a closure":
+            self.add_up(get_sequence_parallel_group())
+        return loss
+
+    def add_up(self, group):
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=group)
+
     def backward(self, check, step, part):
+        """`part` None: the loss is found wanting, and no backward follows."""
+        is_wanting, part = part is None, part or 0
         by = self.rank if self.wrong in ("sample", "sampler by rank") else self.data_rank
         if self.wrong == "repeated samples":
             by = 0
@@ -92,11 +124,16 @@ class Loop:
         rng = {
             "noise": torch.Generator().manual_seed(self.rank),
             "repeated noise": torch.Generator().manual_seed(step),
+            "noise of the step": torch.Generator().manual_seed(100 * step + self.data_rank),
         }.get(self.wrong, torch.Generator().manual_seed(100 * step + 10 * part + self.data_rank))
         noise = torch.randn(latents.shape, generator=rng)
         time = torch.rand(2, generator=torch.Generator().manual_seed(numbers[0]))
         if self.wrong == "timestep":
             time = torch.rand(2, generator=torch.Generator().manual_seed(self.rank))
+        if self.wrong == "repeated timestep":
+            time = torch.rand(2, generator=torch.Generator().manual_seed(100 * step + part))
+        if self.wrong == "one timestep":
+            time = torch.ones(2)
         noisy = torch.lerp(latents, noise, time[:, None, None, None, None])
         is_last = part == 1
         if self.plan.sharding != "none":
@@ -110,30 +147,65 @@ class Loop:
             check.loss(loss.detach(), numbers)
         else:
             check.loss(loss, numbers if self.wrong != "sampler by rank" else [self.rank])
-        scale = {"divided by ranks": 2 * 2, "not divided": 1}.get(self.wrong, 2)
-        if self.wrong == "scaler":
+        scale = {"divided by ranks": 2 * 2, "not divided": 1, "divided after": 1}.get(self.wrong, 2)
+        if self.wrong in ("scaler", "scaler, added up"):
             loss = loss * 4096
+        if is_wanting:
+            return None
+        if self.wrong == "cleared before the backward" and part == 0:
+            self.optimizers[0].zero_grad()
         (loss / scale).backward()
+        return loss.detach()
 
-    def update(self, step):
+    def scale(self):
+        """What happens to gradients between backward and step."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self.wrong in ("added up", "averaged by hand"):
-            for gradient in gradients:
-                dist.all_reduce(gradient)
-        divisor = {"averaged by hand": dist.get_world_size(), "scaler": 4096, "divided twice": 2}
+        if self.wrong == "clipped before the average":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        if self.wrong in ("added up", "averaged by hand", "clipped before the average"):
+            self.add_up(None)
+        if self.wrong.startswith("added up after the mean") or self.wrong == "scaler, added up":
+            self.add_up(get_sequence_parallel_group())
+        divisor = {
+            "averaged by hand": dist.get_world_size(),
+            "scaler": 4096,
+            "divided twice": 2,
+            "divided after": 2,
+        }
+        divisor |= {"clipped before the average": dist.get_world_size(), "scaler, added up": 4096}
         for gradient in gradients:
             gradient /= divisor.get(self.wrong, 1)
-        if self.wrong in ("clipped", "averaged by hand"):
+        if self.wrong in ("clipped", "averaged by hand", "added up after the mean, clipped"):
             clip_gradients(self.model, 1e-3, total_grad_norm(self.model))
+        if self.wrong == "clipped by value":
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
         if self.wrong == "clipped by its shards":
             local = [gradient.to_local() for gradient in gradients]
             norm = torch.stack([each.norm() for each in local]).norm()
             for each in local:
                 each.mul_(1e-3 / norm)
+
+    def update(self, step):
+        first = next(self.model.parameters())
+        before = first.detach().clone()
         for optimizer in self.optimizers:
-            optimizer.step()
-            if self.wrong != "stale gradients":
+            if self.wrong == "cleared":
                 optimizer.zero_grad()
+            if self.wrong == "cleared to 0":
+                optimizer.zero_grad(set_to_none=False)
+            for group in optimizer.param_groups if step == 0 else ():
+                group["lr"] *= self.warm_up
+            if self.wrong != "one rank skips" or self.rank != 1:
+                optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] or 1e-3 * (self.wrong != "no rate")
+            if self.wrong not in ("stale gradients", "cleared before the backward"):
+                optimizer.zero_grad()
+        if self.wrong == "put back":
+            first.data.copy_(before)
+        self.average()
+
+    def average(self):
         for mine, new in zip(self.ema.parameters(), self.model.parameters(), strict=True):
             if self.wrong != "ema" or self.rank == 0:
                 mine.detach().lerp_(new.detach(), 0.1)
@@ -196,6 +268,18 @@ MISTAKES = [
     ("clipped by its shards", SHARDED, "clipping", "each by the norm of its own shards"),
     ("a weight left out", ULYSSES, "optimizer", "proj_out.bias has a gradient and no optimizer; 1 weights in all"),
     ("optimizer of a copy", SHARDED, "optimizer", "AdamW holds none of the model's parameters"),
+    ("added up after the mean", ULYSSES, "reduction", "were scaled by 2: added up over the 2 ranks"),
+    ("added up after the mean, clipped", ULYSSES, "reduction", "were scaled by 2: added up over the 2 ranks"),
+    ("scaler, added up", ULYSSES, "reduction", "times what undoes the scaler: added up over the 2 ranks"),
+    ("added up in a closure", ULYSSES, "reduction", "were scaled by 2: added up over the 2 ranks"),
+    ("one rank skips", ULYSSES, "skipped step", "ranks 0, 2, 3 step the optimizer, and rank 1 calls the model"),
+    ("cleared", ULYSSES, "cleared gradients", "every gradient is gone or 0"),
+    ("cleared to 0", SHARDED, "cleared gradients", "every gradient is gone or 0"),
+    ("clipped before the average", ULYSSES, "clipping", "ranks 0-3 clip other gradients, of the norms "),
+    ("repeated timestep", ULYSSES, "repeated timestep", "ranks 0, 2 called the model with the same timesteps"),
+    ("noise of the step", ULYSSES, "repeated noise", "rank 0 drew the same 9600 numbers at test_check_loop.py"),
+    ("put back", ULYSSES, "unmoved weight", "scale_shift_table has a gradient, and the same bits after 2 steps"),
+    ("no rate", SHARDED, "unmoved weight", "scale_shift_table has a learning rate of 0, and others have not"),
     ("ema", ULYSSES, "ema", "the weights moved, and the EMA did not on ranks 1, 2, 3"),
 ]  # fmt: skip
 
@@ -209,7 +293,14 @@ LONG = {
     "other random numbers",
     "detached",
 }
-LONG |= {"averaged over data ranks", "a weight left out"}
+LONG |= {
+    "averaged over data ranks",
+    "a weight left out",
+    "added up",
+    "scaler, added up",
+    "added up in a closure",
+}
+LONG |= {"cleared to 0", "no rate"}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +315,8 @@ def test_each_mistake_is_named_on_all_ranks(ranks, wrong, plan, name, text):
         assert told.startswith(("in step 1 this loop", "in step 2 this loop"))
 
 
-PLANS = [ULYSSES, RING, SHARDED, Plan(), Plan(dp_replicate=2)]
+ZERO2 = SHARDED.replace(sharding="zero2")
+PLANS = [ULYSSES, RING, SHARDED, ZERO2, Plan(), Plan(dp_replicate=2)]
 
 
 @pytest.mark.parametrize("plan", some(PLANS, ULYSSES, SHARDED), ids=str)
@@ -233,9 +325,42 @@ def test_a_right_loop_is_let_alone(ranks, plan, right):
     assert ranks(plan.world_size, checked, plan, right) == [((), "")] * plan.world_size
 
 
-@pytest.mark.parametrize("right", some(["averaged by hand", "scaler", "two optimizers", "compiled"]))
+RIGHT = [
+    "averaged by hand",
+    "cleared before the backward",
+    "closure",
+    "all skip a step",
+    "scaler",
+    "two optimizers",
+]
+RIGHT += ["compiled", "all skip a loss", "one timestep", "warm-up from 0"]
+RIGHT += ["static graph", "clipped by value", "divided after"]
+
+
+@pytest.mark.parametrize("right", some(RIGHT, *RIGHT[:4]))
 def test_loops_that_go_other_ways_are_let_alone(ranks, right):
     assert ranks(4, checked, ULYSSES, right) == [((), "")] * 4
+
+
+def test_a_copy_made_in_the_loop_is_let_alone():
+    """Its forwards are none of the loop's, though it has the model's hooks."""
+    model, noise = nn.Linear(3, 2), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with check_loop(model) as check:
+        for _ in range(3):
+            teacher = copy.deepcopy(model).eval()
+            clip = torch.randn(4, 3, generator=noise)
+            loss = (model(clip) - teacher(clip) - 1).square().mean()
+            check.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loop_without_a_step_is_not_called_right(caplog):
+    with check_loop(nn.Linear(2, 2)) as check:
+        check.loss(torch.ones(()))
+    assert "nothing was compared" in caplog.text and "as one device would" not in caplog.text
 
 
 def steps_of(name, plan):
@@ -333,3 +458,23 @@ def test_the_weights_are_the_same_bits_after_it():
         return list(model.parameters())
 
     assert all(torch.equal(one, other) for one, other in zip(trained(True), trained(False), strict=True))
+
+
+def trained_under_zero2(is_checked):
+    """Gathered weights, which zero2 keeps after a forward, are no old ones."""
+    init_parallel(Plan(dp_shard=2, sharding="zero2"))
+    model = shardformer.shard(wan(torch.float32), Plan(dp_shard=2, sharding="zero2"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with check_loop(model) if is_checked else contextlib.nullcontext():
+        for step in range(4):
+            latents, text = clips(2 * step + dist.get_rank())
+            out = model(latents[None], torch.full((1,), 100.0 * (step + 1)), text[None], return_dict=False)[0]
+            (out - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: weight.clone() for name, weight in full_state_dict(model).items()}
+
+
+def test_training_of_shards_goes_on_as_without_it(ranks):
+    with_it, without = (ranks(2, trained_under_zero2, is_checked)[0] for is_checked in (True, False))
+    assert all(torch.equal(weight, without[name]) for name, weight in with_it.items())

@@ -49,10 +49,6 @@ GOOD: dict[str, list[Any]] = {
     "conditions.i2v_head": [1, 7.5],
     "conditions.i2v_loop": [1],
     "conditions.i2v_tail": [1],
-    "conditions.v2v_head": [1],
-    "conditions.v2v_tail": [HUGE],
-    "conditions.v2v_head_easy": [0.1],
-    "conditions.v2v_tail_easy": [1],
     "sample_captions": [["a clip"], []],
     "trackers": [[], ["tensorboard"]],
     "flow.caption_drop": [0, 0.99],
@@ -128,10 +124,11 @@ BAD: dict[str, list[Any]] = {
     "conditions.i2v_head": [-1, INF],
     "conditions.i2v_tail": [NAN],
     "conditions.i2v_loop": ["x"],
-    "conditions.v2v_head": [-0.5],
-    "conditions.v2v_tail": [INF],
-    "conditions.v2v_head_easy": [-1],
-    "conditions.v2v_tail_easy": [None],
+    # Clips have fewer frames than these give.
+    "conditions.v2v_head": [-0.5, 1],
+    "conditions.v2v_tail": [INF, HUGE],
+    "conditions.v2v_head_easy": [-1, 0.1],
+    "conditions.v2v_tail_easy": [None, 1],
     "sample_every": [-1, 0.5, 2],
     "image.path": ["nowhere", "\0"],
     "image.width": [8, 12],
@@ -228,10 +225,17 @@ def _fitting(changes: dict[str, Any], name: str) -> dict[str, Any]:
     """Without options that only fit certain values of the one that is tried."""
     together = {"codec.patch", "data.height", "data.width", "model.config.patch_size", "data.num_frames"}
     strides = {"data.num_frames", "data.frame_stride"}
+    # An image has no frame to spare.
+    given = {"conditions.i2v_head", "conditions.i2v_loop", "conditions.i2v_tail"}
+    if name in given:
+        changes = {key: value for key, value in changes.items() if key != "data.num_frames"}
     return {
         key: value
         for key, value in changes.items()
-        if key != name and not {key, name} <= together and not {key, name} <= strides
+        if key != name
+        and not {key, name} <= together
+        and not {key, name} <= strides
+        and not (key in given and "data.num_frames" in {name, *changes})
     }
 
 

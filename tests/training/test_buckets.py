@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from opensora_accel import Plan
-from opensora_accel.training.buckets import Bucket, batch_sizes, bucket_of, parse_buckets
+from opensora_accel.training.buckets import Bucket, batch_sizes, bucket_of, cropped_share, parse_buckets
 from opensora_accel.training.config import DataConfig, config_from_dict
 from opensora_accel.training.data import ClipLoader, GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.tiny_run import TrueSize, proof_meshes
 from opensora_accel.training.tiny_run import tiny_config as tiny_config_of
-from opensora_accel.training.video import UnreadableVideo, probe, read_clip
+from opensora_accel.training.video import Entry, UnreadableVideo, index_videos, probe, read_clip
 from tests.tiers import some
 from tests.training.runs import TINY_WAN, tiny_config
 
@@ -46,6 +46,33 @@ SIZES = parse_buckets(
 )
 def test_a_file_goes_where_it_is_cropped_least_and_then_where_it_shows_most(file, expected):
     assert str(bucket_of(*file, SIZES, stride=1)) == expected
+
+
+def test_a_video_goes_to_a_clip_that_crops_it_rather_than_to_a_single_picture():
+    """As docs/training.md says: frames first, then the aspect ratio; and how much that cuts off."""
+    buckets = parse_buckets(["1x480x832", "33x480x480", "81x480x832"])
+    found = bucket_of(50, 1080, 1920, buckets, stride=1)
+    assert str(found) == "33x480x480"
+    assert cropped_share(found, 1080, 1920) == pytest.approx(0.4375)
+    assert cropped_share(found, 1920, 1080) == pytest.approx(0.4375)
+    assert cropped_share(parse_buckets(["81x480x832"])[0], 480, 832) == pytest.approx(0)
+
+
+def test_what_a_bucket_cuts_off_is_told(tmp_path, caplog):
+    sizes = {"wide.png": (64, 36), "square.png": (40, 40), "tall.png": (36, 80)}
+    for file, size in sizes.items():
+        Image.new("RGB", size).save(tmp_path / file)
+    entries = [Entry(file, "a picture") for file in sizes]
+    index_videos(entries, tmp_path, DataConfig(folder=str(tmp_path), buckets=("1x32x32", "1x64x32")))
+    (told,) = caplog.messages
+    assert told.startswith(
+        "1 of 3 files lose more than 25 % of their picture in the bucket 1x32x32, wide.png the most, 44"
+    )
+    caplog.clear()
+    index_videos(
+        entries, tmp_path, DataConfig(folder=str(tmp_path), buckets=("1x32x32", "1x64x32", "1x32x56"))
+    )
+    assert not caplog.messages
 
 
 def test_a_stride_asks_for_longer_videos_and_too_short_ones_have_no_bucket():

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from opensora_accel import Plan
+from opensora_accel.training.buckets import parse_buckets
 from opensora_accel.training.conditions import (
     KINDS,
+    check_conditions,
     draw_conditions,
     encode_condition,
     mask_of,
@@ -184,6 +186,23 @@ def test_a_run_trains_and_samples_with_frames_that_are_given(ranks, folder, tmp_
     )
     losses, output = ranks(1, sampled, config)[0]
     assert len(losses) == 3 and (output / "samples/step_000003/strip.png").is_file()
+
+
+def test_a_condition_that_trains_nothing_is_refused(ranks, folder, tmp_path):
+    """It fell back to the caption alone, of which the configuration may have said 0."""
+    told = r"conditions\.v2v_head gives 33 frames of a clip, which leaves nothing to learn of one of 5x24x40; set it"
+    values = {"model.config.in_channels": 97, "conditions.v2v_head": 1}
+    with pytest.raises(RankError, match=told):
+        ranks(1, curve, tiny_config(folder, tmp_path, Plan(), **values), 1)
+    config, image, short, long = (
+        ConditionsConfig(t2v=0, v2v_head=1),
+        *parse_buckets(["1x24x40", "33x24x40", "37x24x40"]),
+    )
+    check_conditions(config, [image, long], 4)  # an image is trained by its caption
+    told = r"anything to learn of a clip of 33x24x40, and conditions\.t2v is 0; give t2v a weight"
+    with pytest.raises(ValueError, match=told):
+        check_conditions(config, [image, short, long], 4)
+    check_conditions(ConditionsConfig(t2v=1, v2v_head=1), [image, short, long], 4)
 
 
 def test_a_model_without_the_channels_is_told_of_conditions(ranks, folder, tmp_path):

@@ -1,5 +1,8 @@
 """The trainer: one job, whatever the mesh; resumed as if it had never stopped; stopped without loss."""
 
+import contextlib
+import dataclasses
+import io
 import itertools
 import json
 import logging
@@ -311,6 +314,33 @@ def test_a_step_is_given_up_between_its_batches_and_comes_again(ranks, folder, t
     assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
 
 
+def profile_stopped(file):
+    """The status of a profile of four steps that is asked to stop in the second."""
+    from opensora_accel.training.config import ProfileOptions
+    from opensora_accel.training.objective import Objective
+    from opensora_accel.training.run import run
+
+    original, count = Objective.loss, itertools.count(1)
+
+    def loss(self, batch):
+        if next(count) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "loss", loss)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            return run(["--config", str(file)], ProfileOptions(4)), out.getvalue()
+
+
+def test_a_profile_that_was_stopped_is_no_success(ranks, folder, tmp_path):
+    config = tiny_config(folder, tmp_path / "run", steps=5)
+    (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(config)))
+    status, told = ranks(1, profile_stopped, tmp_path / "run.json")[0]
+    assert status == 1 and "recorded 2 steps of the 4 that were asked for" in told
+
+
 def test_what_is_saved_already_is_not_saved_again(ranks, folder, tmp_path):
     config = tiny_config(folder, tmp_path, steps=6, save_every=3, **{"optim.accumulation": 2})
     ranks(1, stopped, config, 7, [(signal.SIGINT, 0)])
@@ -338,6 +368,25 @@ def not_finite(config):
     trainer.skipped_in_a_row = 5
     trainer.step()
     return trainer.skipped_in_a_row
+
+
+def all_skipped(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    original = trainer.objective.loss
+    trainer.objective.loss = lambda batch: original(batch) * float("nan")
+    with pytest.raises(ValueError, match="all 3 steps were skipped, because their gradients were not finite"):
+        trainer.train()
+
+
+def test_a_run_whose_every_step_was_skipped_fails_and_writes_no_weights(ranks, folder, tmp_path):
+    changes = {"steps": 3, "save_every": 2, "num_samples": 1, "sample_every": 2, "lora.rank": 2}
+    ranks(2, all_skipped, tiny_config(folder, tmp_path / "run", Plan(dp_replicate=2), **changes))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [None] * 3
+    assert not [path for path in (tmp_path / "run").rglob("*.safetensors")]
+    assert not (tmp_path / "run/checkpoints").exists() and not (tmp_path / "run/lora").exists()
 
 
 @pytest.mark.faults

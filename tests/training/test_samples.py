@@ -225,6 +225,17 @@ def test_services_are_told_of_steps_and_clips(tmp_path, monkeypatch, name):
     assert ended == ("finish",) and not (tmp_path / "run" / "tensorboard").exists()
 
 
+def test_the_loss_that_a_person_sees_is_called_smoothed(tmp_path, capsys):
+    config = tiny_config(tmp_path, tmp_path / "run", trackers=[])
+    with metrics.Tracker(config, "abc", 0, 2) as tracker:
+        for step, loss in ((1, 2.0), (2, 1.0)):
+            tracker.step(step, {"loss": loss, "tokens_per_s": 2.0, "memory_gib": 0.1})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/2  smoothed loss 2.0000  ")
+    assert last.startswith("step 2/2  smoothed loss 1.9500  ")
+    assert '"loss": 1.0' in (tmp_path / "run/metrics.jsonl").read_text()
+
+
 def test_a_service_that_cannot_be_started_is_told_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Service("wandb", RuntimeError("no api key")))
     config = tiny_config(tmp_path, tmp_path / "run", **{"trackers": ["wandb"]})
