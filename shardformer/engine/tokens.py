@@ -133,6 +133,10 @@ class Tokens:
         # One is no sign of anything: every tensor that broadcasts has such a dim.
         return frozenset(count for count in (num_own, num_own // self.state.unit) if count > 1)
 
+    def total(self) -> int:
+        """The clip's number of tokens; 0 where it is not known."""
+        return sum(self.state.splits or ())
+
     def are_followed(self) -> bool:
         """Whether the state is known in a forward after the first: then a compiled region may depend on it."""
         return self.state.is_known and not self.state.is_first

@@ -241,6 +241,9 @@ class Policy:
 
     # Class names of the models that the policy fits, if they are built as it says: see `find_policy`.
     models: tuple[str, ...]
+    # Packages whose classes these are: a class of the same name from elsewhere is another one, and so is the code of a
+    # forward or an attention processor that was put into the model (`policy/identity.py`). Empty: of any package.
+    origin: tuple[str, ...] = ()
     # Names of the arguments of the model's forward that the table was made for, with blanks between. Any other must
     # stay None or False: it may index frames or tokens by their place in the clip. Empty: every argument is taken.
     arguments: str = ""
@@ -307,6 +310,17 @@ class Policy:
         found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
         found += [path for entry in self.whole_sequences for path in entry.paths]
         return tuple(dict.fromkeys(path for path in found if path))
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The paths of every module that attends to tokens of other ranks."""
+        return (
+            *self.self_attention,
+            *self.whole_queries,
+            *self.linear_attention,
+            *(entry.module for entry in self.joint_attention),
+            *(entry.module for entry in self.whole_sequences),
+        )
 
     def __post_init__(self) -> None:
         if self.frames is None and not all(entry.may_be_empty for entry in self.split_inputs):

@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Wh
 
 KANDINSKY5 = Policy(
     models=("Kandinsky5Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep pooled_projections visual_rope_pos text_rope_pos "
         "scale_factor sparse_params return_dict"
@@ -23,6 +24,7 @@ KANDINSKY5 = Policy(
 
 KANDINSKY6 = Policy(
     models=("Kandinsky6Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states pooled_projections timestep audio_hidden_states "
         "visual_rope_pos encoder_attention_mask visual_token_type_ids return_dict"
@@ -40,6 +42,7 @@ KANDINSKY6 = Policy(
 
 KANDINSKY6_SR = Policy(
     models=("Kandinsky6SRTransformer3DModel",),
+    origin=("diffusers",),
     arguments="hidden_states timestep return_dict",
     split_inputs=(SplitInput("visual_transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("visual_transformer_blocks.-1"),),

@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 SKYREELS_V2 = Policy(
     models=("SkyReelsV2Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image "
         "enable_diffusion_forcing fps return_dict attention_kwargs"

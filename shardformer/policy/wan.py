@@ -15,6 +15,7 @@ from shardformer.policy.base import (
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image return_dict "
         "attention_kwargs"
@@ -34,6 +35,7 @@ WAN = Policy(
 WAN_VACE = replace(
     WAN,
     models=("WanVACETransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image control_hidden_states "
         "control_hidden_states_scale return_dict attention_kwargs"
@@ -51,6 +53,7 @@ WAN_VACE = replace(
 WAN_ANIMATE = replace(
     WAN,
     models=("WanAnimateTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image pose_hidden_states "
         "face_pixel_values motion_encode_batch_size return_dict attention_kwargs"
@@ -65,6 +68,7 @@ WAN_ANIMATE = replace(
 
 WAN_ANIMATE2 = Policy(
     models=("WanAnimate2Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states condition_latents kv_cache kv_cache_mode seq_len "
         "encoder_hidden_states_image offset_grid_sizes reference_grid_sizes origin_len origin_area is_uncondtion "
