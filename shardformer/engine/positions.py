@@ -56,9 +56,13 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
                 bound = signature.bind(*args, **kwargs)
                 for name in entry.tables:
                     bound.arguments[name] = _rows(bound.arguments[name], entry, tokens)
+                own = bound.arguments[entry.tokens[0]] if entry.in_place else None
                 for name in entry.tokens:
                     bound.arguments[name] = _in_place(bound.arguments[name], entry, tokens)
                 out = original(*bound.args, **bound.kwargs)
+                if own is not None:
+                    # The caller looks at its own tensor, and not at what the function returns.
+                    return own.copy_(_rows(bound.arguments[entry.tokens[0]], entry, tokens))
                 return _rows(out, entry, tokens) if entry.tokens else out
 
             return function

@@ -21,7 +21,7 @@ from shardformer.policy.identity import is_meant_for, misfit
 from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
 from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6, KANDINSKY6_SR
 from shardformer.policy.latte import LATTE
-from shardformer.policy.ltx import LTX, LTX2, LTX_AUTHORS, SANA_WM_REFINER, SANA_WM_REFINER_GATED
+from shardformer.policy.ltx import LTX, LTX2, LTX2_VIDEOX, LTX_AUTHORS, SANA_WM_REFINER, SANA_WM_REFINER_GATED
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.motif_video import MOTIF_VIDEO
@@ -33,7 +33,15 @@ from shardformer.policy.skyreels_v2 import SKYREELS_V2
 from shardformer.policy.stable_diffusion3 import SD3, SD35
 from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
-from shardformer.policy.wan import WAN, WAN_ANIMATE, WAN_ANIMATE2, WAN_AUTHORS, WAN_VACE
+from shardformer.policy.wan import (
+    WAN,
+    WAN_ANIMATE,
+    WAN_ANIMATE2,
+    WAN_AUTHORS,
+    WAN_MUSUBI,
+    WAN_VACE,
+    WAN_VIDEOX,
+)
 from shardformer.policy.z_image import Z_IMAGE
 
 __all__ = ["UNSUPPORTED", "Policy", "find_policy", "has_policy", "model_names", "tables_named"]
@@ -43,6 +51,8 @@ _POLICIES = (
     WAN_VACE,
     WAN_ANIMATE,
     WAN_ANIMATE2,
+    WAN_MUSUBI,
+    WAN_VIDEOX,
     WAN_AUTHORS,
     SKYREELS_V2,
     ANYFLOW,
@@ -55,6 +65,7 @@ _POLICIES = (
     COGVIDEOX,
     LTX,
     LTX2,
+    LTX2_VIDEOX,
     LTX_AUTHORS,
     SANA_WM_REFINER_GATED,
     SANA_WM_REFINER,

@@ -125,6 +125,8 @@ class Positions:
     tables: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     dim: int = 1
+    # The function changes its first tensor of tokens, and its caller goes on with that.
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,8 +266,9 @@ class Policy:
     # Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens.
     whole_queries: tuple[str, ...] = ()
     # Functions that the model's own package calls in place of torch's attention, with flash-attn's arguments:
-    # `flash_attn_func`, `flash_attn_varlen_func`, or one of its own that takes samples' lengths, `k_lens`. One that
-    # is imported where it is called is named with its package: "flash_attn.flash_attn_func".
+    # `flash_attn_func`, `flash_attn_varlen_func`, their packed ones, or one of its own that takes samples' lengths,
+    # `k_lens`, and q, k, v one by one or in a list. One that is imported where it is called is named with its package:
+    # "flash_attn.flash_attn_func".
     kernel_functions: tuple[str, ...] = ()
     positions: tuple[Positions, ...] = ()
     # As `self_attention`, of modules that sum over the tokens instead of taking a softmax.

@@ -29,6 +29,7 @@ from torch import nn
 from shardformer.functions import check_function, functions_of
 from shardformer.paths import check_argument, children, find
 from shardformer.policy.base import Policy
+from shardformer.policy.unsupported import ELSEWHERE
 
 # Packages whose code around a forward leaves it as it is: torch's own, and what this project puts on a model.
 _OURS = ("torch", "shardformer", "opensora_accel")
@@ -42,8 +43,12 @@ def is_meant_for(model: nn.Module, policy: Policy) -> bool:
 def misfit(model: nn.Module, policy: Policy) -> str | None:
     """Why a model that has the right name is not what the table speaks of; None where it is."""
     if not is_meant_for(model, policy):
-        home = _named(model, policy)[0].__module__.split(".")[0]
-        return f"the policy is for the class of {' or '.join(policy.origin)}, and this one is of {home}"
+        named = _named(model, policy)[0]
+        home = named.__module__.split(".")[0]
+        reason = ELSEWHERE.get((home, named.__name__))
+        return f"the policy is for the class of {' or '.join(policy.origin)}, and this one is of {home}" + (
+            f": {reason}" if reason else ""
+        )
     for setting, reason in policy.unfit:
         config = getattr(model, "config", None)
         value = getattr(config if hasattr(config, setting) else model, setting, None)

@@ -53,6 +53,17 @@ LTX2 = replace(
     ),
 )
 
+# VideoX-Fun's copy of diffusers' class, with an attention function of its own, which is flash-attn's where that is
+# installed and torch's else.
+LTX2_VIDEOX = replace(
+    LTX2,
+    origin=("videox_fun", "diffusers"),
+    arguments=LTX2.arguments.replace("video_self_attention_mask video_keyframes_mask ", ""),
+    split_inputs=LTX.split_inputs,
+    kernel_functions=("flash_attention",),
+    refuses=(),
+)
+
 # A window that moves over a clip: its first frames and some before it are seen by their keys, from a cache. A rank's
 # cache holds its heads of all tokens.
 SANA_WM_REFINER = Policy(

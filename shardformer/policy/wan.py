@@ -100,3 +100,20 @@ WAN_AUTHORS = Policy(
     blocks=(Blocks("blocks", ("x",)),),
     mlps=("blocks.*.ffn",),
 )
+
+# musubi-tuner's copy turns queries and keys in place, and hands them to its kernels in one list. It has the function of
+# the authors' copy as well, which it does not call: this table is looked at first.
+WAN_MUSUBI = replace(
+    WAN_AUTHORS,
+    arguments=f"{WAN_AUTHORS.arguments} skip_block_indices f_indices",
+    positions=(Positions("rope_apply_inplace_cached", tokens=("x",), in_place=True),),
+)
+
+# VideoX-Fun's, which has the name of diffusers' class. Its attention is flash-attn's where that is installed, else
+# torch's. Reference frames join the tokens before the first block.
+WAN_VIDEOX = replace(
+    WAN_AUTHORS,
+    models=("WanTransformer3DModel", "Wan2_2Transformer3DModel"),
+    arguments=f"{WAN_AUTHORS.arguments} y_camera full_ref subject_ref cond_flag",
+    unfit=(("teacache", "it leaves out blocks, which split and join the tokens; disable it for training"),),
+)

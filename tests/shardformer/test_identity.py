@@ -81,6 +81,16 @@ def test_a_class_of_the_same_name_and_structure_from_elsewhere_is_refused():
     assert not has_policy(model)
 
 
+def test_a_known_look_alike_is_refused_with_what_it_does(monkeypatch):
+    monkeypatch.setattr(
+        HunyuanVideoTransformer3DModel, "__module__", "videox_fun.models.hunyuanvideo_transformer3d"
+    )
+    with pytest.raises(
+        ValueError, match="and this one is of videox_fun: its attention processor cuts queries and"
+    ):
+        find_policy(HunyuanVideoTransformer3DModel())
+
+
 def look_alike_by_force():
     plan = Plan(ulysses=2)
     init_parallel(plan)
@@ -142,7 +152,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
         caught.value
     )
     # The remedy that the message names.
-    assert tables_named("WanTransformer3DModel") == (WAN,)
+    assert tables_named("WanTransformer3DModel")[0] is WAN
 
 
 def replaced_by_a_program(model):
