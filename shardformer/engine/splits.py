@@ -176,17 +176,21 @@ def refuse_input(model: nn.Module, argument: str, reason: str, undo: ExitStack) 
 
 
 def refuse_unknown_inputs(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
-    """Refuses, where they are used, arguments of a forward that has more of them than the policy was made for."""
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_named and name not in policy.arguments.split():
-            refuse_input(
-                model,
-                name,
-                f"the policy for {policy.models[0]} was made for a model without that argument; pass None, or write a "
-                "policy that says what becomes of it (docs/policies.md)",
-                undo,
-            )
+    """Refuses, where they are used, arguments that the policy was not made for."""
+    signature = inspect.signature(model.forward)
+    known = {*policy.arguments.split()}
+    known |= {name for name, p in signature.parameters.items() if p.kind == p.VAR_POSITIONAL}
+
+    def check(arguments: Arguments) -> None:
+        for name, value in arguments.items():
+            if name not in known and value is not None and value is not False:
+                raise ValueError(
+                    f"{type(model).__name__}'s {name} cannot be split over ranks: the policy for {policy.models[0]} was "
+                    "made for a model without that argument; pass None, or write a policy that says what becomes of it "
+                    "(docs/policies.md)"
+                )
+
+    change_arguments(model, signature, check, undo)
 
 
 def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitStack) -> None:

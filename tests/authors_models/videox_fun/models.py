@@ -127,7 +127,7 @@ class LTX2VideoTransformer3DModel(TheirLTX2):
 
 # Where they come from is told by their modules, and a policy looks for functions in those.
 _HOME = "videox_fun.models"
-sys.modules.setdefault(f"{_HOME}.attention_utils", sys.modules[__name__])
+sys.modules.setdefault(f"{_HOME}.stand_in", sys.modules[__name__])
 for _cls in (LTX2AudioVideoAttnProcessor, LTX2VideoTransformer3DModel):
     _cls.__module__ = f"{_HOME}.ltx2_transformer3d"
 LTX2AudioVideoAttnProcessor.__call__.__module__ = f"{_HOME}.ltx2_transformer3d"
