@@ -18,13 +18,16 @@ export OMP_NUM_THREADS ?= 1
 # Nothing is fetched from a hub, and the ranks of one machine talk over loopback.
 export HF_HUB_OFFLINE ?= 1
 export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
-# A file's tests share their ranks and stay together.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# A file's tests share their ranks and stay together. They are for a CPU; those for a GPU are run by `make gpu`.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 
-.PHONY: help train test prove bench faults gpu lint clean
+# What torch 2.13.0 requires on Linux, where its default build brings it. No pin: torch has one.
+TRITON := triton==3.7.1
+
+.PHONY: help train test prove bench faults gpu resolve lint clean
 help:
-	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine"
+	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine: its GPUs, or CPU cores"
 	@echo "make test    run every behaviour once"
 	@echo "make prove   run every test: all matrices, defects, peers and launchers (PART=verify: those of tests/verify)"
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
@@ -32,6 +35,7 @@ help:
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
 	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes; the report: $(GPU_REPORT)/report.md"
+	@echo "make resolve try, without installing, whether all that is installed here can be had on other machines"
 	@echo "make lint    ruff and mypy"
 
 train: .venv/.train data/bunny/metadata.jsonl
@@ -40,10 +44,10 @@ train: .venv/.train data/bunny/metadata.jsonl
 test: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m "not prove and not alone" $(ARGS)
 
-prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.peers .venv/.trackers data/bunny/metadata.jsonl
+prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.peers .venv/.trackers .venv/.uv data/bunny/metadata.jsonl
 	$(PYTEST) -m "not alone" tests/$(PART) $(ARGS)
 	@# What measures time has nothing beside it. A PART may have none: status 5.
-	$(BIN)/python -m pytest -m alone tests/$(PART) $(ARGS) || test $$? -eq 5
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m alone tests/$(PART) $(ARGS) || test $$? -eq 5
 
 faults: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m faults $(ARGS)
@@ -54,6 +58,9 @@ bench: .venv/.dev
 # Without a CUDA build of torch it says what to install, and runs what it can.
 gpu: .venv/.dev data/bunny/metadata.jsonl
 	$(BIN)/python tools/first_gpu.py --out $(GPU_REPORT) $(ARGS)
+
+resolve: .venv/.uv
+	$(BIN)/python tools/resolve.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -84,7 +91,8 @@ lint: .venv/.dev
 .venv/.kernels: .venv/.torch setup.py
 	@echo "installing Triton, which interprets the kernels for a GPU"
 	@# Apart, because it takes 1 GB and torch for a CPU has no use for it. There are wheels for Linux alone.
-	@$(PIP) install -c constraints.txt --no-deps --target .venv/kernels triton || \
+	@$(BIN)/python -c 'import triton' 2>/dev/null || \
+	  $(PIP) install -c constraints.txt --no-deps --target .venv/kernels $(TRITON) || \
 	  echo "there is no Triton for this machine; the tests of its kernels will be skipped"
 	@touch $@
 
@@ -102,6 +110,11 @@ lint: .venv/.dev
 	@$(PIP) install -c constraints.txt --no-deps --target .venv/peers \
 	  yunchang ring-attention-pytorch beartype einops jaxtyping wadler_lindig || \
 	  echo "yunchang and ring-attention-pytorch cannot be had here; the tests of tools/repro skip their scripts"
+	@touch $@
+
+.venv/.uv: .venv/.train
+	@echo "installing uv, which resolves the installs for other machines"
+	@$(PIP) install -c constraints.txt uv
 	@touch $@
 
 .venv/.trackers: .venv/.dev constraints.txt

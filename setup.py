@@ -4,11 +4,12 @@ ColossalAI cannot be an extra: 0.5.0 pins torch<=2.5.1 and diffusers==0.29.0. In
 ``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/colossalai.md).
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PLOT = ["matplotlib"]
+PLOT = ["matplotlib", "pydantic>=2.11"]
 TRAIN = [
     *PLOT,
     "diffusers>=0.42.1",
@@ -22,7 +23,6 @@ TRAIN = [
     "psutil",
     "rich",
     "tyro>=1.0",
-    "pydantic>=2.11",
     "tensorboard",
     "torchdata>=0.11",
 ]
@@ -33,13 +33,41 @@ SCHEDULEFREE = ["schedulefree>=1.4"]
 KERNELS = ["triton>=3.6"]
 DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"]
 
+
+def describe() -> str:
+    """README.md as a page of its own: a link into the source tree is its text, a picture of the tree is left out."""
+    page = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    page = re.sub(r"!\[[^\]]*\]\((?!https:)[^)]*\)\n*", "", page)
+    return re.sub(r"\[([^\]]*)\]\((?!https:)[^)]*\)", r"\1", page)
+
+
 setup(
     name="opensora-accel",
-    version="0.1.0",
+    version="0.2.0",
     description="Exact sequence parallelism, offload and sharding for training video diffusion transformers",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=describe(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=[
+        "sequence parallelism",
+        "ring attention",
+        "video diffusion",
+        "transformers",
+        "activation offload",
+    ],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
     package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},

@@ -54,6 +54,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_folder_of(path: Path | None) -> None:
+    """Checks, before long work whose result a file is to hold, that there is a folder to write it to.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if path is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise FileNotFoundError(f"there is no folder {folder} to write {path.name} to; make it first")
+
+
 def sha256_of(path: Path, opened: Callable[[], BinaryIO] | None = None) -> str:
     """The SHA-256 sum of a file's content, in hexadecimal.
 

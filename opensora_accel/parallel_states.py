@@ -527,24 +527,34 @@ def has_parallel_group(name: str) -> bool:
     return name in _groups
 
 
+def _register(name: str, group: dist.ProcessGroup) -> None:
+    """Raises TypeError where it is none: the name of one would be found wrong in the first collective only."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"the {name} group is a torch.distributed.ProcessGroup, as dist.new_group(ranks) or "
+            f'mesh.get_group("ulysses") gives it; got {group!r}'
+        )
+    _groups[name] = group
+
+
 def set_data_parallel_group(group: dist.ProcessGroup) -> None:
     """Registers the ranks that see different samples."""
-    _groups["data"] = group
+    _register("data", group)
 
 
 def set_sequence_parallel_group(group: dist.ProcessGroup) -> None:
     """Registers the ranks that share one sample."""
-    _groups["sequence"] = group
+    _register("sequence", group)
 
 
 def set_tensor_parallel_group(group: dist.ProcessGroup) -> None:
     """Registers the ranks that share one layer."""
-    _groups["tensor"] = group
+    _register("tensor", group)
 
 
 def set_mixed_parallel_group(group: dist.ProcessGroup) -> None:
     """Registers the ranks over which gradients are averaged (data × sequence)."""
-    _groups["mixed"] = group
+    _register("mixed", group)
 
 
 def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup | None:

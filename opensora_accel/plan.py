@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from opensora_accel.documents import MOST_RANKS, read_text
+
 Checkpoint = Literal["none", "full", "selective"]
 Sharding = Literal[
     "none", "zero2", "zero3", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
@@ -29,6 +31,16 @@ SEQUENCE_AXES = ("ring", "ulysses")
 MIXED_AXES = DATA_AXES + SEQUENCE_AXES
 
 # The names that FSDP's users know. A Plan stores the short ones.
+# Of a file; a Plan has 600.
+_MOST_BYTES = 1 << 20
+_CHOICES = {
+    "checkpoint": Checkpoint,
+    "sharding": Sharding,
+    "precision": Precision,
+    "reduce_dtype": ReduceDtype,
+    "gather_dtype": GatherDtype,
+    "two_level": TwoLevel,
+}
 _STRATEGIES: dict[str, Sharding] = {
     "NO_SHARD": "none",
     "SHARD_GRAD_OP": "zero2",
@@ -106,34 +118,20 @@ class Plan:
     """Ranks that two_level takes for a node, by default those that the launcher has started on this machine."""
 
     def __post_init__(self) -> None:
-        # A bool is an int in Python, and True ranks are a mistake.
-        for axis in MESH_AXES:
-            degree = getattr(self, axis)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise ValueError(f"{axis} must be a whole number of ranks, at least 1; got {degree!r}")
-        _check_choice("checkpoint", self.checkpoint, get_args(Checkpoint))
-        _check_choice("sharding", self.sharding, get_args(Sharding))
-        _check_choice("precision", self.precision, get_args(Precision))
-        _check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
-        _check_choice("gather_dtype", self.gather_dtype, get_args(GatherDtype))
-        _check_choice("two_level", self.two_level, get_args(TwoLevel))
-        check_offload(self.offload)
+        for each in dataclasses.fields(self):
+            check_field(each.name, getattr(self, each.name))
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"a plan has at most {MOST_RANKS:,} ranks; this one has {self.world_size:,}")
         if self.checkpoint == "none" and (self.offload == "auto" or float(self.offload) > 0):
             raise ValueError(
                 f"offload={self.offload} moves the inputs of checkpointed blocks, but checkpoint is none; "
                 'set checkpoint="full" (or "selective"), or offload=0'
             )
-        if not isinstance(self.overlap_ulysses, bool):
-            raise ValueError(f"overlap_ulysses must be true or false; got {self.overlap_ulysses!r}")
         if self.overlap_ulysses and (self.ulysses == 1 or self.ring > 1):
             raise ValueError(
                 "overlap_ulysses overlaps the exchange of a ulysses degree with attention to whole sequences; the plan "
                 f"has ulysses={self.ulysses} and ring={self.ring}: put the ranks on ulysses, or leave it out (a ring "
                 "overlaps by itself)"
-            )
-        if not isinstance(self.mlp_chunks, int) or isinstance(self.mlp_chunks, bool) or self.mlp_chunks < 1:
-            raise ValueError(
-                f"mlp_chunks must be a whole number of pieces, at least 1; got {self.mlp_chunks!r}"
             )
         self._check_sharding()
         self._check_compression()
@@ -150,7 +148,7 @@ class Plan:
                 self.ulysses,
                 *(self.sequence * n for n in range(1, self.data + 1) if self.data % n == 0),
             ]
-            if not isinstance(factor, int) or isinstance(factor, bool) or factor not in fits:
+            if factor not in fits:
                 raise ValueError(
                     f"sharding_factor must be 1, ulysses ({self.ulysses}), or ring × ulysses ({self.sequence}) times a "
                     f"divisor of the {self.data} data ranks: one of {', '.join(map(str, sorted(set(fits))))}; "
@@ -159,8 +157,6 @@ class Plan:
             dp_shard = max(1, factor // self.sequence)
             object.__setattr__(self, "dp_replicate", self.data // dp_shard)
             object.__setattr__(self, "dp_shard", dp_shard)
-        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise ValueError(f"prefetch must be a whole number of blocks, at least 0; got {self.prefetch!r}")
         if self.sharding == "none" and (factor or 1) > 1:
             raise ValueError(
                 f'sharding_factor={factor} shards parameters, but sharding="{named}" keeps them whole; '
@@ -204,11 +200,7 @@ class Plan:
 
     def _check_two_level(self) -> None:
         per_node = self.ranks_per_node
-        if per_node is not None and (
-            not isinstance(per_node, int)
-            or isinstance(per_node, bool)
-            or not 1 <= per_node <= self.world_size
-        ):
+        if per_node is not None and per_node > self.world_size:
             raise ValueError(
                 f"ranks_per_node must be a whole number of the plan's {self.world_size} ranks; got {per_node!r}"
             )
@@ -340,7 +332,7 @@ class Plan:
         """
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"a Plan is read from a JSON object; this text is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"a Plan is read from a JSON object; got {type(values).__name__}")
@@ -351,7 +343,45 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """The Plan in a file.
+
+        Raises:
+            ValueError: it is no plain file of text, or `from_json` refuses it.
+            OSError: it cannot be read.
+        """
+        return cls.from_json(read_text(Path(path), most_bytes=_MOST_BYTES))
+
+
+def check_field(name: str, value: object) -> None:
+    """Whether a field of a Plan may have this value, whatever the others have.
+
+    Raises:
+        ValueError: it may not, or no field has this name; the message has what it may have.
+    """
+    if name in MESH_AXES:
+        _check_whole(name, value, 1, "of ranks")
+    elif name in _CHOICES:
+        _check_choice(name, value, get_args(_CHOICES[name]))
+    elif name == "offload":
+        check_offload(value)
+    elif name in ("mlp_chunks", "prefetch"):
+        _check_whole(name, value, *((1, "of pieces") if name == "mlp_chunks" else (0, "of blocks")))
+    elif name in ("sharding_factor", "ranks_per_node"):
+        if value is not None:
+            _check_whole(name, value, 1, "of ranks")
+    elif name in ("overlap_ulysses", "cpu_offload"):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false; got {value!r}")
+    else:
+        Plan.from_dict({name: value})  # says which fields there are
+
+
+def _check_whole(name: str, value: object, least: int, of_what: str) -> None:
+    # A bool is an int in Python, and True ranks are a mistake.
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number {of_what}, at least {least}; got {value!r}")
+    if value > MOST_RANKS:
+        raise ValueError(f"{name} is at most {MOST_RANKS:,}; got {value:,}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

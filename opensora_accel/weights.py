@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import deferred_shapes, region_of, replace_later
+from opensora_accel.documents import read_text
 from opensora_accel.files import retried
 
 
@@ -106,6 +107,18 @@ def fill(model: nn.Module, stored: Mapping[str, Stored]) -> None:
             tensor.copy_(read())
 
 
+def _index(path: Path) -> dict[str, str]:
+    """Which file holds each tensor, by its name."""
+    try:
+        index = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); copy the folder again, whole") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
+        raise ValueError(f"{path} is no index of weights (a table weight_map); copy the folder again, whole")
+    return names
+
+
 def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
     """The tensors of a folder by name, in one file `STEM.safetensors` or several.
 
@@ -122,7 +135,7 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
             "copy the files of one of them into a folder of their own"
         )
     if indices:
-        names = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        names = _index(indices[0])
         # The name alone: an index leads nowhere else.
         return {name: Stored(folder / Path(file).name, name) for name, file in names.items()}
     paths = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})

@@ -1,4 +1,4 @@
-"""Changing one module's forward without touching its class, its name or its parameters."""
+"""Changing one module's forward, or an optimizer's closure, without touching classes, names or parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 Forward = Callable[..., Any]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Callable[[], None]:
@@ -54,3 +55,35 @@ def refuse_copy(_memo: dict[int, Any]) -> None:
         "a model whose forward was wrapped (sharded or checkpointed) cannot be deep-copied; copy it before "
         "shardformer.shard() or checkpoint_blocks(), or build a second model and load this one's state_dict()"
     )
+
+
+def when_gradients_are_there(
+    args: tuple[Any, ...], kwargs: dict[str, Any], look: Callable[[], None]
+) -> StepArguments | None:
+    """Calls `look` when an optimizer that is about to step has its gradients.
+
+    That is now, or, where `optimizer.step(closure)` has a closure make them, when that has run for the first time. For
+    hooks of `register_optimizer_step_pre_hook`, which return what this returns.
+
+    Args:
+        args, kwargs: those of `step`; the optimizer itself is the first.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        look()
+        return None
+    has_looked = False
+
+    @functools.wraps(closure)
+    def looked_at() -> Any:
+        nonlocal has_looked
+        loss = closure()
+        # Called again, as by a line search, it is at other weights.
+        if not has_looked:
+            has_looked = True
+            look()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": looked_at}
+    return (args[0], looked_at, *args[2:]), kwargs

@@ -301,7 +301,7 @@ def test_every_launcher_starts_the_same_run(run, config_file, tmp_path, name):
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     done, found = launched(LAUNCHERS[name], config_file, tmp_path / name, "--plan.ulysses", "2")
     assert done.returncode == 0, done.stderr
-    assert "on 2 rank(s)" in done.stdout
+    assert "on 2 CPU rank(s)" in done.stdout
     assert found == pytest.approx([json.loads(row)["loss"] for row in rows], rel=1e-4)
 
 
@@ -371,7 +371,7 @@ def test_torchrun_starts_again_where_the_run_was(config_file, tmp_path, fault):
 
 def test_doctor_runs(run):
     status, text = run("doctor")
-    assert status == 0 and "CPU only" in text and "a group of one CPU process started and summed" in text
+    assert status == 0 and "GPUs: none" in text and "a group of one CPU process started and summed" in text
     status, text = run("doctor", "--json")
     assert {"torch", "gloo", "threads"} <= {finding["topic"] for finding in json.loads(text)}
 

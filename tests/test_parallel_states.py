@@ -212,3 +212,15 @@ def test_a_rank_makes_its_own_groups_and_none_twice(degrees, monkeypatch):
     sockets = sum(len(each) - 1 for each in ranks)
     print(f"{len(groups)} groups, {sockets} connections of a host backend")
     assert sockets < 1200
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks_here, device", [(2, 2, "cuda"), (8, 2, "cuda"), (0, 2, "cpu"), (1, 2, "cpu"), (1, 1, "cuda")]
+)
+def test_ranks_take_the_gpus_where_there_are_enough(gpus, ranks_here, device, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    assert parallel_states._device_type() == device
+    # Who has GPUs and does not get them is told why.
+    told = "running on the CPU" in caplog.text and f"start at most {gpus}" in caplog.text
+    assert told == (0 < gpus < ranks_here)

@@ -223,7 +223,8 @@ def _exchange_uneven(
     pieces = [t.split(sizes, scatter.dim) for t, sizes in zip(tensors, scatter.splits, strict=True)]
     # The pieces of a single tensor with a batch of one lie in order along the first dim behind the batch.
     if _lie_in_order(tensors, scatter.dim):
-        sent = tensors[0].reshape(-1)
+        # The gradient of a sum is one number expanded, and stays so when reshaped.
+        sent = tensors[0].reshape(-1).contiguous()
     else:
         # Each piece is copied once, to its place in what is sent.
         in_order = [piece[to] for to in ranks for piece in pieces]

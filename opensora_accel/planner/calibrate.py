@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from opensora_accel.communications import transport
+from opensora_accel.files import check_folder_of
 from opensora_accel.links import Link
 from opensora_accel.parallel_states import start_distributed
 from opensora_accel.plan import Plan
@@ -61,10 +62,7 @@ def write(path: Path) -> None:
     Raises:
         FileNotFoundError: there is no folder to write to; before anything is measured.
     """
-    if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {path.resolve().parent} to write {path.name} to; make it first"
-        )
+    check_folder_of(path)
     start = time.perf_counter()
 
     def show(what: str, share: float) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opensora_accel.plan import Plan
+from opensora_accel.documents import MOST_RANKS
+from opensora_accel.plan import Plan, check_field
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline
 from opensora_accel.planner.trace import Trace
@@ -100,10 +101,10 @@ class Request:
             raise ValueError("a mix names at least one size of clips, each with a share above 0")
         if self.global_batch is not None and self.global_batch < 1:
             raise ValueError(f"the global batch is a number of samples, at least 1; got {self.global_batch}")
-        Plan.from_dict({name: value for name, value in self.fixed.items() if name in _FREE})
-        unknown = [name for name in self.fixed if name not in Plan.__dataclass_fields__]
-        if unknown:
-            Plan.from_dict({unknown[0]: self.fixed[unknown[0]]})  # says which fields there are
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"plans are for at most {MOST_RANKS:,} GPUs; got {self.world_size:,}")
+        for name, value in self.fixed.items():
+            check_field(name, value)
         self.hardware.nodes_of(self.world_size)
 
     def as_run(self, workload: Workload, samples: int = 1) -> Workload:
@@ -115,10 +116,6 @@ class Request:
     @property
     def largest(self) -> Workload:
         return max((workload for workload, _share in self.mix), key=lambda each: each.num_tokens * each.batch)
-
-
-# Fields that are checked without the others.
-_FREE = ("checkpoint", "mlp_chunks", "prefetch", "precision")
 
 
 class Passes(NamedTuple):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.files import check_folder_of, replacing
 from opensora_accel.plan import Plan
 from opensora_accel.planner.candidates import (
     GIB,
@@ -32,8 +33,9 @@ from opensora_accel.planner.workload import Workload, step_file
 EXAMPLES = """\
 examples:
   opensora-accel plan --model wan2.1-14b --frames 81 --height 720 --width 1280 --gpus 64 --hardware h100x8-ib400
-      ranks plans for 64 H100 on 8 nodes and writes the best one to plan.json, which others take as it is:
-      train, verify and profile by --plan plan.json, a program by Plan.load("plan.json")
+      ranks plans for 64 H100 on 8 nodes
+  ... --output plan.json        writes the best one, which others take as it is: train, verify and profile by
+      --plan plan.json, a program by Plan.load("plan.json")
   ... --batch 64                a step has 64 samples, whatever the plan: it decides between data and sequence ranks
   ... --mix 81x480x832:3 --mix 1x720x1280:1
       three of four batches are clips of 81 frames, one is images; --frames, --height and --width are left out
@@ -81,15 +83,16 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
     """
     options = _parser().parse_args(arguments)
     for path in (options.json, options.report, options.output):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise FileNotFoundError(
-                f"there is no folder {path.resolve().parent} to write {path.name} to; make it first"
-            )
+        check_folder_of(path)
+    if options.top < 1 or not options.seconds >= 0:
+        raise ValueError(
+            f"--top is a number of rows, at least 1, --seconds at least 0; got {options.top} and {options.seconds:g}"
+        )
     hardware = Hardware.named(options.hardware)
     job = _job(options, job_of_config)
     request = Request(
         job.mix, hardware, options.gpus, options.precision or job.precision, _residents(options, job),
-        options.batch or job.global_batch, job.resize, job.accumulation, _fixed(options.set),
+        job.global_batch if options.batch is None else options.batch, job.resize, job.accumulation, _fixed(options.set),
     )  # fmt: skip
     with progress() as show:
         if options.fits is not None:
@@ -99,16 +102,26 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
     _print(outcome, told, options.top)
     document = document_of(outcome, told)
     if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write(options.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     if options.report is not None:
         from opensora_accel.planner.page import page
 
-        options.report.write_text(page(document), encoding="utf-8")
+        _write(options.report, page(document))
     if outcome.best is None:
         return 1
-    outcome.best.plan.save(options.output)
-    print(f"wrote {options.output}")
+    if options.output is not None:
+        outcome.best.plan.save(options.output)
+        print(f"wrote {options.output}")
+    else:
+        print(
+            "--output plan.json writes this plan, for train, verify and profile to take by --plan plan.json"
+        )
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
@@ -188,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     on.add_argument("--fits", type=Path, metavar="PLAN", help="answer for this plan only")
     out = parser.add_argument_group("what is written")
     out.add_argument(
-        "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the best plan (plan.json)"
+        "--output", type=Path, metavar="FILE", help="the best plan; without it nothing is written"
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="every candidate")
     out.add_argument("--report", type=Path, metavar="FILE", help="a page with pictures")

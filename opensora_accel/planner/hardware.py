@@ -28,11 +28,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.documents import Amount, Count, Duration, Ranks, parse, read_text
 from opensora_accel.links import Link
 from opensora_accel.planner.devices import DEVICES, NETWORKS
 
 # What an efficiency may depend on.
 FEATURES = ("flops", "bytes", "m", "n", "k", "heads", "queries", "keys", "head_dim")
+# Of a file; doctor --calibrate writes 20,000.
+_MOST_BYTES = 1 << 24
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
@@ -95,30 +98,30 @@ class Hardware:
 
     name: str
     # Dense operations a second, by dtype.
-    peak_flops: dict[str, float]
-    memory_bytes: int
-    memory_bytes_per_s: float
+    peak_flops: dict[str, Amount]
+    memory_bytes: Count
+    memory_bytes_per_s: Amount
     # From one rank to another of its node, and to one of another node (None: there is a single node).
     within: Link
     between: Link | None
     # From a device to host memory, one way; PCIe.
     host_link: Link
-    ranks_per_node: int
+    ranks_per_node: Ranks
     # Of a node, which its ranks share.
-    host_memory_bytes: int
+    host_memory_bytes: Count
     # The host's time for one operator, and whether kernels run beside it.
-    launch_s: float
+    launch_s: Duration
     # What the host takes longer for an operator on a parameter that FSDP2 has sharded.
-    sharded_launch_s: float
+    sharded_launch_s: Duration
     runs_ahead: bool
     # Cores that the ranks of a node share, where they compute on them.
-    cores: int | None
+    cores: Ranks | None
     # How many times longer compute takes while a collective runs, which needs multiprocessors or cores too.
-    beside_collective: float
+    beside_collective: Amount
     # What is taken beside the live bytes: by the driver, by each communicator, and as a share by the allocator.
-    context_bytes: int
-    communicator_bytes: int
-    allocator_slack: float
+    context_bytes: Count
+    communicator_bytes: Count
+    allocator_slack: Amount
     # By class of kernel ("gemm", "attention", "attention backward", "memory"), or "memory aten.gelu" for one operator.
     efficiencies: dict[str, Efficiency]
     # Relative, by what takes the time: gemm, attention, memory, collective, copy, host. Where they were measured also
@@ -128,11 +131,11 @@ class Hardware:
     sources: dict[str, str]
     # Measured collectives: "all-gather 2/4" is of groups of 2 ranks while a node's 4 ranks communicate; as (bytes that
     # a rank sends, seconds). Others follow from the links.
-    collectives: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    collectives: dict[str, tuple[tuple[Amount, Duration], ...]] = field(default_factory=dict)
     # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
-    crowding: dict[str, float] = field(default_factory=dict)
+    crowding: dict[str, Amount] = field(default_factory=dict)
     # How many times longer kernels of a class take in a step than these figures say; `bound` multiplies it.
-    slowness: dict[str, float] = field(
+    slowness: dict[str, Amount] = field(
         default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0)
     )
 
@@ -261,42 +264,20 @@ class Hardware:
             raise ValueError(
                 f"{source}: {', '.join(missing)} missing; write the file with doctor --calibrate"
             )
-        try:
-            made = dict(values)
-            for name in ("within", "between", "host_link"):
-                made[name] = _link(name, values[name]) if values[name] is not None else None
-            made["collectives"] = {
-                name: tuple((float(size), float(seconds)) for size, seconds in points)
-                for name, points in values.get("collectives", {}).items()
-            }
-            made["efficiencies"] = {
-                name: Efficiency(
-                    tuple(value["by"]),
-                    tuple((tuple(map(float, sizes)), float(share)) for sizes, share in value["points"]),
-                )
-                for name, value in values["efficiencies"].items()
-            }
-            return cls(**made)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{source}: a field has the wrong form ({error}); write it with --calibrate"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+        # As JSON, where a list stands for a tuple.
+        found: Hardware = parse(json.dumps(values), cls, source)
+        return found
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
         """What `save` wrote.
 
         Raises:
-            ValueError: it is no JSON, or `from_dict` refuses it.
+            ValueError: it is no plain file, or no JSON, or `from_dict` refuses it.
             OSError: the file cannot be read.
         """
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: hardware is read from a JSON file; this is none ({error})") from error
-        return cls.from_dict(values, str(path))
+        text = read_text(Path(path), most_bytes=_MOST_BYTES)
+        return cls.from_dict(parse(text, dict[str, Any], f"{path}: hardware is a JSON object"), str(path))
 
     @classmethod
     def named(cls, name: str) -> Hardware:
@@ -400,15 +381,6 @@ def _network(name: str, network: str) -> tuple[dict[str, float], str]:
     latency_s, source = NETWORKS[match[1]]
     bandwidth = 0.9 * int(match[2]) * 1e9 / 8
     return {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s}, source
-
-
-def _link(name: str, value: Any) -> Link:
-    try:
-        return Link(float(value["bandwidth_bytes_per_s"]), float(value["latency_s"]))
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(
-            f'{name} is a link, as {{"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5}}; got {value!r}'
-        ) from error
 
 
 def _check_uncertainties(given: Mapping[str, float]) -> None:

@@ -57,13 +57,30 @@ _OTHER = "activations and work"
 Show = Callable[[str, float], None]
 
 
+def _check_fixed(request: Request) -> None:
+    """Before anything is traced, which takes a while. A table for tp is taken for granted."""
+    excluded: Counter[str] = Counter()
+    if not request.fixed or any(True for _ in candidates(request, excluded, has_tensor_table=True)):
+        return
+    fixed = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
+    rules = "".join(f"; {rule}" for rule, _count in excluded.most_common(2))
+    raise ValueError(
+        f"no plan for {request.world_size} GPUs has {fixed}: degrees multiply to the GPUs, and fields that depend on "
+        f"others want them too (offload a checkpoint, cpu_offload and dp_shard a sharding){rules}"
+    )
+
+
 def search(request: Request, show: Show = lambda what, share: None, budget_s: float = 35.0) -> Outcome:
     """Ranks what there is.
 
     Args:
         show: called with what is done now, and the share of all that is done.
         budget_s: no further finalist is traced after so many seconds.
+
+    Raises:
+        ValueError: no plan has the fields that are fixed.
     """
+    _check_fixed(request)
     start = time.perf_counter()
     estimators: list[tuple[Estimator, float]] = []
     for number, (workload, share) in enumerate(request.mix):

@@ -1,11 +1,11 @@
 """What a profiled run leaves behind: a file for each rank, with a line of JSON for the run and one for each step.
 
     profile/rank_00000.jsonl
-      {"type": "run", "rank": 0, "world_size": 2, "coordinates": {"ulysses": 0}, "groups": {"ulysses": [0, 1]}, ...}
-      {"type": "step", "step": 7, "start_s": 12.5, "end_s": 14.0, "metrics": {"loss": 1.2, "tokens": 4680},
+      {"rank": 0, "world_size": 2, "coordinates": {"ulysses": 0}, "groups": {"ulysses": [0, 1]}, ..., "type": "run"}
+      {"step": 7, "start_s": 12.5, "end_s": 14.0, "metrics": {"loss": 1.2, "tokens": 4680},
        "spans": [["attention", "blocks.0.attn1", "forward", 12.61, 12.74], ...],
        "calls": [["all-to-all", "ulysses", "ulysses", 12.61, 12.63, 0.02, 1048576, {"1": 1048576}], ...],
-       "memory": [[12.5, {"parameters": 41943040, ...}], ...]}
+       "memory": [[12.5, {"parameters": 41943040, ...}], ...], "type": "step"}
 
 All times are seconds on one clock, that of rank 0, counted from the start of the run. A rank that was killed leaves
 whole lines: what is cut off at the end is dropped by `read_run`.
@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
+
+from opensora_accel.documents import Amount, Count, Duration, Ranks, Seconds, open_plain, parse
 
 # Regions of a step, in the order in which they are shown.
 REGIONS = (
@@ -56,6 +59,9 @@ KINDS = (
 )
 
 
+# A step with a million spans has 60 MB.
+_MOST_LINE_BYTES = 1 << 28
+
 _NOBODY: Mapping[int, int] = {}
 
 
@@ -66,8 +72,8 @@ class Span(NamedTuple):
     # Of the module, or what it is about.
     name: str
     phase: str
-    start_s: float
-    end_s: float
+    start_s: Seconds
+    end_s: Seconds
 
 
 class CommunicationCall(NamedTuple):
@@ -79,25 +85,25 @@ class CommunicationCall(NamedTuple):
     axis: str
     # Which of `RunRecord.groups`.
     group: str
-    start_s: float
-    end_s: float
+    start_s: Seconds
+    end_s: Seconds
     # What compute waited for it.
-    exposed_s: float
+    exposed_s: Seconds
     # What other ranks get from this one, and how much of it each (by global rank).
-    sent_bytes: int
-    sent_to: Mapping[int, int] = _NOBODY
+    sent_bytes: Count
+    sent_to: Mapping[Ranks, Count] = _NOBODY
     # Of a "recv": whose message it is, and its bytes.
-    received_from: Mapping[int, int] = _NOBODY
+    received_from: Mapping[Ranks, Count] = _NOBODY
 
 
 class MemorySample(NamedTuple):
     """Live bytes by kind (`KINDS`) at one time. Those on the host are not part of the device's."""
 
-    time_s: float
-    bytes_by_kind: Mapping[str, int]
+    time_s: Seconds
+    bytes_by_kind: Mapping[str, Count]
     # Of CUDA's allocator: what it has of the device, and what of that lies free between pieces in use.
-    reserved_bytes: int | None = None
-    fragmented_bytes: int | None = None
+    reserved_bytes: Count | None = None
+    fragmented_bytes: Count | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -108,14 +114,17 @@ class MemorySample(NamedTuple):
 class StepRecord:
     """One optimizer step on one rank."""
 
-    step: int
-    start_s: float
-    end_s: float
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    step: Count
+    start_s: Seconds
+    end_s: Seconds
     # Numbers that the loop gave: loss, tokens (of this rank), grad_norm, ...
     metrics: Mapping[str, float] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     calls: Sequence[CommunicationCall] = ()
     memory: Sequence[MemorySample] = ()
+    type: Literal["step"] = "step"
 
     @property
     def seconds(self) -> float:
@@ -126,12 +135,14 @@ class StepRecord:
 class RunRecord:
     """What one rank knows of a run, before its steps."""
 
-    rank: int
-    world_size: int
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    rank: Ranks
+    world_size: Ranks
     # This rank's place on each axis of the mesh.
-    coordinates: Mapping[str, int] = field(default_factory=dict)
+    coordinates: Mapping[str, Ranks] = field(default_factory=dict)
     # Global ranks of every group that this rank is in.
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[Ranks]] = field(default_factory=dict)
     # `Plan.to_dict()`, or nothing.
     plan: Mapping[str, Any] = field(default_factory=dict)
     # class, num_parameters, num_blocks.
@@ -139,19 +150,20 @@ class RunRecord:
     # host, device, torch, backend, ...
     environment: Mapping[str, str] = field(default_factory=dict)
     # Floating-point operations of a step that the model needs, and those with recomputation; of this rank.
-    model_flops: float | None = None
-    hardware_flops: float | None = None
+    model_flops: Amount | None = None
+    hardware_flops: Amount | None = None
     # Of this rank's device, per second, and where that number is from.
-    peak_flops: float | None = None
+    peak_flops: Amount | None = None
     peak_flops_source: str = ""
     # Bytes per second of the links, by axis, measured or given.
-    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    link_bytes_per_s: Mapping[str, Amount] = field(default_factory=dict)
     # Regions whose spans run beside compute, on queues of their own: a GPU's copies. They take no time of the step.
     beside_compute: Sequence[str] = field(default_factory=list)
     # How far this rank's clock may be off rank 0's.
-    clock_error_s: float = 0.0
+    clock_error_s: Duration = 0.0
     # Seconds since 1970 at the run's start.
-    started_at: float = 0.0
+    started_at: Seconds = 0.0
+    type: Literal["run"] = "run"
 
 
 class RecordWriter:
@@ -170,9 +182,8 @@ class RecordWriter:
 
     def step(self, step: StepRecord) -> None:
         self._begin()
-        row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
         # Spans, calls and samples are rows without names, because there are hundreds of them a step.
-        self._write({"type": "step", **row})
+        self._write({field.name: getattr(step, field.name) for field in dataclasses.fields(step)})
 
     def close(self) -> None:
         self._begin()
@@ -181,7 +192,7 @@ class RecordWriter:
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._write({"type": "run", **dataclasses.asdict(self.run)})
+            self._write(dataclasses.asdict(self.run))
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
@@ -209,51 +220,41 @@ def read_rank(path: Path) -> tuple[RunRecord, Iterator[StepRecord]]:
 
     Raises:
         ValueError: the file is none of a profiled run; from the iterator, with the number of a line that is damaged.
+        ModuleNotFoundError: pydantic is not installed.
     """
-    file = path.open(encoding="utf-8")
+    file = open_plain(path, inside=path.parent)
     try:
-        row = json.loads(file.readline())
-        if row.pop("type") != "run":
-            raise ValueError("its first line is not that of a run")
-        run = RunRecord(**row)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        run = parse(_line(file), RunRecord, f"{path} is no record of a profiled run")
+        if run.rank >= run.world_size:
+            raise ValueError(f"{path} is no record of a profiled run: rank {run.rank} of {run.world_size}")
+    except BaseException:
         file.close()
-        raise ValueError(f"{path} is no record of a profiled run: {error}") from error
+        raise
 
     def steps() -> Iterator[StepRecord]:
+        number = 1
         with file:
-            for number, line in enumerate(file, start=2):
-                if not line.endswith("\n"):
+            while line := _line(file):
+                number += 1
+                if not line.endswith(b"\n"):
                     return  # the rank was killed while it wrote
-                try:
-                    yield _step_of(json.loads(line))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}:{number} is no step of a profiled run: {error}") from error
+                yield _finite(parse(line, StepRecord, f"{path}:{number} is no step of a profiled run"))
 
     return run, steps()
 
 
-def _step_of(row: dict[str, Any]) -> StepRecord:
-    if row.pop("type") != "step":
-        raise ValueError(f"its type is not step: {list(row)}")
-    row["spans"] = [Span(*each) for each in row["spans"]]
-    row["calls"] = [_call_of(*each) for each in row["calls"]]
-    row["memory"] = [MemorySample(*each) for each in row["memory"]]
-    return StepRecord(**row)
+def _line(file: BinaryIO) -> bytes:
+    line = file.readline(_MOST_LINE_BYTES)
+    if len(line) == _MOST_LINE_BYTES:
+        raise ValueError(
+            f"{file.name} has a line of more than {_MOST_LINE_BYTES:,} bytes, which no step of a profiled run has"
+        )
+    return line
 
 
-def _call_of(
-    kind: str,
-    axis: str,
-    group: str,
-    start_s: float,
-    end_s: float,
-    exposed_s: float,
-    sent_bytes: int,
-    sent_to: Mapping[str, int],
-    received_from: Mapping[str, int] | None = None,
-) -> CommunicationCall:
-    # JSON's names are strings.
-    to = {int(rank): size for rank, size in sent_to.items()}
-    source = {int(rank): size for rank, size in received_from.items()} if received_from else _NOBODY
-    return CommunicationCall(kind, axis, group, start_s, end_s, exposed_s, sent_bytes, to, source)
+def _finite(step: StepRecord) -> StepRecord:
+    """Without metrics that are no number: a loss that has left the numbers is no point of a curve."""
+    if all(map(math.isfinite, step.metrics.values())):
+        return step
+    kept = {name: value for name, value in step.metrics.items() if math.isfinite(value)}
+    return dataclasses.replace(step, metrics=kept)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.files import replacing
 from opensora_accel.profiler.analyse import analyse
 from opensora_accel.profiler.compare import changes, settings_changed
 from opensora_accel.profiler.findings import findings_of
@@ -48,7 +49,7 @@ def write_report(
     Raises:
         ValueError: a folder has no records, or they are damaged; comparing other than two; `out` is no .html.
         OSError: a file cannot be written.
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib or pydantic is not installed.
     """
     if compare and len(folders) != 2:
         raise ValueError(
@@ -78,9 +79,10 @@ def write_report(
     # As it is in the file: ranks that are names become text, tuples become lists.
     text = json.dumps(document, indent=1)
     document = json.loads(text)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(text, encoding="utf-8")
-    out.write_text(page(document), encoding="utf-8")
+    for path, content in ((out.with_suffix(".json"), text), (out, page(document))):
+        # In the place of a link, not through it.
+        with replacing(path) as temporary:
+            temporary.write_text(content, encoding="utf-8")
     return document
 
 

@@ -9,19 +9,34 @@ The trainer writes it whenever it samples and at its end; `opensora-accel report
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.documents import (
+    Count,
+    Duration,
+    Finite,
+    checked,
+    is_plain,
+    parse,
+    read_json,
+    read_text,
+)
+from opensora_accel.files import replacing
 from opensora_accel.profiler.markup import figure, frame, integer, number, percent, seconds, table
 
 # In the output of a run.
 CONFIG, METRICS, SAMPLES, PAGE = "config.json", "metrics.jsonl", "samples", "run.html"
 # Samplings that are shown of many: the first, the last, and others evenly between.
 _MAX_SAMPLINGS = 6
+# Of one sampling: clips that are shown, and bytes of their captions.
+_MAX_CLIPS, _MOST_CAPTION_BYTES = 64, 1 << 20
 _CURVES = (
     ("loss", "Loss", "The mean over all data ranks. A step that was skipped has none."),
     ("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping."),
@@ -35,6 +50,23 @@ _CURVES = (
 )
 
 
+@dataclass(frozen=True)
+class _Config:
+    """What the page needs of a run's configuration; the rest is listed as it is."""
+
+    steps: Count
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What every row of metrics.jsonl has; the rest of it are numbers too."""
+
+    step: Count
+    loss: Finite | None
+    step_s: Duration
+    tokens: Finite
+
+
 def is_run(folder: Path) -> bool:
     """Whether a training run wrote this folder."""
     return (folder / METRICS).is_file() and (folder / CONFIG).is_file()
@@ -44,19 +76,15 @@ def write_run_page(folder: Path) -> Path:
     """Writes run.html into the folder of a training run; the file.
 
     Raises:
-        ValueError: its metrics or its configuration are damaged.
+        ValueError: its metrics or its configuration are damaged, or are no plain files in the folder.
         OSError: a file cannot be read or written.
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib or pydantic is not installed.
     """
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
-        # The last line of a run that was killed may be cut.
-        steps = [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError as error:
-        raise ValueError(f"{folder} has no readable {CONFIG} and {METRICS} of a run ({error})") from error
+    config = read_json(folder / CONFIG, dict[str, Any], inside=folder)
+    num_steps = checked(config, _Config, str(folder / CONFIG)).steps
+    steps = _read_steps(folder)
     made = {
-        "summary": ("In short", _summary(steps, config)),
+        "summary": ("In short", _summary(steps, num_steps)),
         "curves": ("Over the steps", _curves(steps)),
         "clips": ("Sampled clips", _clips(folder)),
         "buckets": ("Sizes of clips", _buckets(steps)),
@@ -69,28 +97,41 @@ def write_run_page(folder: Path) -> Path:
         for name, (heading, text) in sections.items()
     )
     name = html.escape(folder.resolve().name)
-    page = folder / PAGE
-    page.write_text(
-        frame(
-            f"Run {name}",
-            f'<p class="kind">opensora-accel train</p><h1>{name}</h1>',
-            [(name, heading) for name, (heading, _) in sections.items()],
-            body,
-            f"Made from {CONFIG}, {METRICS} and {SAMPLES} beside this page, which shows the clips from there.",
-        ),
-        encoding="utf-8",
+    text = frame(
+        f"Run {name}",
+        f'<p class="kind">opensora-accel train</p><h1>{name}</h1>',
+        [(name, heading) for name, (heading, _) in sections.items()],
+        body,
+        f"Made from {CONFIG}, {METRICS} and {SAMPLES} beside this page, which shows the clips from there.",
     )
+    page = folder / PAGE
+    # In the place of a link, not through it.
+    with replacing(page) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return page
 
 
-def _summary(steps: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
+def _read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; without the last one of a run that was killed while it wrote."""
+    rows = []
+    lines = read_text(folder / METRICS, inside=folder).splitlines(keepends=True)
+    for at, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        source = f"{folder / METRICS}:{at} is no step of a run"
+        row = parse(line, dict[str, Finite | None], source)
+        rows.append({**row, **dataclasses.asdict(checked(row, _Step, source))})
+    return rows
+
+
+def _summary(steps: Sequence[Mapping[str, Any]], num_steps: int) -> str:
     if not steps:
         return "<p>No step has been trained yet.</p>"
     skipped = [row["step"] for row in steps if row["loss"] is None]
     losses = [row["loss"] for row in steps if row["loss"] is not None]
     last = losses[-max(1, len(losses) // 20) :]
     facts = {
-        "steps": f"{steps[-1]['step']:,} of {config['steps']:,}",
+        "steps": f"{steps[-1]['step']:,} of {num_steps:,}",
         "loss, median of the last twentieth": number(statistics.median(last)) if last else "–",
         "median step": seconds(statistics.median(row["step_s"] for row in steps)),
         "time in steps": seconds(sum(row["step_s"] for row in steps)),
@@ -130,20 +171,25 @@ def _curves(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def _clips(folder: Path) -> str:
     """The latest clips, and those of some samplings before, each caption's side by side."""
-    found = sorted((folder / SAMPLES).glob("step_*/captions.txt"))
+    found = {
+        int(path.parent.name.removeprefix("step_")): path
+        for path in (folder / SAMPLES).glob("step_*/captions.txt")
+        if path.parent.name.removeprefix("step_").isdecimal() and is_plain(path, folder)
+    }
     if not found:
         return ""
-    last = len(found) - 1
-    picks = sorted({round(i * last / (_MAX_SAMPLINGS - 1)) for i in range(_MAX_SAMPLINGS)})
+    taken, last = sorted(found), len(found) - 1
+    picks = [
+        taken[i] for i in sorted({round(i * last / (_MAX_SAMPLINGS - 1)) for i in range(_MAX_SAMPLINGS)})
+    ]
     rows = []
-    captions = found[-1].read_text(encoding="utf-8").splitlines()
+    captions = read_text(found[taken[-1]], folder, _MOST_CAPTION_BYTES).splitlines()[:_MAX_CLIPS]
     for index, caption in enumerate(captions, start=1):
         cells = []
-        for pick in picks:
-            clip = found[pick].parent / f"clip_{index}.mp4"
-            if clip.is_file():
+        for step in picks:
+            clip = found[step].parent / f"clip_{index}.mp4"
+            if is_plain(clip, folder):
                 place = html.escape(clip.relative_to(folder).as_posix())
-                step = int(clip.parent.name.removeprefix("step_"))
                 cells.append(
                     f'<figure class="clip"><video src="{place}" controls loop muted preload="metadata" '
                     f'aria-label="clip {index} after step {step}"></video>'
@@ -173,7 +219,7 @@ def _buckets(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cache(steps: Sequence[Mapping[str, Any]]) -> str:
-    with_it = [row for row in steps if "cache_hits" in row]
+    with_it = [row for row in steps if "cache_hits" in row and "cache_misses" in row]
     if not with_it:
         return ""
     hits = sum(row["cache_hits"] for row in with_it)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.documents import read_text
 from opensora_accel.sharding.chain import Chain
 from opensora_accel.sharding.cost import FREE, Collective, Link
 from opensora_accel.sharding.placement import Placement, parse_placement
@@ -38,7 +39,7 @@ def read_chain(path: Path, element_bytes: int = 2) -> Chain:
     chain: Chain | None = None
     degrees: dict[str, int] = {}
     sizes: dict[str, int] | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         text = line.partition("#")[0].strip()
         word, _, rest = text.partition(" ")
         try:

@@ -313,7 +313,7 @@ def describe(
     plan = config.plan
     degrees = _settings(plan, Plan())
     lines = [
-        f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {dist.get_world_size()} rank(s)",
+        f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {_ranks()}",
         f"plan: {degrees or 'one device'}",
     ]
     clips = [
@@ -331,6 +331,14 @@ def describe(
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
     told = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
     return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *told])])
+
+
+def _ranks() -> str:
+    """How many ranks compute, and on what."""
+    device, num_ranks = local_device(), dist.get_world_size()
+    if device.type == "cuda":
+        return f"{num_ranks} GPU rank(s): {torch.cuda.get_device_name(device)}, NCCL"
+    return f"{num_ranks} CPU rank(s)"
 
 
 def _settings(plan: Plan, usual: Plan) -> str:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.documents import read_text
 from opensora_accel.training.disk_cache import RUNS, describe, entries, remove_left, trim
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -65,8 +66,8 @@ def _tell(folder: Path) -> None:
     for kind, number in numbers.most_common():
         print(f"  {number} {kind}, {_size(sizes[kind])}")
     lines = []
-    with suppress(FileNotFoundError):
-        lines = (folder / RUNS).read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_RUNS:]
+    with suppress(OSError, ValueError):  # of somebody else, or damaged: entries count without it
+        lines = read_text(folder / RUNS, inside=folder).splitlines()[-_SHOWN_RUNS:]
     for line in lines:
         with suppress(ValueError, LookupError, TypeError):  # of a disk that was full
             run = json.loads(line)

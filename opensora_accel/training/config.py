@@ -20,6 +20,7 @@ import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from opensora_accel.documents import read_text
 from opensora_accel.plan import Plan
 from opensora_accel.training.buckets import Bucket, parse_buckets, parse_plans
 from opensora_accel.training.options import first_refused, options
@@ -442,14 +443,18 @@ def asks_for_a_plan(path: str | Path) -> bool:
     return bool(_read_file(path).get("plan") == AUTO_PLAN)
 
 
+# Of a file that a person writes.
+_MOST_BYTES = 1 << 20
+
+
 def _read_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         nearby = sorted(p.name for p in path.parent.glob("*.[tj][os][mo][ln]"))
         there = f"; {path.parent}/ has {', '.join(nearby)}" if nearby else ""
         raise FileNotFoundError(f"there is no config file {path}{there}")
+    text = read_text(path, most_bytes=_MOST_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as {path.suffix.lstrip('.') or 'TOML'}: {error}") from error

@@ -59,6 +59,7 @@ from opensora_accel.training.samples import STRIP, sample_clips, write_compariso
 from opensora_accel.training.saved_state import (
     FOLDER,
     TOKENIZER,
+    Record,
     Saver,
     TrainState,
     load_state,
@@ -83,7 +84,7 @@ _MAX_SHOWN_FILES = 8
 class Trainer:
     """One run. Everything that its configuration can get wrong fails in the constructor, on all ranks."""
 
-    def __init__(self, config: TrainConfig, saved: Path | None = None, record: dict[str, Any] | None = None):
+    def __init__(self, config: TrainConfig, saved: Path | None = None, record: Record | None = None):
         """A new run, or one that goes on from the saved state `saved`, whose `record` `read_record` gave.
 
         Raises:
@@ -167,9 +168,9 @@ class Trainer:
         self._saved: tuple[int, Path] | None = None
         self.saver = Saver()
         if saved is not None and record is not None:
-            set_numbers(optimizer, record.get("optimizer") or [{} for _ in optimizer.param_groups])
+            set_numbers(optimizer, record.optimizer or [{} for _ in optimizer.param_groups])
             load_state(saved, record, self.state)
-            self.loader.load_state_dict(record["data"])
+            self.loader.load_state_dict(dataclasses.asdict(record.data))
             self._saved = self.state.step, saved
         if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation
@@ -178,9 +179,9 @@ class Trainer:
         self.skipped_in_a_row = 0
         first = self.state.step + 1
         self.watch = watch(model, config.plan, every=config.watch, first_step=first) if config.watch else None
-        self._norms = deque[float]((record or {}).get("norms", ()), maxlen=_NUM_NORMS)
+        self._norms = deque[float](record.norms if record else (), maxlen=_NUM_NORMS)
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
-        self._run_id = (record or {}).get("run") or uuid.uuid4().hex
+        self._run_id = (record.run if record else None) or uuid.uuid4().hex
 
     def train(self, profiling: ProfileOptions | None = None) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
@@ -214,12 +215,13 @@ class Trainer:
 
         def begin() -> None:
             nonlocal tracker
+            # Whatever cannot be gone on with ends the run here, where nothing of the one before is touched yet.
+            tracker = Tracker(self.config, self._run_id, self.state.step, last)
             self.output.mkdir(parents=True, exist_ok=True)
             # Steps after this one are trained again, and saved again under the same names.
             for path in set_newer_aside(self.output / FOLDER, self.state.step):
                 print(f"a later saved state of the run before is kept as {path}", flush=True)
             write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
-            tracker = Tracker(self.config, self._run_id, self.state.step, last)
 
         from_first_rank(begin)
         watching = self.watch or nullcontext()

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch.distributed as dist
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.documents import read_text
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import Counts, DiskCache
 from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
@@ -31,8 +32,8 @@ class Tracker:
     """Records each step on rank 0, and shows it. Everything is flushed, so that a killed run keeps its metrics.
 
     Args:
-        config: the output gets metrics.jsonl (one object a step; those after `start` are dropped), tensorboard/ and
-            what other trackers keep.
+        config: the output gets metrics.jsonl (one object a step; those after `start` make way for the first one that is
+            recorded), tensorboard/ and what other trackers keep.
         run_id: the same for a run that goes on, so that wandb and trackio show it as one.
         start, total: steps done before this run, and at its end.
 
@@ -43,8 +44,9 @@ class Tracker:
     def __init__(self, config: TrainConfig, run_id: str, start: int, total: int):
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        _forget_after(folder / METRICS, start)
-        self._file = (folder / METRICS).open("a", encoding="utf-8")
+        self._path = folder / METRICS
+        self._file: IO[str] | None = None
+        self._kept = _rows_until(self._path, start)
         self._boards: list[_Board] = []
         for name in config.trackers:
             if name == "tensorboard":
@@ -77,7 +79,8 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for board in self._boards:
             board.close()
 
@@ -85,6 +88,10 @@ class Tracker:
         """Records one step. `step` counts from 1; `metrics` has at least loss, tokens_per_s and memory_gib."""
         # JSON has no NaN: a step that was skipped has null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        if self._file is None:
+            # Not earlier: rows of steps that are trained again stay until there is another one.
+            write_text(self._path, self._kept)
+            self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         # At once, so that a run that is killed keeps every step, and others can read along.
         self._file.flush()
@@ -197,23 +204,23 @@ def check_trackers(config: TrainConfig) -> None:
             )
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drops the rows of steps that will be trained again, so that there is one row a step."""
-    if not path.is_file():
-        return
+def _rows_until(path: Path, step: int) -> str:
+    """The rows of a run up to a step. What comes after it will be trained again: there is to be one row a step."""
+    if not os.path.lexists(path):
+        return ""
     kept = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+    for number, line in enumerate(read_text(path, inside=path.parent).splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             continue  # a run was killed while it wrote
         try:
-            row_step = json.loads(line)["step"]
-        except (ValueError, LookupError, TypeError) as error:
+            is_kept = json.loads(line)["step"] <= step
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}:{number} is no row of a run ({error}); take the line out, or the file away"
             ) from error
-        if row_step <= step:
+        if is_kept:
             kept.append(line)
-    write_text(path, "".join(kept))
+    return "".join(kept)
 
 
 class OffloadLog:

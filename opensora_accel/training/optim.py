@@ -182,6 +182,11 @@ def set_numbers(optimizer: torch.optim.Optimizer, numbers: list[dict[str, float]
     Raises:
         ValueError: it is of another kind.
     """
+    if len(numbers) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the saved state has {len(numbers)} groups of parameters, and this optimizer has "
+            f"{len(optimizer.param_groups)}; resume with the options of optim that it was saved with"
+        )
     for group, saved in zip(optimizer.param_groups, numbers, strict=True):
         if {name for name in _FREE_NUMBERS if name in group} != set(saved):
             kind, other = ("not free", "free") if saved == {} else ("free", "not free")

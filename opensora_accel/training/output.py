@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from opensora_accel.documents import read_text
 from opensora_accel.files import replacing
 from opensora_accel.profiler.run_page import CONFIG, METRICS, PAGE, SAMPLES
 from opensora_accel.training import saved_state
@@ -99,8 +100,8 @@ def _is_run(folder: Path) -> bool:
     if not os.path.lexists(folder / CONFIG):
         return bool(saved_state.list_saved_states(folder / saved_state.FOLDER))
     try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = json.loads(read_text(folder / CONFIG, inside=folder))
+    except (OSError, ValueError, RecursionError):
         return False
     # A model folder of diffusers has a config.json too, without these.
     return isinstance(values, dict) and {"output", "steps", "data", "optim", "plan"} <= set(values)

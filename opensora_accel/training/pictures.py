@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_accel.documents import read_text
 from opensora_accel.training.config import ImageConfig
 from opensora_accel.training.encoders import PRETRAINED_DTYPES
 from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
@@ -110,8 +111,8 @@ def read_processor(config: ImageConfig) -> dict[str, Any]:
         path = folder / _PROCESSOR
         if path.is_file():
             try:
-                settings = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
+                settings = json.loads(read_text(path))
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"image.path {own}: its {_PROCESSOR} is damaged ({error})") from error
             if isinstance(settings, dict):
                 return settings

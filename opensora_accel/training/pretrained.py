@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from opensora_accel.deferred import deferred_init, materialize
+from opensora_accel.documents import read_text
 from opensora_accel.weights import fill, find_stored, missing_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -28,11 +29,11 @@ def read_description(option: str, folder: str | Path, what: str) -> dict[str, An
         ValueError: it is no JSON object.
     """
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{option} {folder} has no config.json; give the local folder of {what}")
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        description = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{option} {folder}: its config.json is damaged ({error})") from error
     if not isinstance(description, dict):
         raise ValueError(

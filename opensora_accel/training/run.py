@@ -9,7 +9,7 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opensora_accel.plan import Plan
 from opensora_accel.training.config import (
@@ -23,7 +23,7 @@ from opensora_accel.training.config import (
 )
 from opensora_accel.training.output import check_inputs, claim, move_aside
 from opensora_accel.training.ranks import from_first_rank, is_first_rank
-from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, find_saved_state, run_of
+from opensora_accel.training.saved_state import AUTO, NEWEST, SAVING, Record, find_saved_state, run_of
 
 _SHOWN_STEPS = 20
 
@@ -100,7 +100,7 @@ def run(
 
 def parse(
     arguments: Sequence[str], *, needs_plan: bool = False
-) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
+) -> tuple[TrainConfig, Path | None, Record | None]:
     """The run's configuration, with the saved state to go on from and its record.
 
     Options on the command line win over the saved configuration (when resuming) or the file. When resuming, the
@@ -118,7 +118,7 @@ def parse(
     if needs_plan and given.wants_plan and not given.config.resume:
         raise ValueError(
             f'the plan is "{AUTO_PLAN}", which is chosen where the run starts; have it chosen first (`opensora-accel '
-            "plan --config FILE --gpus N --hardware NAME`), and give --plan plan.json"
+            "plan --config FILE --gpus N --hardware NAME --output plan.json`), and give --plan plan.json"
         )
     return _resolve(given)
 
@@ -186,7 +186,7 @@ def _with_options(config: TrainConfig, options: list[str]) -> TrainConfig:
     return config_from_dict(dataclasses.asdict(parsed), "the command line")
 
 
-def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, dict[str, Any] | None]:
+def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, Record | None]:
     """The configuration of the run that goes on, its saved state and the record of that; None where it starts."""
     file, options, config, _wants_plan = given
     # Where several ranks run, all of them agree on the saved state here.
@@ -200,7 +200,7 @@ def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, dict[str, Any] | 
         # A run that was moved since it was saved goes on where its saved state lies.
         output = str(run_of(folder))
     # The run goes on as it was saved; the command line alone changes it, and not the file that it once began with.
-    saved = config_from_dict({**record["config"], "resume": "", "output": output}, str(folder))
+    saved = config_from_dict({**record.config, "resume": "", "output": output}, str(folder))
     final = _with_options(saved, options)
     if not is_first_rank():
         return final, folder, record
@@ -221,7 +221,7 @@ def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, dict[str, Any] | 
 def _train(
     config: TrainConfig,
     folder: Path | None,
-    record: dict[str, Any] | None,
+    record: Record | None,
     profiling: ProfileOptions | None,
 ) -> int:
     from opensora_accel.training.loop import Trainer

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from opensora_accel.documents import MOST_RANKS, open_plain
+from opensora_accel.files import check_folder_of
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step, meshes_of
+from opensora_accel.verify.on_cpu import without_exit
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.verify import Meshes, verify
+
+# Of --timeout: four months, and less than what the clocks of threads can wait.
+_MOST_SECONDS = 1e7
 
 _DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
     {"data": 2, "sequence": 2},
@@ -147,6 +154,10 @@ def _mesh(text: str) -> dict[str, int]:
                 f"{text!r} is no mesh; write axis=degree, such as data=2,sequence=2"
             )
         found[axis.strip()] = int(degree)
+    if math.prod(found.values()) > MOST_RANKS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has more than {MOST_RANKS:,} ranks, and no job has so many"
+        )
     return found
 
 
@@ -178,18 +189,20 @@ def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
             raise ValueError(f"--plan says which meshes there are; leave {option} out")
     if options.only == "gradients" and options.world is not None:
         raise ValueError("--world is for the communication, which --only gradients leaves out")
-    if options.max_ranks < 2 or options.timeout <= 0:
+    if options.max_ranks < 2 or not 0 < options.timeout <= _MOST_SECONDS:
         raise ValueError(
-            f"--max-ranks must be at least 2, --timeout above 0; got {options.max_ranks} and {options.timeout:g}"
+            "--max-ranks must be at least 2, --timeout a number of seconds above 0; "
+            f"got {options.max_ranks} and {options.timeout:g}"
         )
     if options.only == "communication" and options.step is not None and not (options.world or options.plan):
         raise ValueError(
             "--only communication needs the true mesh: --world data=128,sequence=8, or --plan FILE.json"
         )
+    if options.world is not None:
+        MeshShape.of(options.world, options.data_axes)
     # Better now than after a minute of proving.
     for path in (options.json, options.junit):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
+        check_folder_of(path)
 
 
 def _prove(proof: Proof, options: argparse.Namespace) -> int:
@@ -245,7 +258,9 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
             print(f"{number}. {violation}")
         print(f"what is sent is {'NOT ' if violations else ''}what {promise}", flush=True)
     _write(options, report, record, violations)
-    return 0 if (report is None or report.ok) and not violations else 1
+    if violations or (report is not None and report.has_compared and not report.ok):
+        return 1
+    return 0 if report is None or report.ok else 2
 
 
 def show_on_terminal(text: str) -> None:
@@ -263,7 +278,7 @@ def _write(
 ) -> None:
     """The files that were asked for, where there is a folder for them."""
     paths = (options.json, options.junit)
-    for_json, for_junit = (p if p is not None and p.resolve().parent.is_dir() else None for p in paths)
+    for_json, for_junit = (p if p is not None and os.path.isdir(p.parent) else None for p in paths)
     if for_json is not None:
         values: dict[str, Any] = {
             "ok": error is None and (report is None or report.ok) and not violations,
@@ -329,8 +344,10 @@ def load_file(given: Path) -> ModuleType:
 
     Raises:
         ValueError: the file cannot be loaded, and why.
+        OSError: it cannot be read.
     """
     path = given.resolve()
+    open_plain(path).close()
     # Files of one name in two folders are two modules.
     name = f"_step_file_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     if name in sys.modules:
@@ -343,7 +360,7 @@ def load_file(given: Path) -> ModuleType:
         raise ValueError(f"{given} cannot be loaded as Python")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with flash_attn_stand_in():
+        with without_exit(), flash_attn_stand_in():
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]

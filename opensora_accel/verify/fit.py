@@ -28,7 +28,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -40,6 +39,8 @@ TOLERANCE = 1e-8
 # Share of the model's largest gradient. A gradient below it is too small to be compared (biases that softmax cancels
 # have a gradient of rounding errors), and an error below TOLERANCE of it is none.
 NEGLIGIBLE = 1e-6
+# What ranks share out in a tiny step has few tokens. Chance shares of a whole up to it come once in three thousand.
+_MOST_TOKENS, _WHOLE = 256, 1e-6
 
 
 def magnitude(tensor: Tensor) -> float:
@@ -259,15 +260,16 @@ def fit_slices(samples: Samples, num_slices: int) -> list[float] | None:
 
 
 def as_shares(factors: Sequence[float]) -> str:
-    """`4:4:3`, where the factors are shares of a whole (or one over them), times the number of ranks or not."""
+    """`4:4:3`, where the factors are shares of few tokens (or one over them), times the number of ranks or not."""
     if are_equal(factors):
         return ""
     inverses = [1 / factor for factor in factors]
     for candidates, scale in itertools.product((factors, inverses), (len(factors), 1)):
         shares = [each / scale for each in candidates]
         if is_close(sum(shares), 1) and min(shares) > 0:
-            # 4/11, 4/11 and 3/11 become 4:4:3.
-            parts = [Fraction(share).limit_denominator(4096) for share in shares]
-            total = math.lcm(*(part.denominator for part in parts))
-            return ":".join(str(part.numerator * (total // part.denominator)) for part in parts)
+            # 4/11, 4/11 and 3/11 become 4:4:3. Any two numbers add up to a whole of some thousands.
+            for total in range(len(shares), _MOST_TOKENS + 1):
+                parts = [round(share * total) for share in shares]
+                if all(abs(share * total - part) < _WHOLE for share, part in zip(shares, parts, strict=True)):
+                    return ":".join(map(str, parts))
     return ""

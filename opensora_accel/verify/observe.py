@@ -23,16 +23,20 @@ from opensora_accel.verify.meshes import ModelFn, Run, Step
 from opensora_accel.verify.on_cpu import (
     LiftOperations,
     accelerator_stand_ins,
+    call_to_its_end,
     launcher_environment,
+    noting_autocast,
     prepare_model,
     without_loss_scaling,
 )
 from opensora_accel.verify.parameters import (
     FlatParameters,
     digest,
+    is_transformed,
     map_tensors,
     named_modules,
     named_parameters,
+    plain,
     plain_name,
     whole,
 )
@@ -47,6 +51,7 @@ from opensora_accel.verify.watch import (
     reached_parameters,
     seed_generators,
 )
+from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 
 
 @dataclass
@@ -82,6 +87,8 @@ class Observation:
     calls: dict[tuple[str, int], tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
     # Whether the process is no longer as it was before the step.
     leaves_patches: bool = False
+    # Casts to half precision that were left out, by type and line.
+    lifted: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -92,11 +99,12 @@ class Observer:
         self.observation = Observation()
         self._run, self._output_weight, self._is_traced = run, output_weight, is_traced
         self._model: nn.Module | None = None
+        self._modules: dict[nn.Module, None] = {}
         self._original: dict[int, tuple[str, nn.Parameter]] = {}
         self._generators: dict[str, Any] = {}
         self._inputs: dict[str, Tensor] = {}
         self._before_clip: dict[int, Tensor] = {}
-        self._num_calls = 0
+        self._num_calls, self._has_seen_weights = 0, False
         self._captured_at: int | None = None  # the number of calls when gradients were read
         self._hooks = ExitStack()
 
@@ -119,6 +127,11 @@ class Observer:
             changed = [name for name, state in before.items() if now[name] != state]
             self.observation.drawn_from = [n for n in changed if not (n == "torch" and seeds_torch)]
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Observer:
+        # A step may copy its model (an EMA, a teacher), with the hooks that it has here. They know the copy by its
+        # modules, and let it alone.
+        return self
+
     def watch(self, model: nn.Module) -> None:
         """Compares this model's gradients.
 
@@ -134,6 +147,7 @@ class Observer:
         self._hooks.callback(model.register_forward_pre_hook(self._see_inputs, with_kwargs=True).remove)
         if self._output_weight is not None:
             self._hooks.callback(model.register_forward_hook(self._weigh_output).remove)
+        self._modules = dict.fromkeys(model.modules())
         if self._is_traced:
             for name, module in named_modules(model):
                 hook = module.register_forward_hook(partial(self._note_call, name), with_kwargs=True)
@@ -145,9 +159,10 @@ class Observer:
                     hook = parameter.register_post_accumulate_grad_hook(lambda _, n=name: order.setdefault(n))
                     self._hooks.callback(hook.remove)
 
-    def _note_call(self, name: str, _module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # it is recomputed within backward
+    def _note_call(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        # It is recomputed within backward, of a copy, or stands for several calls at once.
+        if torch._C._current_graph_task_id() != -1 or module not in self._modules or is_transformed():
+            return
         sides: tuple[list[Tensor], list[Tensor]] = ([], [])
 
         def note(found: list[Tensor], _name: str, tensor: Tensor) -> Tensor:
@@ -162,9 +177,13 @@ class Observer:
         number = sum(called == name for called, _ in self.observation.calls)
         self.observation.calls[name, number] = tuple(map(tuple, sides))
 
-    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if module is not self._model:
+            return None
         self._num_calls += 1
-        if self._num_calls == 1:
+        # torch.func puts tensors of its own in the place of parameters.
+        if not self._has_seen_weights and not is_transformed():
+            self._has_seen_weights = True
             # Before the step has trained anything, and after the loop has wrapped and broadcast.
             for name, parameter in named_parameters(module):
                 if not isinstance(parameter, DTensor):
@@ -183,11 +202,12 @@ class Observer:
         name = name if self._num_calls == 1 else f"{name} (call {self._num_calls})"
         is_seen = self._captured_at is None
         if is_seen:
-            self.observation.inputs[name] = leaf.detach().clone()
+            self.observation.inputs[name] = plain(leaf)
         if not leaf.is_floating_point():
             return leaf
         leaf = leaf.double()
-        if not torch.is_grad_enabled():
+        # Within a transform of torch.func its gradient is taken there, and a leaf would cut it off.
+        if not torch.is_grad_enabled() or is_transformed():
             return leaf
         # An input that is a result of the step's own graph stays in it.
         leaf = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
@@ -196,7 +216,10 @@ class Observer:
             self._inputs[name] = leaf
         return leaf.clone()  # which the model may change in place
 
-    def _weigh_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def _weigh_output(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        if module is not self._model or is_transformed():
+            return output
+
         def weigh(_name: str, tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
@@ -206,9 +229,11 @@ class Observer:
 
         return map_tensors("output", output, weigh)
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
         if self._model is None:
-            return
+            return None
         # By identity: fully_shard leaves the optimizer tensors of the same names that are the model's no longer.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = {id(parameter) for parameter in self._model.parameters()}
@@ -216,12 +241,12 @@ class Observer:
             if key in held and key not in mine and name not in self.observation.stale:
                 self.observation.stale.append(name)
         if self._captured_at is not None or not held & mine:
-            return  # an optimizer of another model
+            return None  # an optimizer of another model
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 "an optimizer steps within backward, when not all gradients are there; verify the step without it"
             )
-        self.capture()
+        return when_gradients_are_there(args, kwargs, self.capture)
 
     def _before_clipping(self, how: How, limit: float, parameters: Sequence[Tensor]) -> None:
         if self._model is None or self._captured_at is not None:
@@ -337,15 +362,24 @@ def observe(
             if model_fn is not None:
                 # Weights are drawn alike everywhere; only then the generators are told where they are.
                 torch.manual_seed(seed)
-                model = model_fn()
+                model = call_to_its_end("model_fn()", model_fn)
+                if not isinstance(model, nn.Module):
+                    raise ValueError(f"model_fn() returned {type(model).__name__}; return a torch.nn.Module")
                 found.notes += prepare_model(model)
             definitions = Definitions(model, step)
             own_seed = run.world_size + run.rank if is_reseeded else 0 if one_batch else run.data_rank
             seed_generators(seed + 1 + own_seed)
             if model is not None:
                 observer.watch(model)
-            with launcher_environment(run), accelerator_stand_ins(), without_loss_scaling(), LiftOperations():
-                returned = step(run) if model is None else step(model, run)
+            with (
+                launcher_environment(run),
+                accelerator_stand_ins(),
+                without_loss_scaling(),
+                noting_autocast(found.lifted),
+                LiftOperations(found.lifted),
+            ):
+                arguments = (run,) if model is None else (model, run)
+                returned = call_to_its_end(f"step({'model, ' * (model is not None)}run)", step, *arguments)
             # While the step's own patches stand and the verifier's are undone.
             found.leaves_patches = definitions.have_changed()
             if isinstance(returned, Mapping) and isinstance(returned.get("gradients"), Mapping):

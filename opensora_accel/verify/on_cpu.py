@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,7 +69,15 @@ class LiftOperations(TorchDispatchMode):
 
     What is made in fp32 from nothing or from whole numbers is made in fp64 as well, since it will meet fp64. Slower
     than `LiftCasts`, and not seen by torch.compile.
+
+    Args:
+        lifted: takes the type and the line of every cast to half precision that was lifted. In training these round,
+            which the proof does not see; casts to fp32 are in nearly every model.
     """
+
+    def __init__(self, lifted: dict[str, None] | None = None):
+        super().__init__()
+        self._lifted = lifted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,10 +86,33 @@ class LiftOperations(TorchDispatchMode):
         # Below autograd: what backward computes comes by here too.
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
+            if self._lifted is not None and func.overloadpacket is _aten._to_copy and is_double:
+                _note_half(self._lifted, "", kwargs["dtype"])
             kwargs = {**kwargs, "dtype": torch.float64}
         result = func(*args, **kwargs)
         is_literal = func is _aten.lift_fresh.default  # torch.tensor(numbers, dtype=torch.float32)
         return result.double() if is_literal and _narrow(result.dtype) else result
+
+
+def _note_half(lifted: dict[str, None], how: str, dtype: torch.dtype | None) -> None:
+    if dtype in (torch.bfloat16, torch.float16):
+        from opensora_accel.verify.communication.call_site import find_call_site  # imports this module
+
+        lifted[f"{how}{str(dtype).removeprefix('torch.')} at {find_call_site().caller}"] = None
+
+
+@contextlib.contextmanager
+def noting_autocast(lifted: dict[str, None]) -> Iterator[None]:
+    """Within it, `lifted` takes the regions of autocast to half precision: fp64 goes through them as it is."""
+    enter = torch.autocast.__enter__
+
+    def noted(region: torch.autocast) -> Any:
+        if region._enabled:
+            _note_half(lifted, "autocast to ", region.fast_dtype)
+        return enter(region)
+
+    with mock.patch.object(torch.autocast, "__enter__", noted):
+        yield
 
 
 def lift_casts(model: nn.Module) -> Callable[[], None]:
@@ -200,6 +232,52 @@ def without_loss_scaling() -> Iterator[None]:
     never = property(lambda scaler: False, ignore)
     with mock.patch.object(torch.amp.GradScaler, "_enabled", never, create=True):
         yield
+
+
+class ProcessExit(SystemExit):
+    """In the place of `os._exit`, which would end the proof as well, with the status that it was given."""
+
+
+@contextlib.contextmanager
+def without_exit() -> Iterator[None]:
+    """Within it, `os._exit` raises; in another thread it ends the process, but not with success.
+
+    Raises:
+        ProcessExit: this thread calls it.
+    """
+    leave, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def refuse(status: int) -> Any:
+        # The worker of a DataLoader, forked within the step, ends itself so.
+        if os.getpid() != process:
+            leave(status)
+        if threading.get_ident() != thread:
+            print(
+                f"error: a thread of the step ends the process: os._exit({status})",
+                file=sys.stderr,
+                flush=True,
+            )
+            leave(2)
+        raise ProcessExit(f"os._exit({status})")
+
+    with mock.patch.object(os, "_exit", refuse):
+        yield
+
+
+def call_to_its_end(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`.
+
+    Raises:
+        ValueError: it ends the process.
+    """
+    with without_exit():
+        try:
+            return function(*arguments)
+        except SystemExit as end:
+            how = str(end) if isinstance(end, ProcessExit) else f"sys.exit({end.code!r})"
+            raise ValueError(
+                f"{name} ends its process: {how}; it has to return, as nothing is proven otherwise"
+            ) from end
 
 
 @contextlib.contextmanager

@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
@@ -78,6 +81,20 @@ def widest(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def is_transformed() -> bool:
+    """Whether torch.func (grad, jvp, vmap) or forward-mode autograd is at work: a tensor may then stand for several."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The numbers [...] of a tensor that torch.func may have wrapped, outside of every graph; of `vmap` the batch."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    # Within a transform, what is computed from it would be wrapped again.
+    with temporarily_clear_interpreter_stack():
+        return tensor.detach().clone()
 
 
 def whole(tensor: Tensor) -> Tensor:

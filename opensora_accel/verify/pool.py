@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 _HAS_SIGMASK = hasattr(signal, "pthread_sigmask")  # not on Windows
 _ENDED = (
-    "the process ended without an answer: the backend aborted it, or it is a script that starts ranks while it is "
-    'imported (put the call under `if __name__ == "__main__":`)'
+    "the process ended without an answer, with status {status}: the backend aborted it, what it ran ended it, or it is "
+    'a script that starts ranks while it is imported (put the call under `if __name__ == "__main__":`)'
 )
 
 
@@ -153,7 +153,9 @@ class RankPool:
                     # What C++ code wrote to stderr in the rank's process.
                     log = Path(self._log(rank))
                     words = log.read_text(errors="replace").strip() if log.exists() else ""
-                    succeeded, value = False, f"{_ENDED}\n{words}"
+                    process = self._workers[rank][0]  # type: ignore[index]
+                    process.join(self.grace_s)
+                    succeeded, value = False, f"{_ENDED.format(status=process.exitcode)}\n{words}"
                 (results if succeeded else errors)[rank] = value
             # The others mostly wait for the one that failed, and notice by its closed sockets.
             if errors:
@@ -224,6 +226,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _told(error: BaseException) -> str:
+    """The traceback from the first line on that is none of this folder's; of what is refused here, the message alone."""
+    own, left = os.path.dirname(__file__), error.__traceback__
+    while left is not None and os.path.dirname(left.tb_frame.f_code.co_filename) == own:
+        left = left.tb_next
+    if left is None and isinstance(error, ValueError):
+        return "".join(traceback.format_exception_only(error))
+    return "".join(traceback.format_exception(type(error), error, left or error.__traceback__))
+
+
 def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
     environment = dict(os.environ)
     set_modules_aside()
@@ -238,8 +250,8 @@ def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         return pickle.dumps((True, function(*args)))
-    except BaseException:  # noqa: BLE001 - whatever it was, the main process must hear of it
-        return pickle.dumps((False, traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the main process must hear of it
+        return pickle.dumps((False, _told(error)))
     finally:
         os.environ.clear()
         os.environ.update(environment)

@@ -41,6 +41,11 @@ class Report:
         return not self.causes
 
     @property
+    def has_compared(self) -> bool:
+        """Whether the step came to its end on a mesh. Otherwise nothing is known of its gradients."""
+        return bool(self.all_results.ran)
+
+    @property
     def findings(self) -> Sequence[Cause]:
         """The causes by the name that they have in JSON; every one has words (`what`, `remedy`)."""
         return self.causes
@@ -67,6 +72,13 @@ class Report:
                 f"the degrees of {join_words(axes)} go together on these meshes: which of them a factor belongs to "
                 "cannot be told; add meshes on which each is alone"
             )
+        seen = [*expected.turns, *(each for mesh in self.results for each in mesh.observations)]
+        lifted = list(dict.fromkeys(cast for each in seen for cast in each.lifted))
+        if lifted:
+            notes.append(
+                f"{len(lifted)} casts to half precision were lifted, and what they round in training is not proven: "
+                f"{list_names(lifted)}"
+            )
         idle = [name for name, gradient in expected.gradients.items() if gradient is None]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
@@ -91,7 +103,9 @@ class Report:
             )
         if self.ok:
             return "the gradients are those of a single device"
-        if kinds == {"failure"} and num_failed < len(self.results):
+        if not self.has_compared:
+            return "nothing was compared: the step fails on every mesh"
+        if kinds == {"failure"}:
             return (
                 f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
                 "of a single device"
@@ -123,6 +137,7 @@ class Report:
         """For JSON: infinite errors are null."""
         return {
             "ok": self.ok,
+            "compared": self.has_compared,
             "verdict": self.verdict(),
             "seeded": list(self.unproven_seeds),
             "seconds": self.seconds,
@@ -174,7 +189,8 @@ def to_junit(report: Report | None, violations: Sequence[str] | None, error: str
         for mesh in report.results:
             shown = [str(cause) for cause in report.causes if str(mesh.shape) in cause.meshes]
             failures = [*shown, *mesh.errors.values()]
-            cases.append((f"gradients on {mesh.shape}", mesh.seconds, failures, "failure"))
+            kind = "failure" if report.has_compared else "error"
+            cases.append((f"gradients on {mesh.shape}", mesh.seconds, failures, kind))
     if violations is not None:
         cases.append(("communication", 0.0, violations, "failure"))
     if error is not None:

@@ -3,9 +3,10 @@
 The ranks' forward is compared too, to find where a wrong one goes wrong: at the first module whose output is not the
 single device's, though its inputs are. A rank of a sequence group holds some tokens, one of a tensor group some
 channels or a part of a sum. So the ranks' outputs are right where each is the single device's, where they are rows of
-it along one dim which all ranks together have, or where they add up to it. With P = 3 and 11 tokens, a layer before
-the split gives 11 tokens on every rank, one after it 4, 4 and 3 of the same 11. A pooling that forgets the other ranks
-gives three means that are neither.
+it along one dim which all ranks together have, or where they add up to it. What adds up is a right input only behind a
+row-parallel layer: elsewhere each rank takes its part of every number for the whole. With P = 3 and 11 tokens, a layer
+before the split gives 11 tokens on every rank, one after it 4, 4 and 3 of the same 11. A pooling that forgets the other
+ranks gives three means that are neither.
 """
 
 from __future__ import annotations
@@ -295,46 +296,100 @@ def find_origin(shape: MeshShape, turns: Sequence[Observation], ranks: Sequence[
     # One turn for every data rank, or one whose batch all of them share.
     one_each = len(turns) == len(groups)
     pairs = [(turn, [groups[number]] if one_each else groups) for number, turn in enumerate(turns)]
+    # What row-parallel layers have given so far: by data rank and rank.
+    sums: list[list[list[Tensor]]] = []
     # Calls are in the order in which they ended: a module after those that it consists of, the model ("") last.
     first_wrong, is_model_right = None, False
     for call in turns[0].calls:
         name, _number = call
         if not all(call in each.calls for each in (*turns, *ranks)):
             continue  # another stage's, or another expert's
-        gave = [_is_call_right(call, 1, turn, groups) for turn, groups in pairs]
+        gave = [_is_call_right(call, 1, turn, groups, None) for turn, groups in pairs]
         if False in gave:
-            given = [_is_call_right(call, 0, turn, groups) for turn, groups in pairs]
+            given = [_is_call_right(call, 0, turn, groups, sums) for turn, groups in pairs]
             # The first module that makes something wrong of what is right.
             if all(given):
                 return Origin(name, before=None if first_wrong is None else first_wrong.name)
             first_wrong = first_wrong or Origin(name, False if False in given else None)
+        for turn, of_turn in pairs:
+            if _is_row_parallel(call, turn, of_turn):
+                sums += _of_call(call, 1, of_turn)
         is_model_right |= not name and all(gave)
     return first_wrong or Origin(None, is_model_right or None)
 
 
-def _is_call_right(
-    call: tuple[str, int], side: int, turn: Observation, groups: Sequence[Sequence[Observation]]
-) -> bool | None:
-    """Whether the ranks' inputs (`side` 0) or outputs (1) are the turn's; None where that cannot be told."""
-    expected = turn.calls[call][side]
+def _is_row_parallel(
+    call: tuple[str, int], turn: Observation, groups: Sequence[Sequence[Observation]]
+) -> bool:
+    """Whether each rank has a part of the layer's weights, or takes a part of its channels with all of them."""
+    name, ranks = call[0], [rank for group in groups for rank in group]
+    # A digest begins with the shape. Of experts, other ranks have nothing.
+    sizes = {
+        each: digest.split("]")[0]
+        for each, digest in turn.weights.items()
+        if name and each.rpartition(".")[0] == name
+    }
+    if any(
+        rank.weights.get(each, "").split("]")[0] != size for each, size in sizes.items() for rank in ranks
+    ):
+        return True
+    pairs = zip(
+        turn.calls[call][0], zip(*(rank.calls[call][0] for rank in ranks), strict=False), strict=False
+    )
+    return any(
+        whole.dim() > 0
+        and all(part.dim() == whole.dim() and part.size(-1) < whole.size(-1) for part in parts)
+        for whole, parts in pairs
+    )
+
+
+def _of_call(
+    call: tuple[str, int], side: int, groups: Sequence[Sequence[Observation]]
+) -> list[list[list[Tensor]]]:
+    """The ranks' inputs (`side` 0) or outputs (1): of each its tensors [...] by data rank and rank."""
     found = [[rank.calls[call][side] for rank in group] for group in groups]
+    num_tensors = min(len(tensors) for group in found for tensors in group)
+    return [[[tensors[i] for tensors in group] for group in found] for i in range(num_tensors)]
+
+
+def _is_call_right(
+    call: tuple[str, int],
+    side: int,
+    turn: Observation,
+    groups: Sequence[Sequence[Observation]],
+    sums: Sequence[Sequence[Sequence[Tensor]]] | None,
+) -> bool | None:
+    """Whether the ranks' inputs (`side` 0) or outputs (1) are the turn's; None where that cannot be told.
+
+    Args:
+        sums: tensors of which the sum over ranks counts; None for any.
+    """
+    expected = turn.calls[call][side]
     # Another number of tensors is another signature: a mask that only ranks are given, for one.
-    if any(len(tensors) != len(expected) for group in found for tensors in group):
+    if any(len(rank.calls[call][side]) != len(expected) for group in groups for rank in group):
         return None
     answers = [
-        _are_right([[tensors[i] for tensors in group] for group in found], each)
-        for i, each in enumerate(expected)
+        _are_right(found, each, sums is None or any(_are_equal(found, known) for known in sums))
+        for found, each in zip(_of_call(call, side, groups), expected, strict=True)
     ]
     return False if False in answers else None if None in answers else True
 
 
-def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor) -> bool | None:
-    """Whether parts [...] of `expected` are right, by data rank and rank; None where shapes are no part of it."""
+def _are_equal(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> bool:
+    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=False)
+    return len(one) == len(other) and all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor, may_be_sum: bool) -> bool | None:
+    """Whether parts [...] of `expected` are right, by data rank and rank; None where shapes are no part of it.
+
+    Args:
+        may_be_sum: whether parts that add up to it are right.
+    """
     ranks = [each for group in groups for each in group]
     if all(relative_error(each, expected) <= TOLERANCE for each in ranks):
         return True
-    # A row-parallel layer leaves partial sums.
-    have_shape = all(each.shape == expected.shape for each in ranks)
+    have_shape = may_be_sum and all(each.shape == expected.shape for each in ranks)
     if have_shape and relative_error(torch.stack(ranks).sum(0), expected) <= TOLERANCE:
         return True
     # A rank's tokens, heads or channels are rows of the whole along one dim, in any order.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.files import check_folder_of
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.verify.command import load_file, show_on_terminal
 from shardformer.policy import find_policy
@@ -69,8 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FILE.py", help="write the table there too")
     options = parser.parse_args(arguments)
-    if options.out is not None and not options.out.resolve().parent.is_dir():
-        raise ValueError(f"--out: there is no folder {options.out.resolve().parent}; make it first")
+    check_folder_of(options.out)
     model_fn, inputs_fn = _named("--model", options.model), _named("--inputs", options.inputs)
     try:
         proposal = propose_policy(model_fn, inputs_fn, on_progress=show_on_terminal)

@@ -19,6 +19,7 @@ from tests.planner.test_search import reference
 
 CLIP = ("--model", "wan2.1-14b", "--frames", "81", "--height", "720", "--width", "1280")
 ON = ("--gpus", "16", "--hardware", "h100x8-ib400")
+WRITTEN = ("--output", "plan.json")
 
 
 @pytest.fixture
@@ -39,8 +40,10 @@ def run(*arguments):
     return cli.main(["plan", *arguments])
 
 
-def test_the_best_plan_is_written_and_told(stand_in, capsys):
-    assert run(*CLIP, *ON) == 0
+def test_the_best_plan_is_told_and_written_where_asked(stand_in, capsys):
+    assert run(*CLIP, *ON) == 0 and not list(stand_in.iterdir())
+    assert "--output plan.json writes" in capsys.readouterr().out
+    assert run(*CLIP, *ON, *WRITTEN) == 0
     told = capsys.readouterr().out
     assert (
         "(simulated)" in told
@@ -53,7 +56,7 @@ def test_the_best_plan_is_written_and_told(stand_in, capsys):
 
 
 def test_every_candidate_is_in_the_json(stand_in):
-    assert run(*CLIP, *ON, "--json", "all.json") == 0
+    assert run(*CLIP, *ON, *WRITTEN, "--json", "all.json") == 0
     document = json.loads((stand_in / "all.json").read_text())
     assert len(document["candidates"]) > 200
     for each in document["candidates"]:
@@ -150,19 +153,19 @@ def step(model, run):
 
 def test_train_and_profile_take_what_plan_wrote(stand_in, config_file, run):
     fixed = ("--precision", "fp32", "--set", "checkpoint=selective", "--set", "mlp_chunks=4")
-    assert run("plan", *CLIP, "--gpus", 1, "--hardware", "h100x8", *fixed)[0] == 0
+    assert run("plan", *CLIP, "--gpus", 1, "--hardware", "h100x8", *fixed, *WRITTEN)[0] == 0
     of_file = ("--config", config_file, "--plan", "plan.json")
     for arguments in (("train", *of_file), ("profile", *of_file, "--num-steps", 1)):
         status, told = run(*arguments)
         assert status == 0 and "plan: checkpoint=selective, mlp_chunks=4" in told
-    assert run("plan", *CLIP, *ON)[0] == 0
+    assert run("plan", *CLIP, *ON, *WRITTEN)[0] == 0
     for name in ("train", "profile"):
         status, told = run(name, *of_file)
         assert status == 2 and "the plan needs 16 ranks" in told
 
 
 def test_verify_takes_what_plan_wrote(stand_in, config_file, run):
-    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full")[0] == 0
+    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full", *WRITTEN)[0] == 0
     of_file = ("--config", config_file, "--plan", "plan.json")
     status, told = run("verify", *of_file, "--only", "communication")
     assert status == 0 and "16 ranks" in told and "what is sent is what the plan promises" in told
@@ -178,7 +181,7 @@ def test_verify_takes_what_plan_wrote(stand_in, config_file, run):
 
 @pytest.mark.prove
 def test_verify_proves_the_gradients_of_what_plan_wrote(stand_in, config_file, run):
-    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full")[0] == 0
+    assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full", *WRITTEN)[0] == 0
     status, told = run("verify", "--config", config_file, "--plan", "plan.json", "--only", "gradients")
     assert status == 0 and "ulysses=2" in told and "ulysses=3" in told and "at most 4 run here" in told
     Plan(dp_replicate=64).save("copies.json")
@@ -254,7 +257,7 @@ def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
         'ffn_dim = 32\nfreq_dim = 32\nrope_max_seq_len = 32\n'
     )  # fmt: skip
     arguments = ("--config", str(config), "--gpus", "2", "--hardware", "cpux2", "--set", "checkpoint=none")
-    assert run(*arguments, "--seconds", "0", "--json", "all.json") == 0
+    assert run(*arguments, *WRITTEN, "--seconds", "0", "--json", "all.json") == 0
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.world_size == 2 and plan.precision == "fp32"
     document = json.loads((tmp_path / "all.json").read_text())

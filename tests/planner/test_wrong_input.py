@@ -33,7 +33,7 @@ WRONG = {
     "no network": ((*MODEL, *CLIP, "--gpus", "16", "--hardware", "h100x8"), "name one, as h100x8-ib400"),
     "nodes of nothing": ((*MODEL, *CLIP, "--gpus", "8", "--hardware", "h100x0"), "at least 1"),
     "no hardware file": ((*MODEL, *CLIP, "--gpus", "8", "--hardware", "none.json"), "No such file"),
-    "a broken hardware file": ((*MODEL, *CLIP, "--gpus", "8", "--hardware", "broken.json"), "this is none"),
+    "a broken hardware file": ((*MODEL, *CLIP, "--gpus", "8", "--hardware", "broken.json"), "Invalid JSON"),
     "another file": ((*MODEL, *CLIP, "--gpus", "8", "--hardware", "other.json"), "has no field 'colour'"),
     "no field": ((*MODEL, *CLIP, *ON, "--set", "ulises=2"), "did you mean 'ulysses'"),
     "a field without a value": ((*MODEL, *CLIP, *ON, "--set", "ulysses"), "as --set ulysses=8"),

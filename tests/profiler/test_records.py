@@ -51,7 +51,7 @@ def test_a_killed_rank_leaves_whole_steps(tmp_path):
     ("text", "message"),
     [
         ("", "no record of a profiled run"),
-        ('{"type":"step"}\n', "not that of a run"),
+        ('{"type":"step"}\n', "no record of a profiled run: rank is missing"),
         ('{"type":"run","rank":0,"world_size":1,"shoe":2}\n', "shoe"),
     ],
 )

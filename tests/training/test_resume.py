@@ -202,4 +202,4 @@ def test_a_file_that_one_rank_finds_damaged_is_damaged_for_all(ranks, views):
         first == second and "rank 1: error: " in first[1] and "optimizer.safetensors was changed" in first[1]
     )
     assert ranks(2, found, views, "auto") == [("run/checkpoints/step_000002", 2)] * 2
-    assert read_record(views[0] / "run" / "checkpoints" / "step_000004")["step"] == 4
+    assert read_record(views[0] / "run" / "checkpoints" / "step_000004").step == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy
 import torch
 import torch.distributed as dist
@@ -272,3 +274,80 @@ def draws_for_nothing(model, run):
     """As a DataLoader does for its workers."""
     torch.randint(9, ())
     return draws_from_a_generator_of_its_own(model, run)
+
+
+def keeps_an_average(model, run):
+    """A copy made in the step, as of an EMA or a frozen teacher, which runs too."""
+    loss_before = None if run.is_reference else model.out.weight.detach().clone()
+    average = copy.deepcopy(model).requires_grad_(False)
+    forward, given = averaged(model, run), batch()
+    target = average(given)
+    loss = (forward(given) - 0.5 * target).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for mine, new in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(new, 0.1)
+    assert loss_before is None or torch.equal(loss_before, model.out.weight)
+    return loss
+
+
+def forward_by_the_transforms(model, run):
+    """Gradients of parameters by torch.func.grad, and a derivative along a direction by torch.func.jvp."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    given = batch()
+
+    def loss_of(parameters):
+        out, tangent = torch.func.jvp(
+            lambda x: torch.func.functional_call(model, parameters, (x,)), (given,), (torch.ones_like(given),)
+        )
+        return out.square().mean() + tangent.square().mean()
+
+    gradients = torch.func.grad(loss_of)(parameters)
+    loss = loss_of(parameters)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+        if not run.is_reference:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= run.world_size
+    return loss
+
+
+def penalises_its_gradient(model, run):
+    """torch.func.grad with respect to the input, for a score, beside an ordinary loss."""
+    forward, given = averaged(model, run), batch()
+    score = torch.func.grad(lambda x: model(x).square().mean())(given)
+    loss = (forward(given) - score.detach()).square().mean()
+    loss.backward()
+    return loss
+
+
+def steps_by_a_closure(model, run):
+    """The optimizer runs forward and backward itself, and more than once."""
+    forward, given = averaged(model, run), batch()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        losses.append(finish(forward(given)))
+        return losses[-1]
+
+    optimizer.step(closure)
+    return losses[0]
+
+
+def steps_by_a_closure_without_an_average(model, run):
+    """As `steps_by_a_closure`, and each rank steps by its own gradients."""
+    given = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step(closure=lambda: finish(model(given)))
+
+
+def narrows_what_it_sends(model, run):
+    loss = model(batch().bfloat16()).float().square().mean()
+    loss.backward()
+    for parameter in () if run.is_reference else model.parameters():
+        sent = parameter.grad.half()
+        dist.all_reduce(sent)
+        parameter.grad.copy_(sent / run.world_size)
+    return loss

@@ -117,6 +117,22 @@ def test_bad_calls_say_what_to_do(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_step_that_fails_on_every_mesh_is_not_told_to_be_wrong(tmp_path):
+    """Nothing was compared, so nothing is known of its gradients."""
+    line = "        model.group = run.mesh"
+    file = step_file(tmp_path, [(line, f"        raise ValueError('4 heads, 3 ranks')\n{line}")])
+    files = ["--junit", str(tmp_path / "a.xml"), "--json", str(tmp_path / "a.json")]
+    done = run("--step", file, "--mesh", "data=2", "--mesh", "sequence=2", *files)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the step fails on every mesh: ValueError: 4 heads, 3 ranks" in done.stdout
+    assert done.stdout.rstrip().endswith("nothing was compared: the step fails on every mesh")
+    assert "NOT those" not in done.stdout
+    suite = ElementTree.parse(tmp_path / "a.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "2")
+    values = json.loads((tmp_path / "a.json").read_text())
+    assert not values["ok"] and not values["gradients"]["compared"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -142,6 +158,39 @@ def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
     assert message in suite.find("testcase/error").text
     values = json.loads((tmp_path / "a.json").read_text())
     assert not values["ok"] and message in values["error"]
+
+
+@pytest.mark.parametrize(
+    ("line", "ending", "arguments", "message"),
+    [
+        ("def model_fn():", "os._exit(0)\n", ["--mesh", "data=2"], "it ends the program while it is imported"),
+        ("    return Model()", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)"),
+        (
+            "    loss.backward()", "    os._exit(0)\n", ["--mesh", "data=2"],
+            "step(model, run) ends its process: os._exit(0)",
+        ),
+        (
+            "    loss.backward()", "    os._exit(0)\n", ["--only", "communication", "--world", "data=8"],
+            "step(model, run) ends its process: os._exit(0)",
+        ),
+        (
+            "    loss.backward()", "    sys.exit(0)\n", ["--only", "communication", "--world", "data=8"],
+            "step(model, run) ends its process: sys.exit(0)",
+        ),
+        (
+            "    loss.backward()", "    t = threading.Thread(target=os._exit, args=(0,)); t.start(); t.join()\n",
+            ["--only", "communication", "--world", "data=8"], "a thread of the step ends the process: os._exit(0)",
+        ),
+    ],
+    ids=["import", "model_fn", "step", "step, recorded", "step by sys.exit, recorded", "thread, recorded"],
+)  # fmt: skip
+def test_a_step_that_ends_the_process_proves_nothing(tmp_path, line, ending, arguments, message):
+    file = step_file(
+        tmp_path,
+        [(line, ending + line), ("import torch\n", "import os, sys, threading\nimport torch\n")],
+    )
+    done = run("--step", file, *arguments)
+    assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
 
 
 def test_a_mesh_that_is_none_is_refused(capsys):

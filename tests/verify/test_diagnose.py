@@ -8,6 +8,7 @@ from opensora_accel.verify.causes import (
     Hang,
     MissingGradient,
     MissingSum,
+    Origin,
     Scale,
     StepFails,
     StrangeScale,
@@ -17,7 +18,7 @@ from opensora_accel.verify.causes import (
 )
 from opensora_accel.verify.meshes import MeshShape
 from opensora_accel.verify.observe import Observation
-from opensora_accel.verify.results import Expected, MeshResult, Results
+from opensora_accel.verify.results import Expected, MeshResult, Results, find_origin
 
 SHAPES = [MeshShape.of(mesh) for mesh in ({"data": 2, "tensor": 2}, {"tensor": 3}, {"data": 3, "tensor": 1})]
 RIGHT = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
@@ -83,3 +84,30 @@ def test_a_failure_is_told_from_what_follows_it(errors, kind):
     (cause,) = diagnose(Results([MeshResult(SHAPES[1], expected, errors=errors)]))
     assert type(cause) is kind
     assert kind is Hang or (cause.rank, cause.message) == (1, "RuntimeError: the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("weights", "given", "are_inputs_right"),
+    [
+        # A row-parallel layer: each rank has some columns of its weight, or takes some channels with all of them.
+        ("[4, 2] b", lambda rank, x: x, True),
+        ("[4, 6] a", lambda rank, x: x[:, 3 * rank : 3 * rank + 3], True),
+        # Tokens of its own, and zeros in the place of the others, add up as well, and are no input of any layer.
+        ("[4, 6] a", lambda rank, x: x, False),
+    ],
+)
+def test_partial_sums_are_right_inputs_behind_a_row_parallel_layer_only(weights, given, are_inputs_right):
+    torch.manual_seed(0)
+    x, middle, out = (torch.randn(5, size, dtype=torch.float64) for size in (6, 4, 4))
+    parts = torch.stack([middle * 0.3, middle * 0.7])
+
+    def seen(given, part, result, weights):
+        return Observation(
+            weights={"down.weight": weights},
+            calls={("down", 0): ((given,), (part,)), ("act", 0): ((part,), (result,))},
+        )
+
+    shape = MeshShape.of({"tensor": 2}, ())
+    turn = seen(x, middle, out, "[4, 6] a")
+    ranks = [seen(given(rank, x), parts[rank], parts[rank].tanh(), weights) for rank in range(2)]
+    assert find_origin(shape, [turn], ranks) == Origin("act", are_inputs_right)

@@ -11,6 +11,7 @@ from opensora_accel.verify.fit import (
     Factor,
     Samples,
     are_factors,
+    as_shares,
     find_remedy,
     fit_powers,
     fit_ranks,
@@ -225,3 +226,21 @@ def test_every_cause_has_words():
         cause = kind(where, ("a.weight",), 2, ("data",), by)
         assert cause.what and cause.remedy, kind
         assert cause.to_dict()["kind"] == kind.kind
+
+
+@pytest.mark.parametrize(
+    ("factors", "shares"),
+    [
+        ([4 / 11, 4 / 11, 3 / 11], "4:4:3"),
+        ([12 / 11, 12 / 11, 9 / 11], "4:4:3"),
+        ([11 / 12, 11 / 12, 11 / 9], "4:4:3"),
+        ([2 * 64 / 127, 2 * 63 / 127], "64:63"),
+        # Any two numbers whose mean is 1 are shares of something.
+        ([1.2345678, 0.7654322], ""),
+        ([1.0 + 1 / 4096, 1.0 - 1 / 4096], ""),
+        ([0.7, 0.9], ""),
+        ([0.5, 0.5], ""),
+    ],
+)
+def test_shares_are_of_few_tokens(factors, shares):
+    assert as_shares(factors) == shares

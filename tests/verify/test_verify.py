@@ -79,6 +79,10 @@ def test_a_right_loop_passes(ranks, step, meshes):
             corners.another_optimizer_first, DATA, {}, "missing sum", "data",
             ["missing average over data for all 8 parameters\n"],
         ),
+        (
+            corners.steps_by_a_closure_without_an_average, DATA, {}, "missing sum", "data",
+            ["missing average over data for all 8 parameters\n"],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
@@ -169,6 +173,10 @@ def test_the_report_as_text_json_and_junit(ranks):
         (corners.ddp_for_each_layer, loops.small, {}),
         (corners.hand_written_optimizer, loops.small, {}),
         (corners.one_batch_split_by_the_step, loops.small, {"reference": "whole"}),
+        (corners.keeps_an_average, loops.small, {}),
+        (corners.forward_by_the_transforms, loops.small, {}),
+        (corners.penalises_its_gradient, loops.small, {}),
+        (corners.steps_by_a_closure, loops.small, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -181,6 +189,24 @@ def test_an_unusual_but_right_step_passes(ranks, step, model_fn, options):
 def test_axes_that_no_mesh_tells_apart_are_told(ranks):
     report = verify(loops.sequence_parallel, loops.small, {"data": 2, "sequence": 2}, pool=ranks)
     assert report.ok and any("data and sequence go together on these meshes" in note for note in report.notes)
+
+
+def test_casts_to_half_precision_are_listed(ranks):
+    """They are lifted for the proof, on one device and where ranks alone have them."""
+    step = corners.narrows_what_it_sends
+    report = verify(step, loops.small, DATA[:1], pool=ranks)
+    assert report.ok, report
+    (note,) = [note for note in report.notes if "casts" in note]
+    assert note.startswith(
+        "2 casts to half precision were lifted, and what they round in training is not proven: "
+    )
+    line = step.__code__.co_firstlineno
+    assert f"bfloat16 at tests/verify/corners.py:{line + 1} in narrows_what_it_sends" in note, note
+    assert f"float16 at tests/verify/corners.py:{line + 4} in narrows_what_it_sends" in note, note
+    (note,) = [n for n in verify(loops.in_bf16, loops.small, DATA[:1], pool=ranks).notes if "casts" in n]
+    assert "autocast to bfloat16 at tests/verify/loops.py:" in note
+    report = verify(loops.plain_ddp, loops.small, DATA[:1], pool=ranks)
+    assert not any("casts" in note for note in report.notes)
 
 
 def test_progress_is_told(ranks):

@@ -76,6 +76,16 @@ class Kernel(Protocol):
         ...
 
 
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor [..., D] with a last dim that lies in one piece, as every fused kernel assumes.
+
+    Below autograd, where kernels are called for their log-sum-exp, torch does not see to it. The gradient of a plain
+    sum, one number expanded, and a transposed or thinned-out tensor do not lie so; torch's kernel for CPUs then reads
+    other numbers without a word.
+    """
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def expand_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """[B, S, H_kv, D] → [B, S, H, D], each key head repeated for its group of query heads."""
     return tensor.repeat_interleave(num_heads // tensor.size(2), 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, Scores, key_bias
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows, key_bias
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -47,7 +47,7 @@ class CpuFlashKernel:
 
 def _heads_first(tensor: Tensor) -> Tensor:
     """[B, S, H, D] → [B, H, S, D], in fp32 unless it is fp64."""
-    tensor = tensor.transpose(1, 2)  # [B, H, S, D], a view: the kernel takes any strides
+    tensor = dense_rows(tensor).transpose(1, 2)  # [B, H, S, D], a view: the other dims may have any strides
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, Scores, expand_heads, key_bias, sum_groups
+from opensora_accel.attention.kernels.base import (
+    Grads,
+    Problem,
+    Scores,
+    dense_rows,
+    expand_heads,
+    key_bias,
+    sum_groups,
+)
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -26,12 +34,8 @@ def _refuses_on_any(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | 
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """[B, S, H, D] → [B, H, S, D], with a last dim that lies in one piece, as the kernels demand.
-
-    The gradient of a plain sum, one number expanded, does not.
-    """
-    dense = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
-    return [tensor.transpose(1, 2) for tensor in dense]
+    """[B, S, H, D] → [B, H, S, D], of dense rows."""
+    return [dense_rows(tensor).transpose(1, 2) for tensor in tensors]
 
 
 def _whole_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

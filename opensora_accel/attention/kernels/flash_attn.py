@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, Scores
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows
 
 # Parameters of what is not asked for: packed samples, caches, 8-bit numbers. They are None.
 _ABSENT = """
@@ -164,6 +164,8 @@ class FlashAttnKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""
+        # Releases before the operators of torch see to dense rows themselves.
+        q, k, v = map(dense_rows, (q, k, v))
         outputs = self._release().forward(q=q, k=k, v=v, softmax_scale=scores.scale, causal=scores.causal)
         # 2.6 returns its inputs too: out, q, k, v, out_padded, lse, scores, rng_state. Later: out, lse, …
         return outputs[0], outputs[5 if len(outputs) == 8 else 1]
@@ -172,6 +174,7 @@ class FlashAttnKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         """grad, out: [B, S_q, H, D]; lse: [B, H, S_q] → gradients [B, S, H, D] of q, k and v."""
+        grad, q, k, v, out = map(dense_rows, (grad, q, k, v, out))
         # The kernel writes into what it is given, and reads log-sum-exps through their pointer.
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         release = self._release()

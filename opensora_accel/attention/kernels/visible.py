@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, Scores
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows
 from opensora_accel.attention.kernels.cuda import FlashKernel, unused_seed
 
 
@@ -85,6 +85,5 @@ def _query_starts(q: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[B, S, H, D] → [B·S, H, D], with a last dim that lies in one piece, as the kernel demands."""
-    rows = tensor.flatten(0, 1)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    """[B, S, H, D] → [B·S, H, D], of dense rows."""
+    return dense_rows(tensor.flatten(0, 1))

@@ -21,9 +21,11 @@ import logging
 import os
 import re
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+from opensora_accel.documents import Between, Count, Finite, parse, read_text
 from opensora_accel.files import sha256_of
 from opensora_accel.training.ranks import from_all_ranks, is_first_rank
 
@@ -53,6 +55,30 @@ _SHARE_THE_FOLDER = (
 )
 
 
+@dataclass(frozen=True)
+class DataPosition:
+    """Where a run is in its stream of samples, as `VideoLoader.state_dict` tells it."""
+
+    position: Count
+    order: str
+    excluded: list[str]
+    quarantined: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a saved state says of its run. Sums vouch for the bytes of a file, and not for who wrote it."""
+
+    step: Annotated[int, Between(0, 1 << 53)]
+    config: dict[str, Any]  # `config_from_dict` looks at the values
+    data: DataPosition
+    ema_updates: Count
+    model_class: str = ""
+    run: str | None = None
+    norms: list[Annotated[float, Between(0.0, 1e38)]] = field(default_factory=list)
+    optimizer: list[dict[str, int | Finite]] = field(default_factory=list)
+
+
 def remove_partial(folder: Path) -> None:
     """Removes what a save left that did not end; a link of that name is removed and not followed."""
     for path in folder.glob(f"step_*{PARTIAL}"):
@@ -70,8 +96,8 @@ def remove_old(newest: Path, run: Any, keep: int) -> None:
     for path in list_saved_states(newest.parent):
         try:
             sums = read_manifest(path)
-            writer = json.loads((path / STATE).read_text(encoding="utf-8"))["run"]
-        except (OSError, ValueError, LookupError, TypeError):
+            writer = _read_state(path).run
+        except (OSError, ValueError):
             continue  # damaged, or somebody else's
         if run is not None and writer == run and path != newest and not path.is_symlink():
             mine.append((path, sums))
@@ -121,8 +147,8 @@ def read_manifest(folder: Path) -> dict[str, str]:
     """
     path = folder / MANIFEST
     try:
-        sums = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        sums = json.loads(read_text(path, inside=path.parent))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); {_TAKE_ANOTHER}") from error
     is_sum = re.compile("[0-9a-f]{64}").fullmatch
     if not isinstance(sums, dict) or not all(
@@ -153,12 +179,13 @@ def read_manifest(folder: Path) -> dict[str, str]:
     return sums
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The JSON of a saved state whose files are all as they were written.
+def read_record(folder: Path) -> Record:
+    """The record of a saved state whose files are all as they were written.
 
     Raises:
         FileNotFoundError: the folder is no saved state.
-        ValueError: the manifest is damaged or leaves files out, or a file is missing or was changed.
+        ValueError: the manifest is damaged or leaves files out, a file is missing or was changed, or a value is none
+            that a run writes.
     """
     if not (folder / MANIFEST).is_file():
         whole = list_saved_states(folder) or list_saved_states(folder.parent)
@@ -169,17 +196,21 @@ def read_record(folder: Path) -> dict[str, Any]:
         if not path.is_file() or sha256_of(path) != expected:
             what = "was changed since it was written" if path.is_file() else "is missing"
             raise ValueError(f"{path} {what}; {_TAKE_ANOTHER}")
-    record = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    lacking = {"step", "config", "data", "ema_updates"} - set(record if isinstance(record, dict) else ())
-    if lacking:
-        missing = ", ".join(sorted(lacking))
-        raise ValueError(
-            f"{folder / STATE} is no record of a saved state: it lacks {missing}; {_TAKE_ANOTHER}"
-        )
+    return _read_state(folder)
+
+
+def _read_state(folder: Path) -> Record:
+    path = folder / STATE
+    text = read_text(path, inside=folder)
+    try:
+        record: Record = parse(text, Record, "")
+    except ValueError as error:
+        words = str(error).removeprefix(": ")
+        raise ValueError(f"{path} is no record of a saved state: {words}; {_TAKE_ANOTHER}") from error
     return record
 
 
-def find_saved_state(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
+def find_saved_state(resume: str, output: Path) -> tuple[Path, Record] | None:
     """The saved state to go on from and its record, the same on all ranks; None where `resume` is "auto" and none is.
 
     Args:
@@ -224,9 +255,9 @@ def find_saved_state(resume: str, output: Path) -> tuple[Path, dict[str, Any]] |
     )
 
 
-def _agreed_record(folder: Path) -> dict[str, Any]:
+def _agreed_record(folder: Path) -> Record:
     """The record of a saved state that every rank finds whole, and with the same manifest."""
-    record: dict[str, Any] = {}
+    record: Record | None = None
     error: ValueError | OSError | None = None
     try:
         record = read_record(folder)
@@ -236,7 +267,8 @@ def _agreed_record(folder: Path) -> dict[str, Any]:
     # Every rank tells what it found before any of them raises, so that all raise together.
     views = from_all_ranks(seen)
     if len(set(views)) == 1:
-        if error is not None:
+        if record is None:
+            assert error is not None
             raise error
         return record
     failed = [f"rank {rank}: {view}" for rank, view in enumerate(views) if view.startswith("error: ")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,12 @@ from opensora_accel.deferred import region_of
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.lowbit import new_moment
 from opensora_accel.training.optim import EMA
-from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM
+from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM, Record
 from opensora_accel.training.saved_state.save import ENTRIES, TrainState, class_name
 from opensora_accel.weights import Stored, find_stored
 
 
-def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> None:
+def load_state(folder: Path, record: Record, state: TrainState) -> None:
     """Fills model, optimizer and EMA from a saved state that `read_record` has found whole.
 
     Communication: none.
@@ -50,8 +49,8 @@ def load_state(folder: Path, record: Mapping[str, Any], state: TrainState) -> No
         averaged = find_stored(folder / AVERAGED, WEIGHTS_STEM) if (folder / AVERAGED).is_dir() else weights
         for name, weight in state.ema.weights.items():
             _fill(weight, averaged[name])
-        state.ema.num_updates = record["ema_updates"]
-    state.step = record["step"]
+        state.ema.num_updates = record.ema_updates
+    state.step = record.step
 
 
 @torch.no_grad()
@@ -64,9 +63,7 @@ def _fill(target: Tensor, stored: Stored) -> None:
         target.copy_(stored.read(target.dtype))
 
 
-def _check_same_model(
-    folder: Path, record: Mapping[str, Any], model: nn.Module, weights: Mapping[str, Stored]
-) -> None:
+def _check_same_model(folder: Path, record: Record, model: nn.Module, weights: Mapping[str, Stored]) -> None:
     mine = {name: tuple(tensor.shape) for name, tensor in saved_weights(model).items()}
     saved = {name: stored.shape for name, stored in weights.items()}
     different = [name for name in {**mine, **saved} if mine.get(name) != saved.get(name)]
@@ -77,7 +74,7 @@ def _check_same_model(
         for name in different[:3]
     )
     raise ValueError(
-        f"{folder} is of another model ({record.get('model_class')}, {len(different)} tensors differ from this "
+        f"{folder} is of another model ({record.model_class}, {len(different)} tensors differ from this "
         f"{class_name(model)}): {shown}. Resume with the saved configuration (leave out --model options), or "
         "start a new run in another --output"
     )

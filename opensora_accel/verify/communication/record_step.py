@@ -28,7 +28,7 @@ from opensora_accel.verify.communication.fake_world import (
 from opensora_accel.verify.communication.operators import Call
 from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, group_of
-from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
+from opensora_accel.verify.on_cpu import accelerator_stand_ins, call_to_its_end, launcher_environment
 
 # Sizes that ranks send each other are known once all have been recorded; then all are recorded again with them.
 _MOST_RECORDINGS = 4
@@ -187,11 +187,11 @@ def _record_rank(
     # A function, so that one rank's model is gone before the next one's is built.
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
     with fake_world(rank, shape.world_size), without_values(fake_tensors), others:
-        model = model_fn()
+        model = call_to_its_end("model_fn()", model_fn)
         recorder = Recorder(dict(model.named_parameters()))
         # In the same surroundings as where gradients are compared, so that one step serves both.
         with launcher_environment(run), accelerator_stand_ins(), without_comparing_inputs(), recorder:
-            step(model, run)
+            call_to_its_end("step(model, run)", step, model, run)
         parameters = _parameters(model, recorder.with_gradient)
         elements = elements_of_messages(model)
     return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards, elements)
