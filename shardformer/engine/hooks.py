@@ -16,6 +16,7 @@ from torch import nn
 
 from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.agreement import Agreement
+from shardformer.engine.decisions import watch_decisions
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_still_there
 
@@ -86,6 +87,7 @@ def follow_forward(
         tokens.begin()
         running.enter_context(tokens.as_running())
         running.enter_context(preserve_state(tokens.preserve))
+        running.enter_context(watch_decisions(model, tokens))
         for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
             for name in _CHECKPOINTS:
                 function = vars(module).get(name)
