@@ -19,7 +19,7 @@ from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_V
 from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
 from shardformer.policy.identity import is_meant_for, misfit
 from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
-from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY6, KANDINSKY6_SR
+from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY5_AUTHORS, KANDINSKY6, KANDINSKY6_SR
 from shardformer.policy.latte import LATTE
 from shardformer.policy.ltx import LTX, LTX2, LTX2_VIDEOX, LTX_AUTHORS, SANA_WM_REFINER, SANA_WM_REFINER_GATED
 from shardformer.policy.minimax_h3 import MINIMAX_H3
@@ -29,8 +29,9 @@ from shardformer.policy.open_sora import MMDIT, STDIT3, STDIT3_SPATIAL
 from shardformer.policy.open_sora_plan import OPEN_SORA_PLAN
 from shardformer.policy.qwen_image import QWEN_IMAGE
 from shardformer.policy.sana_video import SANA_VIDEO
-from shardformer.policy.skyreels_v2 import SKYREELS_V2
+from shardformer.policy.skyreels_v2 import SKYREELS_V2, SKYREELS_V2_AUTHORS
 from shardformer.policy.stable_diffusion3 import SD3, SD35
+from shardformer.policy.step_video import STEP_VIDEO
 from shardformer.policy.t5 import T5_ENCODER
 from shardformer.policy.unsupported import UNSUPPORTED
 from shardformer.policy.wan import (
@@ -53,6 +54,7 @@ _POLICIES = (
     WAN_ANIMATE2,
     WAN_MUSUBI,
     WAN_VIDEOX,
+    SKYREELS_V2_AUTHORS,
     WAN_AUTHORS,
     SKYREELS_V2,
     ANYFLOW,
@@ -76,6 +78,7 @@ _POLICIES = (
     COSMOS3,
     EASYANIMATE,
     KANDINSKY5,
+    KANDINSKY5_AUTHORS,
     KANDINSKY6,
     KANDINSKY6_SR,
     MINIMAX_H3,
@@ -85,6 +88,7 @@ _POLICIES = (
     STDIT3_SPATIAL,
     MMDIT,
     OPEN_SORA_PLAN,
+    STEP_VIDEO,
     FLUX,
     FLUX2,
     QWEN_IMAGE,

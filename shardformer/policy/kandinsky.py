@@ -1,4 +1,6 @@
-"""Kandinsky 5, 6 and 6's super-resolution (diffusers `Kandinsky5/6/6SRTransformer3DModel`)."""
+"""Kandinsky 5, 6 and 6's super-resolution (diffusers `Kandinsky5/6/6SRTransformer3DModel`), 5 also as its authors'."""
+
+from dataclasses import replace
 
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, WholeSequence
 
@@ -20,6 +22,18 @@ KANDINSKY5 = Policy(
     refuses=(
         ("sparse_params", "block-sparse attention chooses its blocks from all queries and keys; pass None"),
     ),
+)
+
+# In its authors' own repository, whose clip has no batch: [S, C].
+KANDINSKY5_AUTHORS = replace(
+    KANDINSKY5,
+    models=("DiffusionTransformer3D",),
+    origin=(),
+    arguments=(
+        "x text_embed pooled_text_embed time visual_rope_pos text_rope_pos scale_factor sparse_params attention_mask"
+    ),
+    split_inputs=tuple(replace(split, dim=0) for split in KANDINSKY5.split_inputs),
+    gather_outputs=(GatherOutput("visual_transformer_blocks.-1", dim=0),),
 )
 
 KANDINSKY6 = Policy(
