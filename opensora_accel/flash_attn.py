@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 # Arguments that say how a kernel runs, or that follow from others.
-_FREE = ("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "deterministic", "version")
+_FREE = (
+    "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "max_seqlen", "deterministic", "version", "fa_version",
+    "attn_mode", "split_attn",
+)  # fmt: skip
 # Values that ask for nothing: no window, no slopes, no cap.
 _NOTHING = (None, False, 0, 0.0, -1, (-1, -1), [-1, -1])
 

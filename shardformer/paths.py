@@ -71,10 +71,11 @@ def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signa
     """The signature of a module's forward.
 
     Raises:
-        ValueError: the forward does not have the argument.
+        ValueError: the forward does not have the argument, and does not take any by **kwargs.
     """
     signature = inspect.signature(module.forward)
-    if argument not in signature.parameters:
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
+    if argument not in signature.parameters and not takes_any:
         if _is_transparent(module):
             raise ValueError(_wrapped_already(name, module))
         raise ValueError(

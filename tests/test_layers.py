@@ -26,7 +26,7 @@ LAYERS = [
     {"shardformer.lora", "shardformer.comfyui"},
     {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
-    {"shardformer.paths"},
+    {"shardformer.paths", "shardformer.functions"},
     {
         "opensora_accel.checkpoint",
         "opensora_accel.attention",

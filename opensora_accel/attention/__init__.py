@@ -1,5 +1,6 @@
 """Attention over a sequence that is spread over ranks. Layout [B, S_local, H, D]; exact in both directions."""
 
+from opensora_accel.attention.call import torch_attention
 from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
 from opensora_accel.attention.linear import linear_attention
@@ -16,6 +17,7 @@ __all__ = [
     "local_attention",
     "ring_attention",
     "switch_sharded_dim",
+    "torch_attention",
     "ulysses_attention",
     "usp_attention",
 ]

@@ -27,6 +27,9 @@ from opensora_accel.attention.balance import TokenLayout, check_layout
 from opensora_accel.communications.checks import debug_enabled, gather_objects
 from opensora_accel.communications.sizes import Sizes, exchange_integers
 
+# torch's own, whatever a program has bound to the name in torch.nn.functional.
+torch_attention = torch._C._nn.scaled_dot_product_attention
+
 
 @dataclass(frozen=True)
 class AttentionCall:

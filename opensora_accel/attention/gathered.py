@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.call import autocast
+from opensora_accel.attention.call import autocast, torch_attention
 from opensora_accel.communications import gather_forward_reduce_scatter_backward
 from opensora_accel.communications.checks import check_group
 from opensora_accel.parallel_states import get_parallel_group
@@ -64,7 +63,7 @@ def gathered_attention(
     if bias.dtype != torch.bool:
         # Kernels want the bias in the dtype of the queries, which autocast may have changed.
         bias = bias.to(q.dtype)
-    out = F.scaled_dot_product_attention(
+    out = torch_attention(
         q.transpose(1, 2),
         keys.transpose(1, 2),
         values.transpose(1, 2),

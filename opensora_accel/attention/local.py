@@ -19,10 +19,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.attention.call import AttentionCall, autocast, enter_call
+from opensora_accel.attention.call import AttentionCall, autocast, enter_call, torch_attention
 from opensora_accel.attention.kernels import Choice, Grads, Problem, Scores, choose_kernel
 
 
@@ -83,7 +82,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Att
         attention_mask = attention_mask | sees_none
     # torch wants [B, H, S, D]; these are views, and nothing is copied here. Which kernel comes first is its own rule,
     # the one that `choose_kernel` follows: cuDNN on Hopper and Blackwell, else flash.
-    out = F.scaled_dot_product_attention(
+    out = torch_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),

@@ -129,7 +129,6 @@ def enable_parallelism(
     with _without_cache(model), ExitStack() as undo:
         undo.callback(shardformer.unshard, shardformer.shard(model, asked.plan))
         if asked.plan.sequence > 1:
-            _decide_together(model, get_parallel_group("sequence"), undo)
             _tell_of_ranks_left_out(model, get_parallel_group("sequence"), undo)
         setattr(model, _NOTE, config)
         undo.callback(delattr, model, _NOTE)
@@ -366,38 +365,3 @@ def _tell_of_ranks_left_out(model: nn.Module, group: dist.ProcessGroup, undo: Ex
 
     hook = model.register_forward_pre_hook(look)
     undo.callback(hook.remove)
-
-
-def _decide_together(model: nn.Module, group: dist.ProcessGroup, undo: ExitStack) -> None:
-    """Lets the ranks that share a sample skip the same blocks under a first-block cache: those that one device skips.
-
-    Each would ask by how much its own tokens have changed; where one then skips blocks in which another attends, that
-    one waits without end. Caches are also enabled later, so every forward looks for one.
-    """
-    from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
-
-    @uncompiled
-    def look(_model: nn.Module, _args: Any) -> None:
-        for module in model.modules():
-            registry = vars(module).get("_diffusers_hook")
-            hook = None if registry is None else registry.get_hook(_FBC_LEADER_BLOCK_HOOK)
-            if hook is not None:
-                hook._should_compute_remaining_blocks = functools.partial(_has_changed, hook, group)
-
-    undo.callback(model.register_forward_pre_hook(look).remove)
-
-
-def _has_changed(hook: Any, group: dist.ProcessGroup, residual: Tensor) -> bool:
-    """Whether what the first block adds to the tokens, [B, S/P, C], has changed by more than the cache's threshold.
-
-    Communication: one all-reduce of two numbers.
-    """
-    before = hook.state_manager.get_state().head_block_residual
-    if before is None:
-        return True
-    # Of all tokens, as on one device: a ratio of sums is that of means.
-    sums = [each.abs().sum(dtype=torch.float32) for each in (residual - before, before)]
-    both = torch.stack(sums)
-    dist.all_reduce(both, group=group)
-    change, size = both.tolist()
-    return bool(change > hook.threshold * size)

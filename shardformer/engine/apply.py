@@ -98,6 +98,7 @@ class _Turns:
 class _Applied:
     """What `shard` left on a model."""
 
+    policy: Policy
     undo: ExitStack
     has_sharded_parameters: bool
     norms: SwapReport | None
@@ -169,7 +170,7 @@ def shard(
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)
         # From here on the undo belongs to the model, and leaving this block takes nothing back.
-        setattr(model, _ATTRIBUTE, _Applied(undo.pop_all(), plan.sharding != "none", report, turns))
+        setattr(model, _ATTRIBUTE, _Applied(policy, undo.pop_all(), plan.sharding != "none", report, turns))
     return model
 
 
@@ -280,7 +281,10 @@ def norms_of(model: nn.Module) -> SwapReport:
 
 def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
     """The repeated blocks that the policy names, in the order in which they run."""
-    policy = policy or find_policy(model)
+    applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
+    if policy is None:
+        # A sharded model may have been given a table that is not found by its name.
+        policy = find_policy(model) if applied is None else applied.policy
     return [block for block, _boundary in _blocks(model, policy)]
 
 

@@ -18,19 +18,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opensora_accel.attention import gathered_attention, joint_attention, ulysses_attention, usp_attention
+from opensora_accel.attention import (
+    gathered_attention,
+    joint_attention,
+    torch_attention,
+    ulysses_attention,
+    usp_attention,
+)
 from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
 from shardformer.engine.tokens import Tokens
+from shardformer.functions import replace_function
 from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, running_attention
 from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
-from shardformer.modeling.functions import replace_function
 from shardformer.modeling.late_values import LateTensor, computed, project_late
 from shardformer.modeling.linear_attention import redirect_linear_attention
 from shardformer.modeling.masks import Extent, Mask, MaskReader
@@ -57,7 +62,9 @@ def redirect_attentions(
 
     for name, module, attention in _attentions(model, plan, policy, tokens):
         tokens.attentions.append(attention)
-        undo.callback(redirect_attention(module, name, attention, tokens.own_counts, is_traceable))
+        undo.callback(
+            redirect_attention(module, name, attention, tokens.own_counts, tokens.total, is_traceable)
+        )
     for function in policy.kernel_functions:
         undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))
 
@@ -169,7 +176,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
             # Every rank has that text whole. All compute the same, each with its part of the gradient.
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [B, H, T, D]
             grouped = q.size(1) != k.size(1)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+            out = torch_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
             return out.transpose(1, 2)
         if causal:
             raise ValueError(f"{name} is causal, which a sequence of text and video is not")

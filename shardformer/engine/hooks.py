@@ -16,6 +16,7 @@ from torch import nn
 
 from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.agreement import Agreement
+from shardformer.engine.decisions import watch_decisions
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_still_there
 
@@ -34,13 +35,23 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def change_arguments(
     module: nn.Module, signature: inspect.Signature, change: Callable[[Arguments], None], undo: ExitStack
 ) -> None:
-    """Calls `change` with a module's arguments by name before its forward runs, defaults not among them."""
+    """Calls `change` with a module's arguments by name before its forward runs, defaults not among them.
+
+    What a forward takes as **kwargs has names as well, and stands beside the others; its *args are one tuple.
+    """
+    rest = next((name for name, p in signature.parameters.items() if p.kind == p.VAR_KEYWORD), None)
 
     @uncompiled
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
         # Bound by name, so that an argument is found however the caller passes it.
         bound = signature.bind(*args, **kwargs)
-        change(bound.arguments)
+        arguments = {**bound.arguments, **bound.arguments.get(rest or "", {})}
+        arguments.pop(rest or "", None)
+        change(arguments)
+        named = {name: value for name, value in arguments.items() if name in signature.parameters}
+        if rest is not None:
+            named[rest] = {name: value for name, value in arguments.items() if name not in named}
+        bound.arguments = named
         return bound.args, bound.kwargs
 
     undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -76,6 +87,7 @@ def follow_forward(
         tokens.begin()
         running.enter_context(tokens.as_running())
         running.enter_context(preserve_state(tokens.preserve))
+        running.enter_context(watch_decisions(model, tokens))
         for module in model.modules():  # at every forward: users enable checkpointing after `shard` too
             for name in _CHECKPOINTS:
                 function = vars(module).get(name)

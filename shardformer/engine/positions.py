@@ -11,7 +11,6 @@ the tokens of x. On rank 1 of 2, which holds the last tokens, these are the wron
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -19,24 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.engine.hooks import uncompiled
 from shardformer.engine.tokens import Tokens, running_tokens
+from shardformer.functions import check_function, replace_function
 from shardformer.modeling.attention import running_redirection
-from shardformer.modeling.functions import replace_function
 from shardformer.policy.base import Policy, Positions
 
 
 def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
     """Every function that gives tokens their positions sees the whole clip's, as `Positions` says."""
+    missed: set[str] = set()
+
+    def check(*_: Any) -> None:
+        if missed:
+            raise ValueError(
+                f"the policy says that {', '.join(sorted(missed))} gives tokens their positions, but "
+                f"{type(model).__name__} did not call it: positions may be counted from a rank's own tokens; name the "
+                "function that it calls"
+            )
+
     for entry in policy.positions:
+        missed.add(entry.function)
 
         def wrap(original: Callable[..., Any], entry: Positions = entry) -> Callable[..., Any]:
-            signature = inspect.signature(original)
-            for argument in (*entry.tables, *entry.tokens):
-                if argument not in signature.parameters:
-                    raise ValueError(
-                        f"the policy names {entry.function}'s argument {argument!r}, but it takes "
-                        f"{', '.join(signature.parameters)}"
-                    )
+            signature = check_function(entry.function, original, (*entry.tables, *entry.tokens))
 
             @functools.wraps(original)
             def function(*args: Any, **kwargs: Any) -> Any:
@@ -47,17 +52,23 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
                     if running is not None and running.attention in tokens.attentions:
                         tokens.check_known(f"{entry.function}, which gives tokens their positions,")
                     return original(*args, **kwargs)
+                missed.discard(entry.function)
                 bound = signature.bind(*args, **kwargs)
                 for name in entry.tables:
                     bound.arguments[name] = _rows(bound.arguments[name], entry, tokens)
+                own = bound.arguments[entry.tokens[0]] if entry.in_place else None
                 for name in entry.tokens:
                     bound.arguments[name] = _in_place(bound.arguments[name], entry, tokens)
                 out = original(*bound.args, **bound.kwargs)
+                if own is not None:
+                    # The caller looks at its own tensor, and not at what the function returns.
+                    return own.copy_(_rows(bound.arguments[entry.tokens[0]], entry, tokens))
                 return _rows(out, entry, tokens) if entry.tokens else out
 
             return function
 
         undo.callback(replace_function(model, entry.function, wrap))
+    undo.callback(model.register_forward_hook(uncompiled(check)).remove)
 
 
 def _rows(value: Any, entry: Positions, tokens: Tokens) -> Any:

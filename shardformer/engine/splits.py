@@ -26,7 +26,7 @@ from shardformer.engine.attentions import redirect_attentions
 from shardformer.engine.grids import spread_grids
 from shardformer.engine.hooks import Arguments, change_arguments, change_output, follow_forward
 from shardformer.engine.positions import keep_positions
-from shardformer.engine.tokens import Tokens
+from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.modeling.halo import add_halo
 from shardformer.paths import check_argument, find
@@ -133,6 +133,11 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: E
     def gather(output: Tensor, what: str) -> Tensor:
         """[..., S/P at dim, ...] → [..., S at dim, ...], with text before or behind it if the entry says so."""
         splits, text = tokens.state.splits, []
+        if splits is None and tokens.state.is_known:
+            raise ValueError(
+                f"the policy gathers {what}, but nothing was split in this forward: the module that splits was left "
+                "out, by a cache for one; turn that off"
+            )
         if entry.text is not None:
             tokens.check_known(what)
             assert splits is not None
@@ -176,17 +181,21 @@ def refuse_input(model: nn.Module, argument: str, reason: str, undo: ExitStack) 
 
 
 def refuse_unknown_inputs(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
-    """Refuses, where they are used, arguments of a forward that has more of them than the policy was made for."""
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_named and name not in policy.arguments.split():
-            refuse_input(
-                model,
-                name,
-                f"the policy for {policy.models[0]} was made for a model without that argument; pass None, or write a "
-                "policy that says what becomes of it (docs/policies.md)",
-                undo,
-            )
+    """Refuses, where they are used, arguments that the policy was not made for."""
+    signature = inspect.signature(model.forward)
+    known = {*policy.arguments.split()}
+    known |= {name for name, p in signature.parameters.items() if p.kind == p.VAR_POSITIONAL}
+
+    def check(arguments: Arguments) -> None:
+        for name, value in arguments.items():
+            if name not in known and value is not None and value is not False:
+                raise ValueError(
+                    f"{type(model).__name__}'s {name} cannot be split over ranks: the policy for {policy.models[0]} "
+                    "was made for a model without that argument; pass None, or write a policy that says what becomes "
+                    "of it (docs/policies.md)"
+                )
+
+    change_arguments(model, signature, check, undo)
 
 
 def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitStack) -> None:
@@ -304,7 +313,7 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
         parts[at] = parts[at].narrow(entry.dim, own.start, own.stop - own.start)
         return torch.cat(parts, entry.dim)
 
-    return tokens.once(tensor, (entry.dim, known, entry.text), make) if is_shared else make()
+    return tokens.once(tensor, (entry.dim, known, entry.text), make) if is_shared else mark_own(make())
 
 
 def _index(index: int, value: Any, what: str) -> int:

@@ -30,11 +30,27 @@ from opensora_accel.checkpoint import preserve_state
 from opensora_accel.communications import share_sizes, split_forward_gather_backward
 
 _running = threading.local()  # autograd recomputes on threads of its own
+# A mark that a tensor keeps as long as it lives: a cache may hold it until a later forward.
+_OWN = "_is_of_own_tokens"
 
 
 def running_tokens() -> Tokens | None:
     """The tokens of the sharded forward that runs on this thread: the innermost, where one model calls another."""
     return getattr(_running, "tokens", None)
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether a tensor [...] is made of this rank's own tokens, as far as that was followed."""
+    return _OWN in tensor.__dict__
+
+
+def mark_own(tensor: Tensor, own: bool = True) -> Tensor:
+    """The tensor [...], marked as made of this rank's own tokens, or as the same on all ranks."""
+    if own:
+        tensor.__dict__[_OWN] = True
+    else:
+        tensor.__dict__.pop(_OWN, None)
+    return tensor
 
 
 def local_tokens(total: int) -> slice:
@@ -133,6 +149,10 @@ class Tokens:
         # One is no sign of anything: every tensor that broadcasts has such a dim.
         return frozenset(count for count in (num_own, num_own // self.state.unit) if count > 1)
 
+    def total(self) -> int:
+        """The clip's number of tokens; 0 where it is not known."""
+        return sum(self.state.splits or ())
+
     def are_followed(self) -> bool:
         """Whether the state is known in a forward after the first: then a compiled region may depend on it."""
         return self.state.is_known and not self.state.is_first
@@ -203,19 +223,19 @@ class Tokens:
         def make() -> Tensor:
             return split_forward_gather_backward(tensor, self.group, dim, "down", splits=splits)
 
-        return self.once(tensor, (dim, splits), make) if is_shared else make()
+        return self.once(tensor, (dim, splits), make) if is_shared else mark_own(make())
 
     def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """`make()`, but once a forward for a tensor [...] that many blocks get: one copy, one gradient to gather."""
         if not self.in_forward:
-            return make()
+            return mark_own(make())
         # Under a reentrant checkpoint the forward records no graph: that share has no gradient to give.
         version = 0 if tensor.is_inference() else tensor._version
         # A tensor that was changed in place since has another version, and needs another share.
         key = id(tensor), version, torch.is_grad_enabled(), *key
         known = self._made.get(key)
         if known is None or known[0]() is not tensor:  # an id is a tensor's own while it lives
-            known = self._made[key] = weakref.ref(tensor), make()
+            known = self._made[key] = weakref.ref(tensor), mark_own(make())
         return known[1]
 
     def preserve(self, function: Callable[..., Any]) -> Callable[..., Any]:

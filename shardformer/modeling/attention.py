@@ -16,8 +16,9 @@ operators. So a block is one graph, as it is on one device.
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from opensora_accel.attention import torch_attention
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling.origins import Origins
 
@@ -39,7 +41,7 @@ class Redirection:
 
     def __init__(self, attention: Attention, origins: Origins | None = None):
         self.attention, self.origins = attention, origins
-        self.num_calls = 0
+        self.num_calls = self.num_masked = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, **options: Any) -> Tensor:
         """Calls what takes the kernel's place: q, k, v [B, S/P, H, D] → [B, S/P, H, D].
@@ -52,6 +54,7 @@ class Redirection:
                 f"attention dropout ({dropout}) would drop other weights than on one device; set it to 0"
             )
         self.num_calls += 1
+        self.num_masked += options["mask"] is not None
         if self.origins is not None and isinstance(options["mask"], Tensor):
             self.origins.check_mask(options["mask"], k.size(1))
         # What takes the place of a kernel may call one, which is not to be redirected.
@@ -112,7 +115,7 @@ class RedirectAttention(Redirection, TorchFunctionMode):
         # A redirected module within another one, or a kernel that ours calls, is not for this mode.
         if _running.redirection is not self:
             return function(*args, **kwargs)
-        if function is F.scaled_dot_product_attention:
+        if function is torch_attention:
             return self.scaled_dot_product_attention(*args, **kwargs)
         out = function(*args, **kwargs)
         if self.origins is not None:
@@ -169,18 +172,54 @@ def running_attention() -> Callable[..., Tensor] | None:
     return None if redirection is None else redirection.attend
 
 
+def _check_masks(name: str, total: int, arguments: Mapping[str, Any]) -> None:
+    """Refuses a mask of all `total` tokens, or more, that hides some and did not reach a kernel.
+
+    Then the module's own code has cut or weighed a rank's tokens by it, whose places are those of the whole sequence.
+    A mask of text alone may be used up by the module: every rank has that text whole.
+
+    Raises:
+        ValueError: an argument is such a mask.
+    """
+    for argument, value in arguments.items():
+        is_mask = "mask" in argument and isinstance(value, Tensor) and value.dim() > 0
+        if not is_mask or not 0 < total <= value.size(-1):
+            continue
+        hides = value.detach() < 0 if value.is_floating_point() else value == 0
+        if hides.any():
+            raise ValueError(
+                f"{name} was given {argument}, which hides tokens, and called the kernel without a mask: its own code "
+                "applied it to one rank's tokens as if they were the whole sequence. Leave the mask out, or let the "
+                "module pass it to scaled_dot_product_attention"
+            )
+
+
+def _other_kernel() -> str:
+    """What to do about attention that calls another kernel than torch's."""
+    bound: Any = F.scaled_dot_product_attention
+    if bound is torch_attention:
+        return 'select that backend (diffusers: model.set_attention_backend("native"))'
+    name = f"{getattr(bound, '__module__', None)}.{getattr(bound, '__qualname__', type(bound).__name__)}"
+    return (
+        f"this program has put {name} in the place of torch.nn.functional.scaled_dot_product_attention, and that "
+        "called another kernel; choose its backend that calls torch's, or leave torch's function where it was"
+    )
+
+
 def redirect_attention(
     module: nn.Module,
     name: str,
     attention: Attention,
     counts: Callable[[], frozenset[int]],
+    total: Callable[[], int],
     is_traceable: Callable[[], bool],
 ) -> Callable[[], None]:
     """Replaces the kernel call inside `module.forward` by `attention`; returns the function that undoes it.
 
     `counts()`: this rank's number of tokens, and of frames, in the forward that runs. In the module's first call
-    nothing may be made from them: `Origins`. `is_traceable()`: whether the module may be part of a compiled region in
-    the forward that runs. Where it is not, or was not checked yet, the graph ends before it and goes on behind it.
+    nothing may be made from them: `Origins`. `total()`: the clip's number of tokens. `is_traceable()`: whether the
+    module may be part of a compiled region in the forward that runs. Where it is not, or was not checked yet, the graph
+    ends before it and goes on behind it.
     """
     is_checked = False
 
@@ -196,15 +235,19 @@ def redirect_attention(
             with RedirectAttention(attention, origins) as redirection:
                 out = original(*args, **kwargs)
             is_checked = is_checked or looks
+            if redirection.num_calls and not redirection.num_masked and looks:
+                _check_masks(name, total(), inspect.signature(original).bind(*args, **kwargs).arguments)
             if redirection.num_calls == 0:
                 raise ValueError(
                     f"{name} attended to this rank's tokens alone: it did not call scaled_dot_product_attention; "
-                    'select that backend (diffusers: model.set_attention_backend("native"))'
+                    + _other_kernel()
                 )
             return out
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (torch.compiler.is_compiling() and is_checked and is_traceable()):
+            # What a program has bound to the name may do more than call the kernel, which no trace would see.
+            is_torchs = _traced.running is not None or F.scaled_dot_product_attention is torch_attention
+            if not (torch.compiler.is_compiling() and is_checked and is_traceable() and is_torchs):
                 return uncompiled(*args, **kwargs)
             with RedirectTraced(attention) as redirection:
                 out = original(*args, **kwargs)

@@ -32,7 +32,7 @@ _OPTIONS = {
     "q_lens": ("q_lens",),
     "k_lens": ("k_lens", "kv_lens"),
     "cu_q": ("cu_seqlens_q",),
-    "cu_k": ("cu_seqlens_k", "cu_seqlens_kv"),
+    "cu_k": ("cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens"),
     "dtype": ("dtype",),
 }
 
@@ -53,7 +53,8 @@ def redirect_flash_attn(
 ) -> Callable[..., Any]:
     """A function that calls `running()` where that is not None, and `original` elsewhere.
 
-    Arguments may come by position or by name; q, k and v are the first three, [B, S, H, D] or packed [B·S, H, D].
+    Arguments may come by position or by name; q, k and v are the first three, [B, S, H, D] or packed [B·S, H, D]. One
+    argument may hold all three: a list of them, or a tensor [B, S, 3, H, D] as in flash-attn's `…_qkvpacked_func`.
 
     Raises:
         ValueError: from the returned function, for an argument that sequence-parallel attention does not have.
@@ -70,7 +71,7 @@ def redirect_flash_attn(
         given = dict(signature.bind(*args, **kwargs).arguments)
         # What the function takes as **kwargs was given by name all the same.
         given |= given.pop(rest, {}) if rest else {}
-        q, k, v = (given.pop(name) for name in list(given)[:3])
+        q, k, v = _projected(original.__name__, given)
         options = {name: _take(given, names, signature) for name, names in _OPTIONS.items()}
         for name, value in given.items():
             if changes_attention(name, value):
@@ -94,6 +95,22 @@ def redirect_flash_attn(
         return out.flatten(0, 1) if packed else out
 
     return kernel
+
+
+def _projected(name: str, given: dict[str, Any]) -> list[Tensor]:
+    """q, k and v, taken out of the arguments."""
+    first = given.pop(next(iter(given)))
+    if isinstance(first, (list, tuple)) and len(first) == 3:
+        return list(first)
+    if "packed" not in name:
+        return [first, *(given.pop(each) for each in list(given)[:2])]
+    dim = first.dim() - 3  # [B, S, 3, H, D], or [B·S, 3, H, D]
+    if "qkvpacked" not in name or first.size(dim) != 3:
+        raise ValueError(
+            f"{name} got a tensor {tuple(first.shape)}, and sequence-parallel attention takes q, k and v, or all three "
+            "in one tensor [B, S, 3, H, D]; call the function of flash-attn that takes them apart"
+        )
+    return list(first.unbind(dim))
 
 
 def _take(given: dict[str, Any], names: tuple[str, ...], signature: inspect.Signature) -> Any:

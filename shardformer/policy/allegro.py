@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
 
 ALLEGRO = Policy(
     models=("AllegroTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep attention_mask encoder_attention_mask "
         "image_rotary_emb return_dict"

@@ -6,6 +6,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Wh
 
 ANYFLOW = Policy(
     models=("AnyFlowTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep r_timestep encoder_hidden_states encoder_hidden_states_image "
         "attention_kwargs return_dict"
@@ -25,6 +26,7 @@ ANYFLOW = Policy(
 ANYFLOW_FAR = replace(
     ANYFLOW,
     models=("AnyFlowFARTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep r_timestep encoder_hidden_states chunk_partition encoder_hidden_states_image "
         "clean_hidden_states clean_timestep kv_cache kv_cache_flag attention_mask attention_kwargs return_dict"

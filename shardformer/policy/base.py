@@ -125,6 +125,8 @@ class Positions:
     tables: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     dim: int = 1
+    # The function changes its first tensor of tokens, and its caller goes on with that.
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,9 @@ class Policy:
 
     # Class names of the models that the policy fits, if they are built as it says: see `find_policy`.
     models: tuple[str, ...]
+    # Packages whose classes these are: a class of the same name from elsewhere is another one, and so is the code of a
+    # forward or an attention processor that was put into the model (`policy/identity.py`). Empty: of any package.
+    origin: tuple[str, ...] = ()
     # Names of the arguments of the model's forward that the table was made for, with blanks between. Any other must
     # stay None or False: it may index frames or tokens by their place in the clip. Empty: every argument is taken.
     arguments: str = ""
@@ -261,8 +266,9 @@ class Policy:
     # Attention modules whose queries every rank holds (audio, say) and whose keys are the split tokens.
     whole_queries: tuple[str, ...] = ()
     # Functions that the model's own package calls in place of torch's attention, with flash-attn's arguments:
-    # `flash_attn_func`, `flash_attn_varlen_func`, or one of its own that takes samples' lengths, `k_lens`. One that
-    # is imported where it is called is named with its package: "flash_attn.flash_attn_func".
+    # `flash_attn_func`, `flash_attn_varlen_func`, their packed ones, or one of its own that takes samples' lengths,
+    # `k_lens`, and q, k, v one by one or in a list. One that is imported where it is called is named with its package:
+    # "flash_attn.flash_attn_func".
     kernel_functions: tuple[str, ...] = ()
     positions: tuple[Positions, ...] = ()
     # As `self_attention`, of modules that sum over the tokens instead of taking a softmax.
@@ -307,6 +313,17 @@ class Policy:
         found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
         found += [path for entry in self.whole_sequences for path in entry.paths]
         return tuple(dict.fromkeys(path for path in found if path))
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The paths of every module that attends to tokens of other ranks."""
+        return (
+            *self.self_attention,
+            *self.whole_queries,
+            *self.linear_attention,
+            *(entry.module for entry in self.joint_attention),
+            *(entry.module for entry in self.whole_sequences),
+        )
 
     def __post_init__(self) -> None:
         if self.frames is None and not all(entry.may_be_empty for entry in self.split_inputs):

@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 COGVIDEOX = Policy(
     models=("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep timestep_cond ofs image_rotary_emb attention_kwargs "
         "return_dict id_cond id_vit_hidden"

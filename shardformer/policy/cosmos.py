@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 COSMOS = Policy(
     models=("CosmosTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states block_controlnet_hidden_states attention_mask fps "
         "condition_mask padding_mask return_dict"

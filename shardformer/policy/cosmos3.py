@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 COSMOS3 = Policy(
     models=("Cosmos3OmniTransformer",),
+    origin=("diffusers",),
     arguments=(
         "input_ids text_indexes position_ids und_len sequence_length vision_tokens vision_token_shapes "
         "vision_sequence_indexes vision_mse_loss_indexes vision_timesteps vision_noisy_frame_indexes "

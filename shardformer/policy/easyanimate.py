@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 EASYANIMATE = Policy(
     models=("EasyAnimateTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep timestep_cond encoder_hidden_states encoder_hidden_states_t5 "
         "inpaint_latents control_latents return_dict"

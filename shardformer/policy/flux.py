@@ -6,6 +6,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 FLUX = Policy(
     models=("FluxTransformer2DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states pooled_projections timestep img_ids txt_ids guidance "
         "joint_attention_kwargs return_dict controlnet_block_samples controlnet_single_block_samples "
@@ -34,6 +35,7 @@ FLUX = Policy(
 FLUX2 = replace(
     FLUX,
     models=("Flux2Transformer2DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep img_ids txt_ids guidance joint_attention_kwargs "
         "return_dict kv_cache kv_cache_mode num_ref_tokens ref_fixed_timestep"

@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, CountInput, GatherOutput, Policy, Sp
 
 HELIOS = Policy(
     models=("HeliosTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states indices_hidden_states indices_latents_history_short "
         "indices_latents_history_mid indices_latents_history_long latents_history_short "

@@ -14,6 +14,7 @@ from shardformer.policy.base import (
 
 HUNYUAN_VIDEO = Policy(
     models=("HunyuanVideoTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_attention_mask pooled_projections guidance "
         "attention_kwargs return_dict"
@@ -37,6 +38,7 @@ HUNYUAN_VIDEO = Policy(
 FRAMEPACK = replace(
     HUNYUAN_VIDEO,
     models=("HunyuanVideoFramepackTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_attention_mask pooled_projections "
         "image_embeds indices_latents guidance latents_clean indices_latents_clean latents_history_2x "

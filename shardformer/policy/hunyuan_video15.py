@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 HUNYUAN_VIDEO15 = Policy(
     models=("HunyuanVideo15Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_attention_mask timestep_r "
         "encoder_hidden_states_2 encoder_attention_mask_2 image_embeds attention_kwargs return_dict"

@@ -7,6 +7,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 # The images to edit stand in one sequence with the noisy one, as if they were frames.
 JOYIMAGE_EDIT = Policy(
     models=("JoyImageEditTransformer3DModel",),
+    origin=("diffusers",),
     arguments="hidden_states timestep encoder_hidden_states return_dict",
     split_inputs=(
         SplitInput("double_blocks.0", "hidden_states"),
@@ -22,6 +23,7 @@ JOYIMAGE_EDIT = Policy(
 JOYIMAGE_EDIT_PLUS = replace(
     JOYIMAGE_EDIT,
     models=("JoyImageEditPlusTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_mask shape_list return_dict"
     ),

@@ -1,9 +1,12 @@
-"""Kandinsky 5, 6 and 6's super-resolution (diffusers `Kandinsky5/6/6SRTransformer3DModel`)."""
+"""Kandinsky 5, 6 and 6's super-resolution (diffusers `Kandinsky5/6/6SRTransformer3DModel`), 5 also as its authors'."""
+
+from dataclasses import replace
 
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, WholeSequence
 
 KANDINSKY5 = Policy(
     models=("Kandinsky5Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep pooled_projections visual_rope_pos text_rope_pos "
         "scale_factor sparse_params return_dict"
@@ -21,8 +24,21 @@ KANDINSKY5 = Policy(
     ),
 )
 
+# In its authors' own repository, whose clip has no batch: [S, C].
+KANDINSKY5_AUTHORS = replace(
+    KANDINSKY5,
+    models=("DiffusionTransformer3D",),
+    origin=(),
+    arguments=(
+        "x text_embed pooled_text_embed time visual_rope_pos text_rope_pos scale_factor sparse_params attention_mask"
+    ),
+    split_inputs=tuple(replace(split, dim=0) for split in KANDINSKY5.split_inputs),
+    gather_outputs=(GatherOutput("visual_transformer_blocks.-1", dim=0),),
+)
+
 KANDINSKY6 = Policy(
     models=("Kandinsky6Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states pooled_projections timestep audio_hidden_states "
         "visual_rope_pos encoder_attention_mask visual_token_type_ids return_dict"
@@ -40,6 +56,7 @@ KANDINSKY6 = Policy(
 
 KANDINSKY6_SR = Policy(
     models=("Kandinsky6SRTransformer3DModel",),
+    origin=("diffusers",),
     arguments="hidden_states timestep return_dict",
     split_inputs=(SplitInput("visual_transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("visual_transformer_blocks.-1"),),

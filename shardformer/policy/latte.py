@@ -5,6 +5,7 @@ from shardformer.policy.base import Blocks, GatherGrid, Grid, Policy
 # Letters: B clips, F frames, N places of a frame, L text tokens, C, D, E and O channels.
 LATTE = Policy(
     models=("LatteTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_attention_mask enable_temporal_attentions "
         "return_dict"

@@ -9,6 +9,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 LTX = Policy(
     models=("LTXVideoTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep encoder_attention_mask num_frames height width "
         "rope_interpolation_scale video_coords attention_kwargs return_dict"
@@ -28,6 +29,7 @@ LTX = Policy(
 LTX2 = replace(
     LTX,
     models=("LTX2VideoTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states audio_hidden_states encoder_hidden_states audio_encoder_hidden_states timestep "
         "audio_timestep sigma audio_sigma encoder_attention_mask audio_encoder_attention_mask num_frames "
@@ -51,10 +53,22 @@ LTX2 = replace(
     ),
 )
 
+# VideoX-Fun's copy of diffusers' class, with an attention function of its own, which is flash-attn's where that is
+# installed and torch's else.
+LTX2_VIDEOX = replace(
+    LTX2,
+    origin=("videox_fun", "diffusers"),
+    arguments=LTX2.arguments.replace("video_self_attention_mask video_keyframes_mask ", ""),
+    split_inputs=LTX.split_inputs,
+    kernel_functions=("flash_attention",),
+    refuses=(),
+)
+
 # A window that moves over a clip: its first frames and some before it are seen by their keys, from a cache. A rank's
 # cache holds its heads of all tokens.
 SANA_WM_REFINER = Policy(
     models=("SanaWMLTX2RefinerTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep video_rotary_emb encoder_attention_mask kv_cache kv_cache_mode "
         "attention_kwargs return_dict"

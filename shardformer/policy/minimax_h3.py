@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, Sp
 
 MINIMAX_H3 = Policy(
     models=("MiniMaxH3Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states audio_hidden_states encoder_hidden_states timestep timestep_indices token_tags "
         "position_ids video_indices audio_indices text_indices attention_kwargs return_dict"

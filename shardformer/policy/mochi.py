@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 MOCHI = Policy(
     models=("MochiTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep encoder_attention_mask attention_kwargs return_dict"
     ),

@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 MOTIF_VIDEO = Policy(
     models=("MotifVideoTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_attention_mask image_embeds "
         "attention_kwargs return_dict"

@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 QWEN_IMAGE = Policy(
     models=("QwenImageTransformer2DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states encoder_hidden_states_mask timestep img_shapes guidance "
         "attention_kwargs controlnet_block_samples additional_t_cond return_dict"

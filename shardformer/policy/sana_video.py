@@ -4,6 +4,7 @@ from shardformer.policy.base import Blocks, Frames, GatherOutput, Halo, Policy, 
 
 SANA_VIDEO = Policy(
     models=("SanaVideoTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states timestep guidance encoder_attention_mask attention_mask "
         "attention_kwargs controlnet_block_samples return_dict"

@@ -1,9 +1,16 @@
-"""SkyReels-V2 (diffusers `SkyReelsV2Transformer3DModel`): text- and image-to-video, and diffusion forcing."""
+"""SkyReels-V2 (diffusers `SkyReelsV2Transformer3DModel`, and `WanModel` in its authors' own repository).
+
+Text- and image-to-video, and diffusion forcing.
+"""
+
+from dataclasses import replace
 
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.wan import WAN_AUTHORS
 
 SKYREELS_V2 = Policy(
     models=("SkyReelsV2Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image "
         "enable_diffusion_forcing fps return_dict attention_kwargs"
@@ -18,4 +25,17 @@ SKYREELS_V2 = Policy(
     self_attention=("blocks.*.attn1",),
     blocks=(Blocks("blocks"),),
     mlps=("blocks.*.ffn",),
+)
+
+# Built like its ancestor, the Wan of Wan's authors, but clips have one length and come as one tensor, and with
+# diffusion forcing the embedding of time is [B, 6, S, C].
+SKYREELS_V2_AUTHORS = replace(
+    WAN_AUTHORS,
+    arguments="x t context clip_fea y fps",
+    unfit=(("enable_teacache", "it leaves out blocks, which split the tokens; make the model without it"),),
+    split_inputs=(
+        SplitInput("blocks.0", "x"),
+        SplitInput("blocks.*", "e", dim=2, ndim=4),
+        SplitInput("head", "e", ndim=3),
+    ),
 )

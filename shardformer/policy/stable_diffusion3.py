@@ -6,6 +6,7 @@ from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy
 
 SD35 = Policy(
     models=("SD3Transformer2DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states encoder_hidden_states pooled_projections timestep block_controlnet_hidden_states "
         "joint_attention_kwargs return_dict skip_layers"

@@ -32,6 +32,7 @@ T5_TENSORS = (
 
 T5_ENCODER = Policy(
     models=("T5EncoderModel", "UMT5EncoderModel"),
+    origin=("transformers",),
     blocks=(Blocks("encoder.block"),),
     tensors=T5_TENSORS,
     norms=("encoder",),

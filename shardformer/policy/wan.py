@@ -15,6 +15,7 @@ from shardformer.policy.base import (
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image return_dict "
         "attention_kwargs"
@@ -34,6 +35,7 @@ WAN = Policy(
 WAN_VACE = replace(
     WAN,
     models=("WanVACETransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image control_hidden_states "
         "control_hidden_states_scale return_dict attention_kwargs"
@@ -51,6 +53,7 @@ WAN_VACE = replace(
 WAN_ANIMATE = replace(
     WAN,
     models=("WanAnimateTransformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image pose_hidden_states "
         "face_pixel_values motion_encode_batch_size return_dict attention_kwargs"
@@ -65,6 +68,7 @@ WAN_ANIMATE = replace(
 
 WAN_ANIMATE2 = Policy(
     models=("WanAnimate2Transformer3DModel",),
+    origin=("diffusers",),
     arguments=(
         "hidden_states timestep encoder_hidden_states condition_latents kv_cache kv_cache_mode seq_len "
         "encoder_hidden_states_image offset_grid_sizes reference_grid_sizes origin_len origin_area is_uncondtion "
@@ -95,4 +99,21 @@ WAN_AUTHORS = Policy(
     positions=(Positions("rope_apply", tokens=("x",)),),
     blocks=(Blocks("blocks", ("x",)),),
     mlps=("blocks.*.ffn",),
+)
+
+# musubi-tuner's copy turns queries and keys in place, and hands them to its kernels in one list. It has the function of
+# the authors' copy as well, which it does not call: this table is looked at first.
+WAN_MUSUBI = replace(
+    WAN_AUTHORS,
+    arguments=f"{WAN_AUTHORS.arguments} skip_block_indices f_indices",
+    positions=(Positions("rope_apply_inplace_cached", tokens=("x",), in_place=True),),
+)
+
+# VideoX-Fun's, which has the name of diffusers' class. Its attention is flash-attn's where that is installed, else
+# torch's. Reference frames join the tokens before the first block.
+WAN_VIDEOX = replace(
+    WAN_AUTHORS,
+    models=("WanTransformer3DModel", "Wan2_2Transformer3DModel"),
+    arguments=f"{WAN_AUTHORS.arguments} y_camera full_ref subject_ref cond_flag",
+    unfit=(("teacache", "it leaves out blocks, which split and join the tokens; disable it for training"),),
 )

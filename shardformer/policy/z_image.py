@@ -6,6 +6,7 @@ from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
 # are whole again before each caption is put behind its own image, and the joined sequence is split anew.
 Z_IMAGE = Policy(
     models=("ZImageTransformer2DModel",),
+    origin=("diffusers",),
     arguments=(
         "x t cap_feats return_dict controlnet_block_samples siglip_feats image_noise_mask patch_size f_patch_size "
         "joint_attention_kwargs"

@@ -20,11 +20,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardformer.modeling.functions import packages_of, replace_function
+from opensora_accel.attention import torch_attention
+from shardformer.functions import packages_of, replace_function
 from shardformer.modeling.origins import tensors_in
 
 # Names of the first three parameters of functions that attend, as kernels have them.
@@ -193,7 +193,7 @@ class _KernelCalls(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
+        if function is torch_attention:
             query = args[0] if args else kwargs["query"]
             key = args[1] if len(args) > 1 else kwargs["key"]
             queries, keys = (each.detach().transpose(1, 2).clone() for each in (query, key))

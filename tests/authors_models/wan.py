@@ -82,6 +82,29 @@ def flash_attn_varlen_func(
     return torch.cat(out)
 
 
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None
+) -> Tensor:
+    """[B, L, 3, H, D]"""
+    return flash_attention(*qkv.unbind(2), softmax_scale=softmax_scale)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """[B·L, 3, H, D]"""
+    sizes = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(1), *sizes, softmax_scale=softmax_scale)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return flash_attention(q, *kv.unbind(2))
+
+
 class WanSelfAttention(nn.Module):
     def __init__(self, positions: str, kernel: str):
         super().__init__()
@@ -118,6 +141,8 @@ class WanSelfAttention(nn.Module):
             return flash_attention(q, k, v, None, seq_lens, window_size=(4, 4))
         if self.kernel == "slopes":
             return flash_attention(q, k, v, q_scale=torch.ones(HEADS))
+        if "packed" in self.kernel:
+            return _attend_packed(self.kernel, q, k, v)
         if self.kernel.startswith("varlen"):
             packed, ends = [t.flatten(0, 1) for t in (q, k, v)], _ends(k.size(0), k.size(1))
             sizes = (ends, ends, k.size(1), k.size(1))
@@ -137,6 +162,16 @@ class WanSelfAttention(nn.Module):
         elif self.kernel == "mask of ones":
             mask = torch.ones(k.size(0), 1, 1, k.size(2), dtype=torch.bool)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def _attend_packed(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if kernel == "flash_attn_kvpacked_func":
+        return flash_attn_kvpacked_func(q, torch.stack([k, v], 2))
+    packed = torch.stack([q, k, v], 2)
+    if kernel == "flash_attn_qkvpacked_func":
+        return flash_attn_qkvpacked_func(packed)
+    ends = _ends(k.size(0), k.size(1))
+    return flash_attn_varlen_qkvpacked_func(packed.flatten(0, 1), ends, k.size(1)).view_as(q)
 
 
 def _ends(batch: int, length: int) -> Tensor:

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
-from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
-from diffusers.hooks.hooks import CacheContext, StateManager
 
 from opensora_accel.communications.checks import gather_objects
 from opensora_accel.integrations import diffusers as parallel
@@ -115,24 +113,6 @@ def errors_with_cache(name, cache, is_first, options):
 @pytest.mark.parametrize("name", some(["HunyuanVideoPipeline", "WanPipeline"], "WanPipeline"))
 def test_a_cache_skips_what_it_skips_on_one_device(ranks, name, cache, is_first):
     assert max(ranks(2, errors_with_cache, name, cache, is_first, {"ulysses_degree": 2})) < 1e-10
-
-
-def decisions(size, changes):
-    """A first-block cache's hook, whose tokens change by another amount on each rank."""
-    mine = torch.ones(2, size[dist.get_rank()], 3)
-    hook = FBCHeadBlockHook(StateManager(FBCSharedBlockState), threshold=0.5)
-    hook.state_manager.set_context(CacheContext("cond"))
-    assert parallel._has_changed(hook, dist.group.WORLD, mine)
-    hook.state_manager.get_state().head_block_residual = mine
-    return parallel._has_changed(hook, dist.group.WORLD, mine + changes[dist.get_rank()])
-
-
-def test_ranks_skip_blocks_together(ranks):
-    # The mean change of 7 tokens is (3 · 1 + 2 · 0.1 + 2 · 0) / 7 = 0.46, then (3 · 1 + 2 · 0.4) / 7 = 0.54.
-    assert ranks(3, decisions, (3, 2, 2), (1.0, 0.1, 0.0)) == [False] * 3
-    assert ranks(3, decisions, (3, 2, 2), (1.0, 0.4, 0.0)) == [True] * 3
-    # A rank without tokens goes along.
-    assert ranks(2, decisions, (3, 0), (1.0, 0.0)) == [True] * 2
 
 
 # What a user may forget

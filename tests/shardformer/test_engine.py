@@ -99,7 +99,7 @@ def test_an_unknown_model_names_the_closest_policy():
         shardformer.shard(WanTransformer3D(2, 2), Plan())
     message = str(caught.value)
     assert "no policy for WanTransformer3D; the closest is WanTransformer3DModel's" in message
-    assert "policy=shardformer.Policy(" in message
+    assert "opensora-accel policy --model" in message and "policy=shardformer.Policy(" in message
 
 
 @pytest.mark.parametrize(

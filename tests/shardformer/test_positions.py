@@ -91,6 +91,31 @@ def test_packed_tokens(ranks, plan, kernel):
     assert max(ranks(plan.world_size, errors, plan, VARLEN, "rope_apply", kernel)) < EXACT
 
 
+@pytest.mark.parametrize("kernel", ["flash_attn_qkvpacked_func", "flash_attn_varlen_qkvpacked_func"])
+@pytest.mark.parametrize("plan", MESHES, ids=str)
+def test_queries_keys_and_values_in_one_tensor(ranks, plan, kernel):
+    policy = replace(WAN_AUTHORS, kernel_functions=(kernel,))
+    assert max(ranks(plan.world_size, errors, plan, policy, "rope_apply", kernel)) < EXACT
+
+
+def test_keys_and_values_in_one_tensor_are_refused_by_name(ranks):
+    policy = replace(WAN_AUTHORS, kernel_functions=("flash_attn_kvpacked_func",))
+    for told in ranks(2, refusal, Plan(ulysses=2), policy, "rope_apply", "flash_attn_kvpacked_func"):
+        assert (
+            "flash_attn_kvpacked_func got a tensor (2, 3" in told and "takes q, k and v, or all three" in told
+        )
+
+
+@pytest.mark.parametrize("positions", ["none", "local_tokens"])
+def test_a_function_of_positions_that_is_never_called_is_refused(ranks, positions):
+    policy = replace(UNTOLD, positions=WAN_AUTHORS.positions)
+    for told in ranks(2, refusal, Plan(ulysses=2), policy, positions, "sdpa"):
+        assert (
+            "the policy says that rope_apply gives tokens their positions, but WanModel did not call it"
+            in told
+        )
+
+
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from tests.authors_models import skyreels_v2
 from tests.authors_models.hunyuan_video import HYVideoDiffusionTransformer
+from tests.authors_models.kandinsky5 import DiffusionTransformer3D
 from tests.authors_models.ltx import Transformer3DModel
 from tests.authors_models.open_sora_plan import OpenSoraT2V_v1_3
+from tests.authors_models.step_video import StepVideoModel
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn, text_mask
 
@@ -59,6 +62,38 @@ def open_sora_plan_inputs() -> Inputs:
     }
 
 
+def kandinsky5_inputs() -> Inputs:
+    """One clip; two tokens of its caption are hidden."""
+    return {
+        "x": randn(FRAMES, 2 * HEIGHT, 2 * WIDTH, 4),
+        "text_embed": randn(1, TEXT, 16, seed=2),
+        "pooled_text_embed": randn(1, 10, seed=3),
+        "time": torch.tensor([300.0]),
+        "visual_rope_pos": [torch.arange(size) for size in (FRAMES, HEIGHT, WIDTH)],
+        "text_rope_pos": torch.arange(TEXT),
+        "attention_mask": text_mask((TEXT - 2,), TEXT)[None, None],
+    }
+
+
+def step_video_inputs() -> Inputs:
+    return {
+        "hidden_states": randn(2, FRAMES, 4, HEIGHT, WIDTH),
+        "encoder_hidden_states": randn(2, TEXT - 2, 16, seed=2),
+        "encoder_hidden_states_2": randn(2, 2, 8, seed=3),
+        "timestep": torch.tensor([100.0, 700.0]),
+        "encoder_attention_mask": text_mask((TEXT, 4), TEXT).long(),
+    }
+
+
+def skyreels_v2_inputs(forcing: bool = True) -> Inputs:
+    times = torch.linspace(10, 900, 2 * FRAMES).view(2, FRAMES)
+    return {
+        "x": randn(2, 4, FRAMES, 2 * HEIGHT, 2 * WIDTH),
+        "t": times if forcing else times[:, 0],
+        "context": randn(2, TEXT, 20, seed=2),
+    }
+
+
 _BOTH = ("hidden_states", "encoder_hidden_states")
 
 
@@ -76,4 +111,12 @@ AUTHORS = {
     "LTX-Video, its authors'": _case(Transformer3DModel, ltx_inputs),
     "LTX-Video, its authors', time per token": _case(Transformer3DModel, lambda: ltx_inputs(True)),
     "Open-Sora-Plan, its authors'": _case(OpenSoraT2V_v1_3, open_sora_plan_inputs),
+    "Kandinsky 5, its authors'": _case(DiffusionTransformer3D, kandinsky5_inputs, ("x", "text_embed")),
+    "Step-Video, its authors'": _case(StepVideoModel, step_video_inputs),
+    "SkyReels-V2, its authors'": _case(
+        skyreels_v2.WanModel, lambda: skyreels_v2_inputs(forcing=False), ("x", "context")
+    ),
+    "SkyReels-V2, its authors', diffusion forcing": _case(
+        skyreels_v2.WanModel, skyreels_v2_inputs, ("x", "context")
+    ),
 }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.authors_models.videox_fun import models as videox_fun
 from tests.opensora_models.randomize import randomize
 from tests.video_models.case import Case, Inputs, randn, text_mask
 
@@ -42,11 +43,11 @@ def ltx_inputs(per_token_time: bool = False, grid: tuple[int, int, int] = (5, 3,
     }
 
 
-def ltx2(heads: int = 3, **options: Any) -> nn.Module:
+def ltx2(heads: int = 3, make: type[nn.Module] | None = None, **options: Any) -> nn.Module:
     from diffusers import LTX2VideoTransformer3DModel
 
     return randomize(
-        LTX2VideoTransformer3DModel(
+        (make or LTX2VideoTransformer3DModel)(
             in_channels=4,
             out_channels=4,
             num_attention_heads=heads,
@@ -138,6 +139,7 @@ LTX = {
     "LTX-Video, time per token": Case(ltx, lambda: ltx_inputs(per_token_time=True)),
     "LTX-2": Case(ltx2, ltx2_inputs, BOTH),
     "LTX-2.3": Case(ltx23, lambda: ltx2_inputs(new=True), BOTH),
+    "LTX-2, VideoX-Fun's": Case(lambda: ltx2(make=videox_fun.LTX2VideoTransformer3DModel), ltx2_inputs, BOTH),
     "SANA-WM's refiner": Case(
         sana_wm_refiner,
         lambda: sana_wm_refiner_inputs(split=False),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.authors_models.musubi import model as musubi
+from tests.authors_models.videox_fun import models as videox_fun
 from tests.authors_models.wan import WanModel, wan_model_inputs
 from tests.models import wan, wan_inputs
 from tests.opensora_models.randomize import randomize
@@ -143,10 +146,10 @@ def single(**options: bool) -> Case:
     )
 
 
-def authors(padded: bool = False) -> Case:
+def authors(padded: bool = False, make: Callable[[], nn.Module] = WanModel) -> Case:
     """Its authors' code has no checkpointing of its own to turn on."""
     return Case(
-        lambda: randomize(WanModel()), lambda: wan_model_inputs(padded), ("x", "context"), lambda model: None
+        lambda: randomize(make()), lambda: wan_model_inputs(padded), ("x", "context"), lambda model: None
     )
 
 
@@ -165,5 +168,8 @@ WAN = {
     ),
     "WanModel, its authors'": authors(),
     "WanModel, clips of two lengths": authors(padded=True),
+    "WanModel, musubi-tuner's": authors(make=musubi.WanModel),
+    "Wan 2.1, VideoX-Fun's": authors(make=videox_fun.WanTransformer3DModel),
+    "Wan 2.2, VideoX-Fun's": authors(True, partial(videox_fun.Wan2_2Transformer3DModel, True)),
     "ChronoEdit": Case(chrono_edit, chrono_edit_inputs),
 }

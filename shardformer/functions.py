@@ -6,6 +6,7 @@ itself: flash-attn's kernels, or a rotary embedding that is called inside attent
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,8 +28,8 @@ def packages_of(model: nn.Module) -> list[ModuleType]:
     return [file for home, file in imported if home in homes or home.rpartition(".")[0] in folders]
 
 
-def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
-    """Replaces the function `name` by `wrap(function)` wherever the model's packages hold it; returns the undo.
+def functions_of(model: nn.Module, name: str) -> list[tuple[Any, Function]]:
+    """What holds a function of the model's packages, a file or a class, and the function.
 
     Args:
         name: of a function ("rope_apply"), of a method ("RoPE3D.forward"), or of a function of any package that the
@@ -53,9 +54,34 @@ def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Fun
             f"the policy names the function {name!r}, which the package of {type(model).__name__} "
             f"({type(model).__module__}) does not have; import what defines it before shard(), or correct the name"
         )
+    return found
+
+
+def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
+    """Replaces the function `name` by `wrap(function)` wherever the model's packages hold it; returns the undo.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    attribute = name.rpartition(".")[2]
     undo = ExitStack()
     # A function that several files import is held by each of them under its name.
-    for holder, original in found:
+    for holder, original in functions_of(model, name):
         setattr(holder, attribute, wrap(original))
         undo.callback(setattr, holder, attribute, original)
     return undo.close
+
+
+def check_function(name: str, function: Function, arguments: tuple[str, ...]) -> inspect.Signature:
+    """The signature of a function that a policy names.
+
+    Raises:
+        ValueError: it does not have one of the arguments.
+    """
+    signature = inspect.signature(function)
+    for argument in arguments:
+        if argument not in signature.parameters:
+            raise ValueError(
+                f"the policy names {name}'s argument {argument!r}, but it takes {', '.join(signature.parameters)}"
+            )
+    return signature
