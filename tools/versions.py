@@ -113,16 +113,13 @@ def try_versions(environment: Environment, folder: Path, pytest_arguments: Seque
         for line in versions.splitlines()
         if line.partition("==")[0] in ("torch", "diffusers", "transformers")
     ]
-    chosen = pytest_arguments or [*environment.tests, "-m", "not prove and not alone", "--numprocesses", "2"]
-    tests = [path / "bin/python", "-m", "pytest", "--quiet", *chosen]
-    if "--numprocesses" in tests:
-        tests += ["--dist", "loadfile"]
-    ended = subprocess.run(
-        list(map(str, tests)), cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False
-    )  # fmt: skip
+    as_make_test = ("-m", "not prove and not alone", "--numprocesses", "2", "--dist", "loadfile")
+    tests = [str(path / "bin/python"), "-m", "pytest", "--quiet"]
+    tests += pytest_arguments or (*environment.tests, *as_make_test)
+    tested = subprocess.run(tests, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False)
     return Outcome(
-        ended.returncode == 0,
-        f"Python {environment.python}, {', '.join(shown)}: pytest ended with {ended.returncode}",
+        tested.returncode == 0,
+        f"Python {environment.python}, {', '.join(shown)}: pytest ended with {tested.returncode}",
     )
 
 
