@@ -224,3 +224,13 @@ def test_ranks_take_the_gpus_where_there_are_enough(gpus, ranks_here, device, mo
     # Who has GPUs and does not get them is told why.
     told = "running on the CPU" in caplog.text and f"start at most {gpus}" in caplog.text
     assert told == (0 < gpus < ranks_here)
+
+
+@pytest.mark.parametrize("kind", ["data", "sequence", "tensor", "mixed"])
+def test_a_name_is_no_group(kind, parallel_registry):
+    """It would be taken, and found wrong in the first collective."""
+    register = getattr(parallel_states, f"set_{kind}_parallel_group")
+    with pytest.raises(
+        TypeError, match=rf"the {kind} group is a torch.distributed.ProcessGroup.*got 'ulysses'"
+    ):
+        register("ulysses")

@@ -39,6 +39,9 @@ def test_a_plan_cannot_be_changed():
         ({"offload": 0.5}, 'set checkpoint="full"'),
         ({"offload": "auto"}, 'set checkpoint="full"'),
         ({"dp_shard": 4}, 'set sharding="zero3"'),
+        ({"dp_shard": 10**11, "sharding": "zero3"}, "dp_shard is at most 1,048,576; got 100,000,000,000"),
+        ({"ring": 2000, "ulysses": 2000}, "a plan has at most 1,048,576 ranks; this one has 4,000,000"),
+        ({"cpu_offload": "no"}, "cpu_offload must be true or false; got 'no'"),
     ],
 )
 def test_bad_fields_name_the_remedy(fields, message):
