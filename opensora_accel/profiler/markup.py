@@ -144,7 +144,7 @@ border:1px solid var(--line);border-radius:.7rem}
 .runs>div{min-width:0}
 .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.8rem 1.4rem;margin:0 0 1.2rem}
 .facts dt{color:var(--soft);font-size:.82rem}
-.facts dd{margin:0;font-size:1.3rem;font-variant-numeric:tabular-nums;white-space:nowrap}
+.facts dd{margin:0;font-size:1.3rem;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .findings{margin:0;padding:0;list-style:none;counter-reset:f}
 .findings li{counter-increment:f;position:relative;padding:.7rem 0 .7rem 2.6rem;border-top:1px solid var(--line)}
 .findings li::before{content:counter(f);position:absolute;left:.2rem;top:.7rem;font-weight:600;color:var(--soft)}
@@ -177,7 +177,7 @@ footer{padding:.6rem 1.25rem 2.5rem;color:var(--soft);font-size:.88rem}
 .runs.n2 svg.narrow{display:block}}
 @media(max-width:40rem){header,main,footer{padding-left:.7rem;padding-right:.7rem}section{padding:1rem .8rem}
 .findings li{padding-left:1.7rem}h1{font-size:1.5rem}svg{display:none}svg.narrow{display:block}
-th,td,caption,.facts dd{white-space:normal;overflow-wrap:anywhere}}
+th,td,caption{white-space:normal;overflow-wrap:anywhere}}
 @media(prefers-reduced-motion:no-preference){html{scroll-behavior:smooth}}
 @media print{details{display:block}section{break-inside:avoid-page}}
 """

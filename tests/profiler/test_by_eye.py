@@ -44,6 +44,8 @@ addEventListener("load", () => {
             && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 3) over.push(a + " over " + b);
     }
   }
+  for (const value of document.querySelectorAll("dd"))
+    if (seen(value) && value.scrollWidth > value.clientWidth + 1) over.push("cut: " + value.textContent);
   const small = [...document.querySelectorAll("svg text")].filter(e => seen(e) && e.textContent.length > 3)
       .map(e => e.getBoundingClientRect())
       .map(r => Math.min(r.width, r.height)).reduce((a, b) => Math.min(a, b), 99);
