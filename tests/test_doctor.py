@@ -88,7 +88,7 @@ def test_missing_and_old_train_packages_are_problems():
     pins = [
         "torch>=2.11",
         'diffusers>=0.42.1; extra == "train"',
-        'av>=14; extra == "train"',
+        'av>=17; extra == "train"',
         "x; extra == 'dev'",
     ]
     found = doctor.check_train_packages(pins, {"diffusers": "0.9.0", "torch": "2.0"}.get)
