@@ -25,7 +25,7 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 # What torch 2.13.0 requires on Linux, where its default build brings it. No pin: torch has one.
 TRITON := triton==3.7.1
 
-.PHONY: help train test prove bench faults gpu resolve lint clean
+.PHONY: help train test prove bench faults gpu resolve versions lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine: its GPUs, or CPU cores"
 	@echo "make test    run every behaviour once"
@@ -36,6 +36,7 @@ help:
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
 	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes; the report: $(GPU_REPORT)/report.md"
 	@echo "make resolve try, without installing, whether all that is installed here can be had on other machines"
+	@echo "make versions run the tests on the lowest and the newest versions that setup.py promises, each installed apart"
 	@echo "make lint    ruff and mypy"
 
 train: .venv/.train data/bunny/metadata.jsonl
@@ -61,6 +62,9 @@ gpu: .venv/.dev data/bunny/metadata.jsonl
 
 resolve: .venv/.uv
 	$(BIN)/python tools/resolve.py $(ARGS)
+
+versions: .venv/.uv
+	$(BIN)/python tools/versions.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,4 +1,6 @@
-"""Packaging. The core needs torch only; everything else is an extra.
+"""Packaging. The core needs torch and numpy, which torch sends objects with; everything else is an extra.
+
+A lower bound is what `make versions` has run the tests on.
 
 ColossalAI cannot be an extra: 0.5.0 pins torch<=2.5.1 and diffusers==0.29.0. Install it with
 ``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/colossalai.md).
@@ -9,21 +11,21 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PLOT = ["matplotlib", "pydantic>=2.11"]
+PLOT = ["matplotlib>=3.10", "pydantic>=2.11"]
 TRAIN = [
     *PLOT,
     "diffusers>=0.42.1",
     "transformers>=5.0",
     "accelerate>=1.15",
-    "safetensors",
-    "tokenizers",
-    "peft",
+    "safetensors>=0.6",
+    "tokenizers>=0.22",
+    "peft>=0.18",
     "av>=14",
-    "pillow",
-    "psutil",
-    "rich",
+    "pillow>=11",
+    "psutil>=7",
+    "rich>=14",
     "tyro>=1.0",
-    "tensorboard",
+    "tensorboard>=2.20",
     "torchdata>=0.11",
 ]
 LOWBIT = ["torchao>=0.18"]
@@ -71,7 +73,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
     package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
-    install_requires=["torch>=2.11"],
+    install_requires=["torch>=2.12", "numpy>=2.0"],
     extras_require={
         "train": TRAIN,
         "plot": PLOT,

@@ -103,7 +103,7 @@ def read_text(path: Path, inside: Path | None = None, most_bytes: int = MOST_BYT
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from error
 
 
 def read_json(path: Path, form: Any, inside: Path | None = None, most_bytes: int = MOST_BYTES) -> Any:

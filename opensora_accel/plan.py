@@ -30,7 +30,6 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 SEQUENCE_AXES = ("ring", "ulysses")
 MIXED_AXES = DATA_AXES + SEQUENCE_AXES
 
-# The names that FSDP's users know. A Plan stores the short ones.
 # Of a file; a Plan has 600.
 _MOST_BYTES = 1 << 20
 _CHOICES = {
@@ -41,6 +40,7 @@ _CHOICES = {
     "gather_dtype": GatherDtype,
     "two_level": TwoLevel,
 }
+# The names that FSDP's users know. A Plan stores the short ones.
 _STRATEGIES: dict[str, Sharding] = {
     "NO_SHARD": "none",
     "SHARD_GRAD_OP": "zero2",
@@ -380,7 +380,7 @@ def _check_whole(name: str, value: object, least: int, of_what: str) -> None:
     # A bool is an int in Python, and True ranks are a mistake.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be a whole number {of_what}, at least {least}; got {value!r}")
-    if value > MOST_RANKS:
+    if of_what == "of ranks" and value > MOST_RANKS:
         raise ValueError(f"{name} is at most {MOST_RANKS:,}; got {value:,}")
 
 

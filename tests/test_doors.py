@@ -56,14 +56,14 @@ def time_limit():
 class Door:
     """Takes one case after the other, and keeps what went wrong."""
 
-    def __init__(self, folder, capsys, monkeypatch):
-        self.folder, self.capsys = folder, capsys
+    def __init__(self, folder, capsys, monkeypatch, fault):
+        self.folder, self.capsys, self.fault = folder, capsys, fault
         self.outside = folder / "outside"
         self.outside.mkdir()
         (self.outside / "secret").write_text(SECRET)
         (self.outside / "target").write_text("as it was")
         monkeypatch.chdir(self.outside)
-        self.count, self.wrong, self.accepted = 0, [], []
+        self.count, self.entered, self.wrong, self.accepted = 0, 0, [], []
 
     def new(self):
         """A folder for the next case."""
@@ -74,6 +74,7 @@ class Door:
 
     def enter(self, what, arguments):
         """Runs a command on a case."""
+        self.entered += 1
         before = self._state()
         try:
             with time_limit():
@@ -104,11 +105,12 @@ class Door:
         ]
         assert not self.wrong, "\n".join(self.wrong)
         assert not shown, f"the text of a file outside is in {shown}"
+        self.fault("damaged or hostile input to a command", self.entered)
 
 
 @pytest.fixture
-def door(tmp_path, capsys, monkeypatch):
-    return Door(tmp_path, capsys, monkeypatch)
+def door(tmp_path, capsys, monkeypatch, fault):
+    return Door(tmp_path, capsys, monkeypatch, fault)
 
 
 def places(value, at=()):

@@ -216,6 +216,8 @@ def picture(run: dict[str, Any], chart: str) -> str:
         svg = charts.memory_timeline(run["memory"], "case-memory")
     else:
         svg = charts.over_steps(run["steps"], "seconds", "seconds", "case-over")
+    # Without the one for a telephone, which stands behind it on a page.
+    svg = svg[: svg.index("</svg>") + len("</svg>")]
     for variable, colour in {"ink": "#1c2126", "line": "#c9ced4", "surface": "#ffffff"}.items():
         svg = svg.replace(f"var(--{variable})", colour)
     return (

@@ -23,15 +23,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).with_name("uv")
-# What needs no more than torch.
+# What needs no more than the core does: no model of diffusers.
 CORE = (
     "tests/attention",
     "tests/checkpoint",
     "tests/communications",
     "tests/sharding",
-    "tests/test_deferred.py",
     "tests/test_parallel_states.py",
     "tests/test_plan.py",
+    *("--ignore=tests/checkpoint/test_chunked.py", "--ignore=tests/checkpoint/test_compiled.py"),
+    *("--ignore=tests/checkpoint/test_fsdp.py", "--ignore=tests/communications/test_two_level.py"),
+    "--ignore=tests/communications/test_waiting.py",
 )
 TRAINING = ".[train,plot,schedulefree]"
 
@@ -68,7 +70,10 @@ def interpreter(version: str) -> str | None:
     candidates = [shutil.which(f"python{version}"), *sorted(map(str, kept.glob(f"{version}.*/bin/python")))]
     candidates.append(_output([str(UV), "python", "find", "--managed-python", "--offline", version]))
     for candidate in candidates:
-        if candidate and _output([candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]) == version:
+        if (
+            candidate
+            and _output([candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]) == version
+        ):
             return candidate
     return None
 
@@ -83,7 +88,10 @@ def try_versions(environment: Environment, folder: Path, pytest_arguments: Seque
     """Makes the environment anew in a folder, and runs its tests."""
     python = interpreter(environment.python)
     if python is None:
-        return Outcome(True, f"left out: there is no Python {environment.python} (uv python install {environment.python})")
+        return Outcome(
+            True,
+            f"left out: there is no Python {environment.python} (uv python install {environment.python})",
+        )
     path = folder / f"python{environment.python}-{environment.resolution}"
     into = ["--python", str(path / "bin/python")]
     commands = [
@@ -94,11 +102,17 @@ def try_versions(environment: Environment, folder: Path, pytest_arguments: Seque
         [UV, "pip", "install", "--quiet", *into, "pytest", "pytest-xdist", "hypothesis"],
     ]
     for command in commands:
-        ended = subprocess.run(list(map(str, command)), cwd=ROOT, text=True, stderr=subprocess.PIPE, check=False)
+        ended = subprocess.run(
+            list(map(str, command)), cwd=ROOT, text=True, stderr=subprocess.PIPE, check=False
+        )
         if ended.returncode != 0:
             return Outcome(False, f"cannot be installed:\n{ended.stderr.strip()}")
     versions = _output([str(UV), "pip", "freeze", *into])
-    shown = [line for line in versions.splitlines() if line.partition("==")[0] in ("torch", "diffusers", "transformers")]
+    shown = [
+        line
+        for line in versions.splitlines()
+        if line.partition("==")[0] in ("torch", "diffusers", "transformers")
+    ]
     chosen = pytest_arguments or [*environment.tests, "-m", "not prove and not alone", "--numprocesses", "2"]
     tests = [path / "bin/python", "-m", "pytest", "--quiet", *chosen]
     if "--numprocesses" in tests:
@@ -106,7 +120,10 @@ def try_versions(environment: Environment, folder: Path, pytest_arguments: Seque
     ended = subprocess.run(
         list(map(str, tests)), cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False
     )  # fmt: skip
-    return Outcome(ended.returncode == 0, f"Python {environment.python}, {', '.join(shown)}: pytest ended with {ended.returncode}")
+    return Outcome(
+        ended.returncode == 0,
+        f"Python {environment.python}, {', '.join(shown)}: pytest ended with {ended.returncode}",
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -115,7 +132,9 @@ def main(arguments: Sequence[str]) -> int:
         prog="versions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="WORD", help=f"of: {'; '.join(ENVIRONMENTS)}")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".venv/versions", help="where environments are made")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".venv/versions", help="where environments are made"
+    )
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     options = parser.parse_args(arguments)
     chosen = {name: each for name, each in ENVIRONMENTS.items() if options.only in name}

@@ -105,15 +105,16 @@ def _pareto(root: Value) -> str:
     chart.axes.step(
         [x / gib for x, _y in line], [y for _x, y in line], where="post", color="#52a39b", linewidth=1.2
     )
-    chart.axes.axvline(root["device_bytes"].data / gib, color="#b28d3a", linestyle="--", linewidth=1.2)
-    chart.axes.annotate(
-        "what a GPU has", (root["device_bytes"].data / gib, 1), (3, -10), xycoords=("data", "axes fraction"),
-        textcoords="offset points", fontsize=8,
-    )  # fmt: skip
-    chart.axes.set(
-        xlabel="memory of a GPU, at most (GiB)", ylabel="seconds a sample", yscale="log", xscale="log"
+    chart.axes.axvline(
+        root["device_bytes"].data / gib,
+        color="#b28d3a",
+        linestyle="--",
+        linewidth=1.2,
+        label="what a GPU has",
     )
-    chart.axes.legend(loc="upper right", fontsize=8)
+    chart.axes.set(xlabel="memory of a GPU, at most (GiB)", ylabel="seconds a sample")
+    chart.use_log_scales()
+    chart.legend()
     indices = {(each["memory_bytes"][1], each["seconds_per_sample"]): i for i, each in points}
     rows = []
     for point in line:
@@ -148,17 +149,16 @@ def _timeline(root: Value) -> str:
         return "<p>No plan was traced.</p>"
     lanes = list(timeline["lanes"])
     chart = charts.Chart(height=1.2 + 0.42 * len(lanes))
-    legend: dict[str, tuple[str, str]] = {}
     colours = {"forward": "#3d7ab8", "recompute": "#52a39b", "backward": "#9b5f93", "optimizer": "#6d9150"}
     for i, lane in enumerate(lanes):
         for phase, start, length in lane["bars"].data:
-            colour = legend.setdefault(phase, (colours.get(phase, "#aeb4bb"), ""))[0]
+            colour, _ = chart.styles.setdefault(phase, (colours.get(phase, "#aeb4bb"), ""))
             chart.axes.broken_barh([(start, length)], (i - 0.36, 0.72), facecolor=colour)
     chart.axes.set_yticks(range(len(lanes)), [lane["name"].data for lane in lanes])
     chart.axes.invert_yaxis()
     chart.axes.set(xlabel="seconds since the step's start", xlim=(0, timeline["seconds"].data))
     chart.axes.grid(axis="y", visible=False)
-    chart.legend(legend)
+    chart.legend()
     rows = [
         [
             lane["name"].text(),

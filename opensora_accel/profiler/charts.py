@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # Drawn with these, and replaced by the page's variables.
 _INK, _LINE, _SURFACE = "#010203", "#040506", "#070809"
@@ -58,6 +58,10 @@ _HATCHES = {
     "copy in": "\\\\\\\\",
     "waited for late ranks": "|||",
 }
+# For what else would look alike.
+_FREE_HATCHES = ("\\\\\\\\", "|||", "---", "++", "////", "xxxx", "")
+# Inches at which 10 points are as large on a telephone as those of a wide picture on a desk.
+_NARROW = 4.3
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 10,
@@ -97,16 +101,58 @@ class Chart:
             self.figure = Figure((width, height), layout="constrained")
             self.axes: Axes = self.figure.subplots()
 
-    def legend(self, entries: Mapping[str, tuple[str, str]]) -> None:
-        """Names with their colour and hatch, above the picture."""
+        # By the name in the legend: colour and hatch.
+        self.styles: dict[str, tuple[str, str]] = {}
+
+    def style(self, name: str, kind: str, phase: str = "") -> tuple[str, str]:
+        """Colour and hatch of a series: those of its kind and phase, unless another series of this chart has them."""
+        if name not in self.styles:
+            colour, hatch = style_of(kind, phase)
+            taken = set(self.styles.values())
+            # Of one colour first, so that what belongs together looks alike.
+            others = (
+                (each, lines) for each in (colour, *_COLOURS.values()) for lines in (hatch, *_FREE_HATCHES)
+            )
+            self.styles[name] = next((pair for pair in others if pair not in taken), (colour, hatch))
+        return self.styles[name]
+
+    def legend(self, columns: int = 4) -> None:
+        """Names with their colour and hatch, and lines that have a label, above the picture."""
+        lines, _ = self.axes.get_legend_handles_labels()
         patches = [
             Patch(facecolor=colour, hatch=hatch, edgecolor=_SURFACE, label=name)
-            for name, (colour, hatch) in entries.items()
+            for name, (colour, hatch) in self.styles.items()
         ]
-        self.figure.legend(handles=patches, loc="outside upper left", ncols=4, fontsize=9, frameon=False)
+        self.figure.legend(
+            handles=[*patches, *lines], loc="outside upper left", ncols=columns, fontsize=9, frameon=False
+        )
+
+    def use_log_scales(self) -> None:
+        """For numbers of several sizes: ticks at 1, 2 and 5, as they are read."""
+        self.axes.set(xscale="log", yscale="log")
+        for axis in (self.axes.xaxis, self.axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
 
     def svg(self, label: str, prefix: str) -> str:
-        """`prefix` keeps this picture's identifiers apart from those of others on the page."""
+        """The picture, and the same for a telephone: narrow, with letters of the same size.
+
+        Args:
+            prefix: keeps this picture's identifiers apart from those of others on the page.
+        """
+        wide = self._svg(label, prefix)
+        width, height = self.figure.get_size_inches()
+        rows = -(-len(self.styles) // 2) - -(-len(self.styles) // 4)
+        self.figure.set_size_inches(min(width, _NARROW), height + 0.19 * rows)
+        for legend in list(self.figure.legends):
+            legend.remove()
+            self.legend(columns=2)
+        if isinstance(self.axes.xaxis.get_major_locator(), AutoLocator):
+            self.axes.xaxis.set_major_locator(MaxNLocator(5))
+        return wide + self._svg(label, f"{prefix}-narrow")
+
+    def _svg(self, label: str, prefix: str) -> str:
         file = io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": prefix}):
             nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -123,7 +169,7 @@ class Chart:
         text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
         text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
         return text.replace(
-            "<svg ", f'<svg class="{prefix.partition("-")[2]}" role="img" aria-label="{label}" ', 1
+            "<svg ", f'<svg class="{" ".join(prefix.split("-")[1:])}" role="img" aria-label="{label}" ', 1
         )
 
 
@@ -139,11 +185,10 @@ def part_name(part: Mapping[str, Any]) -> str:
 def step_breakdown(ranks: Sequence[Mapping[str, Any]], prefix: str) -> str:
     """Mean exclusive time of every part, a bar for each rank."""
     chart = Chart(height=1.6 + 0.26 * len(ranks))
-    legend: dict[str, tuple[str, str]] = {}
     for i, rank in enumerate(ranks):
         left = 0.0
         for part in rank["parts"]:
-            colour, hatch = legend.setdefault(part_name(part), style_of(part["region"], part["phase"]))
+            colour, hatch = chart.style(part_name(part), part["region"], part["phase"])
             chart.axes.barh(
                 i, part["mean_s"], 0.78, left, color=colour, hatch=hatch, edgecolor=_SURFACE, linewidth=0.5
             )
@@ -152,7 +197,7 @@ def step_breakdown(ranks: Sequence[Mapping[str, Any]], prefix: str) -> str:
     chart.axes.invert_yaxis()
     chart.axes.set_xlabel("seconds of the mean step")
     chart.axes.grid(axis="y", visible=False)
-    chart.legend(legend)
+    chart.legend()
     return chart.svg("Parts of the mean step on every rank; the table below has the numbers", prefix)
 
 
@@ -164,18 +209,14 @@ def memory_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
     values = {kind: [sample.get(kind, 0) / GIB for _, sample in timeline["memory"]] for kind in kinds}
     device = [kind for kind in kinds if not kind.endswith("host")]
     areas = chart.axes.stackplot(times, *[values[kind] for kind in device])
-    legend = {}
     for area, kind in zip(areas, device, strict=True):
-        legend[kind] = style_of(kind)
-        area.set(facecolor=legend[kind][0], hatch=legend[kind][1], edgecolor=_SURFACE, linewidth=0.5)
+        colour, hatch = chart.style(kind, kind)
+        area.set(facecolor=colour, hatch=hatch, edgecolor=_SURFACE, linewidth=0.5)
     for kind in kinds:
         if kind not in device and any(values[kind]):
-            chart.axes.plot(times, values[kind], "--", color=_INK, linewidth=1.4)
-            chart.axes.annotate(
-                "on the host", (times[-1], values[kind][-1]), (-4, 4), textcoords="offset points", ha="right"
-            )
+            chart.axes.plot(times, values[kind], "--", color=_INK, linewidth=1.4, label=kind)
     chart.axes.set(xlabel="seconds since the step's start", ylabel="GiB", ylim=(0, None))
-    chart.legend(legend)
+    chart.legend()
     return chart.svg("Live bytes by kind over one step; the table below has the numbers", prefix)
 
 
@@ -189,14 +230,14 @@ def axes_bars(axes: Sequence[Mapping[str, Any]], prefix: str) -> str:
         for name, seconds in zip(
             names, (axis["seconds"] - axis["exposed_s"], axis["exposed_transfer_s"], waited), strict=True
         ):
-            colour, hatch = style_of(name)
+            colour, hatch = chart.style(name, name)
             chart.axes.barh(i, max(0.0, seconds), 0.6, left, color=colour, hatch=hatch, edgecolor=_SURFACE)
             left += max(0.0, seconds)
     chart.axes.set_yticks(range(len(axes)), [axis["axis"] or "no axis" for axis in axes])
     chart.axes.invert_yaxis()
     chart.axes.set_xlabel("seconds per step and rank")
     chart.axes.grid(axis="y", visible=False)
-    chart.legend({name: style_of(name) for name in names})
+    chart.legend()
     return chart.svg("Communication time by axis; the table below has the numbers", prefix)
 
 
@@ -261,5 +302,6 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
     chart.axes.set(xlabel="step", ylabel=label)
     chart.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if field != "loss":
-        chart.axes.set_ylim(0, None)
+        # Of a line that hardly rises, autoscaling would cut the upper half.
+        chart.axes.set_ylim(0, 1.08 * max((value for _number, value, _warm_up in known), default=1.0) or None)
     return chart.svg(f"{label} over the steps; the table below has the numbers", prefix)

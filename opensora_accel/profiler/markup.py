@@ -159,8 +159,9 @@ figure{margin:0 0 .4rem}
 h3{margin:.8rem 0 .4rem;font-size:1rem}
 .wide{overflow-x:auto;max-width:100%}
 /* Black is what SVG has where matplotlib says nothing. */
-svg{fill:var(--ink);display:block;width:100%;min-width:34rem;max-width:60rem;height:auto}
-svg.sent{max-width:30rem;min-width:22rem}
+svg{fill:var(--ink);display:block;width:100%;max-width:60rem;height:auto}
+svg.sent{max-width:30rem}
+svg.narrow{display:none}
 figcaption{margin:.3rem 0 .5rem;color:var(--soft);font-size:.9rem;max-width:60rem}
 details{margin:0 0 1.1rem}
 summary{cursor:pointer;color:var(--accent);font-size:.92rem;width:fit-content}
@@ -172,9 +173,11 @@ thead th{color:var(--soft);font-weight:500}
 tbody th{font-weight:500}
 small{color:var(--soft);font-size:.85em;font-weight:400}
 footer{padding:.6rem 1.25rem 2.5rem;color:var(--soft);font-size:.88rem}
-@media(min-width:64rem){.runs.n2{grid-template-columns:repeat(2,minmax(0,1fr))}}
+@media(min-width:64rem){.runs.n2{grid-template-columns:repeat(2,minmax(0,1fr))}.runs.n2 svg{display:none}
+.runs.n2 svg.narrow{display:block}}
 @media(max-width:40rem){header,main,footer{padding-left:.7rem;padding-right:.7rem}section{padding:1rem .8rem}
-.findings li{padding-left:1.7rem}h1{font-size:1.5rem}}
+.findings li{padding-left:1.7rem}h1{font-size:1.5rem}svg{display:none}svg.narrow{display:block}
+th,td,caption,.facts dd{white-space:normal;overflow-wrap:anywhere}}
 @media(prefers-reduced-motion:no-preference){html{scroll-behavior:smooth}}
 @media print{details{display:block}section{break-inside:avoid-page}}
 """

@@ -135,7 +135,7 @@ def _summary(steps: Sequence[Mapping[str, Any]], num_steps: int) -> str:
         "loss, median of the last twentieth": number(statistics.median(last)) if last else "–",
         "median step": seconds(statistics.median(row["step_s"] for row in steps)),
         "time in steps": seconds(sum(row["step_s"] for row in steps)),
-        "tokens": f"{sum(row['tokens'] for row in steps):,}",
+        "tokens": f"{sum(row['tokens'] for row in steps):,.0f}",
     }
     listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     told = ""
@@ -162,10 +162,10 @@ def _curves(steps: Sequence[Mapping[str, Any]]) -> str:
         which = f"of one step in {every}" if every > 1 else "of every step"
         if every > 1:
             text += " The line is the median of each stretch of steps, the band its lowest and highest."
-        picture = charts.over_steps(points, field, label.lower(), f"run-{field}")
-        parts.append(
-            figure(picture, f"{label}. {text}", table(f"{label} {which}", ["step", label.lower()], rows))
-        )
+        # Inside a sentence, where GiB stays what it is.
+        inside = label[0].lower() + label[1:]
+        picture = charts.over_steps(points, field, inside, f"run-{field}")
+        parts.append(figure(picture, f"{label}. {text}", table(f"{label} {which}", ["step", inside], rows)))
     return "".join(parts)
 
 
@@ -191,9 +191,10 @@ def _clips(folder: Path) -> str:
             if is_plain(clip, folder):
                 place = html.escape(clip.relative_to(folder).as_posix())
                 cells.append(
-                    f'<figure class="clip"><video src="{place}" controls loop muted preload="metadata" '
+                    # Controls would lie over a clip of these sizes; the link opens it with a player's.
+                    f'<figure class="clip"><video src="{place}" autoplay loop muted playsinline '
                     f'aria-label="clip {index} after step {step}"></video>'
-                    f"<figcaption>step {step:,}</figcaption></figure>"
+                    f'<figcaption><a href="{place}">step {step:,}</a></figcaption></figure>'
                 )
         rows.append(f'<h3>{html.escape(caption)}</h3><div class="clips">{"".join(cells)}</div>')
     shown = f"{len(picks)} of {len(found)} samplings. " if len(picks) < len(found) else ""
@@ -225,9 +226,7 @@ def _cache(steps: Sequence[Mapping[str, Any]]) -> str:
     hits = sum(row["cache_hits"] for row in with_it)
     asked = hits + sum(row["cache_misses"] for row in with_it)
     share = percent(hits / asked) if asked else "–"
-    return (
-        f"<p>Rank 0 asked its cache_folder for {asked:,} clips and captions and found {hits:,}: {share}.</p>"
-    )
+    return f"<p>Rank 0 asked its cache_folder for {asked:,.0f} clips and captions and found {hits:,.0f}: {share}.</p>"
 
 
 def _configuration(config: Mapping[str, Any]) -> str:

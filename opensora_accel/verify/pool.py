@@ -227,7 +227,7 @@ def _end_with_parent() -> None:
 
 
 def _told(error: BaseException) -> str:
-    """The traceback from the first line on that is not of this folder; of what is refused here, the message alone."""
+    """The traceback from the first line on that is none of this folder's; of what is refused here, the message."""
     own, left = os.path.dirname(__file__), error.__traceback__
     while left is not None and os.path.dirname(left.tb_frame.f_code.co_filename) == own:
         left = left.tb_next

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opensora_accel.plan import Plan
-from opensora_accel.planner.estimate import axis_groups
+from opensora_accel.planner import command, estimate, search
+from opensora_accel.planner.estimate import Reference, axis_groups
 from opensora_accel.planner.trace import MemoryState, Operation, Trace
 
 MIB = 2**20
@@ -107,3 +108,24 @@ def trace_step(workload: StandInWorkload, plan: Plan, rank: int = 0) -> Trace:  
         kept,
         tuple(groups.values()),
     )
+
+
+def reference(cls, workload, precision):
+    plain = Plan(precision=precision)
+    traces = [
+        trace_step(workload, plain.replace(**more))
+        for more in ({}, {"checkpoint": "full"}, {"mlp_chunks": 4})
+    ]
+    sizes = (4 * 12 * workload.channels**2,) * workload.num_blocks
+    return Reference(workload, *traces, sizes, workload.has_tensor_table)
+
+
+def use_stand_ins(monkeypatch):
+    """`opensora-accel plan` takes every model for a few operations."""
+
+    def named(name, *, frames, height, width, batch=1):
+        return StandInWorkload(name, num_tokens=frames * height * width // 1024, batch=batch)
+
+    monkeypatch.setattr(command, "named_workload", named)
+    monkeypatch.setattr(search, "trace_step", trace_step)
+    monkeypatch.setattr(estimate.Reference, "of", classmethod(reference))

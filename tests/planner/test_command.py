@@ -9,13 +9,11 @@ import pytest
 import opensora_accel
 from opensora_accel import cli
 from opensora_accel.plan import Plan
-from opensora_accel.planner import command, estimate
-from opensora_accel.planner import search as search_module
+from opensora_accel.planner import command
 from opensora_accel.planner.candidates import GIB
 from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
-from tests.planner.stand_in import StandInWorkload, trace_step
-from tests.planner.test_search import reference
+from tests.planner.stand_in import use_stand_ins
 
 CLIP = ("--model", "wan2.1-14b", "--frames", "81", "--height", "720", "--width", "1280")
 ON = ("--gpus", "16", "--hardware", "h100x8-ib400")
@@ -26,12 +24,7 @@ WRITTEN = ("--output", "plan.json")
 def stand_in(monkeypatch, tmp_path):
     """Every model is a few operations; files are written to a folder of the test."""
 
-    def named(name, *, frames, height, width, batch=1):
-        return StandInWorkload(name, num_tokens=frames * height * width // 1024, batch=batch)
-
-    monkeypatch.setattr(command, "named_workload", named)
-    monkeypatch.setattr(search_module, "trace_step", trace_step)
-    monkeypatch.setattr(estimate.Reference, "of", classmethod(reference))
+    use_stand_ins(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -98,7 +91,7 @@ def test_the_page_has_the_numbers_of_the_document(stand_in):
         for key in re.split("/", path):
             found = found[int(key)] if isinstance(found, list) else found[key]
         assert repr(found) == value
-    assert text.count("<svg") == 3 and "Time against memory" in text
+    assert text.count('role="img"') == 2 * 3 and "Time against memory" in text
     assert document["explanation"]["placement"] in text and " between nodes" in text
 
 

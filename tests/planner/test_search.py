@@ -27,7 +27,7 @@ from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
 from opensora_accel.planner.trace import Operation, Trace
 from opensora_accel.verify.meshes import MeshShape
-from tests.planner.stand_in import StandInWorkload, trace_step
+from tests.planner.stand_in import StandInWorkload, reference, trace_step
 
 H100 = Hardware.named("h100x8-ib400")
 GIB = 2**30
@@ -37,16 +37,6 @@ GIB = 2**30
 def stand_in_traces(monkeypatch):
     monkeypatch.setattr(search_module, "trace_step", trace_step)
     monkeypatch.setattr(estimate.Reference, "of", classmethod(reference))
-
-
-def reference(cls, workload, precision):
-    plain = Plan(precision=precision)
-    traces = [
-        trace_step(workload, plain.replace(**more))
-        for more in ({}, {"checkpoint": "full"}, {"mlp_chunks": 4})
-    ]
-    sizes = (4 * 12 * workload.channels**2,) * workload.num_blocks
-    return Reference(workload, *traces, sizes, workload.has_tensor_table)
 
 
 def request(world_size=8, hardware=H100, **fields):

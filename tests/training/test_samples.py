@@ -177,7 +177,7 @@ def test_a_page_of_a_run_that_was_killed_skipped_steps_and_had_buckets(tmp_path)
     assert "Skipped, because their gradients were no use: steps 2." in page and "2 of 9" in page
     assert "found 5: 62.5%" in page and "<td>66.7%</td>" in page and "Sampled clips" not in page
     (tmp_path / "metrics.jsonl").write_text("no JSON\n")
-    with pytest.raises(ValueError, match=r"has no readable config.json and metrics.jsonl"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1 is no step of a run"):
         write_run_page(tmp_path)
 
 
