@@ -117,12 +117,12 @@ def try_versions(environment: Environment, folder: Path, pytest_arguments: Seque
     tests = [path / "bin/python", "-m", "pytest", "--quiet", *chosen]
     if "--numprocesses" in tests:
         tests += ["--dist", "loadfile"]
-    ended = subprocess.run(
+    tried = subprocess.run(
         list(map(str, tests)), cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False
     )  # fmt: skip
     return Outcome(
-        ended.returncode == 0,
-        f"Python {environment.python}, {', '.join(shown)}: pytest ended with {ended.returncode}",
+        tried.returncode == 0,
+        f"Python {environment.python}, {', '.join(shown)}: pytest ended with {tried.returncode}",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,7 +176,7 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     ]
 
 
-def set_numbers(optimizer: torch.optim.Optimizer, numbers: list[dict[str, float]]) -> None:
+def set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, float]]) -> None:
     """Gives the optimizer what `numbers_of` gave of another.
 
     Raises:
