@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opensora_accel.links import Link, measure_link
 from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
-from opensora_accel.watch import start_watch, stop_watch
+from opensora_accel.watch import BACKGROUND, start_watch, stop_watch
 
 __all__ = [
     "get_data_parallel_group",
@@ -365,6 +365,19 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         _set_timeout([found])
         _host_groups[group.group_name] = found
     return found
+
+
+def limit_waiting(timeout_s: float) -> None:
+    """From now on no collective waits longer, in any group of this process but those of threads in the background.
+
+    A shorter limit stays, and so does one that OPENSORA_ACCEL_TIMEOUT has set. Every rank has to call.
+    """
+    global _group_timeout
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if _timeout(None) is not None or (_group_timeout is not None and _group_timeout <= timeout):
+        return
+    _group_timeout = timeout
+    _set_timeout(group for group in dist.distributed_c10d._world.pg_map if group.group_desc != BACKGROUND)
 
 
 def _set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.fsdp_collectives import forget_rounding
-from opensora_accel.parallel_states import get_data_parallel_group, init_parallel
+from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
 from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
 from opensora_accel.profiler.flops import peak_of
 from opensora_accel.profiler.run_page import write_run_page
@@ -75,6 +75,8 @@ from shardformer.tensor_parallel import total_grad_norm
 
 logger = logging.getLogger(__name__)
 
+# How long ranks wait for one another after the first step, in which files are read and kernels compiled: as NCCL does.
+WAITING_S = 600.0
 _MAX_SKIPPED_STEPS = 10
 # Gradient norms that the next one is compared with, and how few of them say nothing yet.
 _NUM_NORMS, _FEWEST_NORMS = 100, 20
@@ -246,10 +248,7 @@ class Trainer:
                         profiler.step(**metrics | {"tokens": metrics["tokens"] / self.config.plan.sequence})
                     if tracker is not None:
                         self._show_step(tracker, metrics, seconds, before)
-                    # Before a first step that was not skipped there is nothing new to keep.
-                    is_due = self._is_due(self.config.save_every) or self.state.step == self.config.steps
-                    if is_due and self._num_trained:
-                        self.save()
+                    self._end_step(is_first=len(losses) == 1)
                     if profiler is None and self._is_due(self.config.sample_every):
                         self.write_samples(tracker)
                 self.saver.wait()
@@ -288,6 +287,14 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         """Whether something that is done every so many steps (0: never) is done after this one, and not at the end."""
         return every > 0 and self.state.step % every == 0 and self.state.step < self.config.steps
+
+    def _end_step(self, is_first: bool) -> None:
+        if is_first and not self.config.timeout_s:
+            limit_waiting(WAITING_S)
+        # Before a first step that was not skipped there is nothing new to keep.
+        is_due = self._is_due(self.config.save_every) or self.state.step == self.config.steps
+        if is_due and self._num_trained:
+            self.save()
 
     def _show_step(
         self, tracker: Tracker, metrics: dict[str, float], seconds: float, before: dict[str, int]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from opensora_accel import Plan
 from opensora_accel.communications.waiting import waiting
+from opensora_accel.training import loop
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import find_saved_state, list_saved_states, read_record, save
 from opensora_accel.verify.pool import RankError, RankPool
@@ -107,13 +108,20 @@ def test_a_rank_killed_at_a_random_moment(
     fault("a rank killed at a random moment")
 
 
-def hang(config, how):
-    """In its fifth batch rank 1 is stopped, or never comes back; what both ranks say, after how many seconds."""
+def hang(config, how, waiting_s=None):
+    """In its fifth batch rank 1 is stopped, or never comes back; what both ranks say, after how many seconds.
+
+    With `waiting_s` that is the time after the first step, in which rank 1 takes longer.
+    """
+    if waiting_s is not None:
+        loop.WAITING_S = waiting_s
     trainer = Trainer(config)
     loss, begun, store = trainer.objective.loss, [], dist.distributed_c10d._get_default_store()
 
     def stuck(batch):
         begun.append(time.monotonic())
+        if dist.get_rank() == 1 and len(begun) == 1 and waiting_s is not None:
+            time.sleep(2 * waiting_s)
         if dist.get_rank() == 1 and len(begun) == 5:
             store.set("pid", str(os.getpid()))
             if how == "stopped":
@@ -145,6 +153,14 @@ def test_a_rank_that_hangs(ranks, clips, tmp_path, undisturbed, how, fault):
     assert seconds < HANG_TIMEOUT_S + 5
     check_it_goes_on(ranks, config, undisturbed, least=SAVE_EVERY)
     fault(f"a rank that hangs: {how}")
+
+
+def test_a_rank_that_hangs_is_told_also_where_no_timeout_is_given(clips, tmp_path):
+    config = dataclasses.replace(config_of(clips, tmp_path / "run"), timeout_s=0.0)
+    with RankPool(2, collective_timeout_s=120, grace_s=60) as patient:
+        told, seconds = patient(2, hang, config, "gone another way", 2.0)[0]
+    assert f"rank 1 did not come: it is at {__file__}:" in told
+    assert seconds < 2 + 5
 
 
 class Deaths:
