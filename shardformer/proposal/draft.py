@@ -310,7 +310,7 @@ class _Drafter:
             yield SplitInput(path, name, dim=dim, text=text)
             return
         for index, (dim, text) in found.items():
-            yield SplitInput(path, name, dim=dim, text=text, index=index)
+            yield SplitInput(path, f"{name}.{index}", dim=dim, text=text)
 
     def _place(self, what: str, tensor: Tensor) -> tuple[int, Text | None] | None:
         """The dim of a tensor that holds the tokens, and whether text stands there too."""

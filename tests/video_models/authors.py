@@ -9,6 +9,7 @@ import torch
 from tests.authors_models import skyreels_v2
 from tests.authors_models.hunyuan_video import HYVideoDiffusionTransformer
 from tests.authors_models.kandinsky5 import DiffusionTransformer3D
+from tests.authors_models.latte import Latte
 from tests.authors_models.ltx import Transformer3DModel
 from tests.authors_models.open_sora_plan import OpenSoraT2V_v1_3
 from tests.authors_models.step_video import StepVideoModel
@@ -94,6 +95,11 @@ def skyreels_v2_inputs(forcing: bool = True) -> Inputs:
     }
 
 
+def latte_inputs() -> Inputs:
+    """5 frames of 3 × 3 places."""
+    return {"x": randn(2, FRAMES, 4, 6, 6), "t": torch.tensor([100.0, 700.0])}
+
+
 _BOTH = ("hidden_states", "encoder_hidden_states")
 
 
@@ -112,6 +118,7 @@ AUTHORS = {
     "LTX-Video, its authors', time per token": _case(Transformer3DModel, lambda: ltx_inputs(True)),
     "Open-Sora-Plan, its authors'": _case(OpenSoraT2V_v1_3, open_sora_plan_inputs),
     "Kandinsky 5, its authors'": _case(DiffusionTransformer3D, kandinsky5_inputs, ("x", "text_embed")),
+    "Latte, its authors'": _case(Latte, latte_inputs, ("x",)),
     "Step-Video, its authors'": _case(StepVideoModel, step_video_inputs),
     "SkyReels-V2, its authors'": _case(
         skyreels_v2.WanModel, lambda: skyreels_v2_inputs(forcing=False), ("x", "context")
