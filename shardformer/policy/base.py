@@ -218,7 +218,8 @@ class GatherGrid:
 class Blocks:
     """A list of repeated blocks, in the order they run, and the arguments that flow from block to block.
 
-    `alternating` names further lists whose blocks run in turn with these: first of each, second of each, …
+    What flows may be a field of an argument: `video.x`. `alternating` names further lists whose blocks run in turn with
+    these: first of each, second of each, …
     """
 
     module: str
