@@ -1,7 +1,8 @@
-"""Modules by the paths that a policy holds: `*` is any one name, `-1` the last item of a list.
+"""Modules by the paths that a policy holds: `*` is any one name, `-1` and `0::2` items of a list as Python counts them.
 
-In a model with `blocks.0` and `blocks.1`, the path `blocks.*.attn` names both blocks' attention, and `blocks.-1` names
-`blocks.1`. A path that names nothing is an error which says what stands where the path leaves the model.
+In a model with `blocks.0` to `blocks.3`, the path `blocks.*.attn` names every block's attention, `blocks.-1` names
+`blocks.3`, and `blocks.1::2` names `blocks.1` and `blocks.3`. A path that names nothing is an error which says what
+stands where the path leaves the model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import nn
 
 # Wrappers that call the module they hold, and nothing besides.
 _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
+# A place counted from the end, or a slice.
+_ITEMS = re.compile(r"-\d+|-?\d*:-?\d*(:\d*)?")
 
 
 def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -22,15 +25,7 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError: it names none.
     """
-
-    def last_item(match: re.Match[str]) -> str:
-        items = dict(model.named_modules()).get(path[: match.start() - 1], model)
-        # Where there is none, the path stays and is told as one that fits nothing.
-        return next((name for name, _child in reversed(list(items.named_children()))), "-1")
-
-    # Negative places are named first, then `*` is any one name.
-    names = re.sub(r"(?<=\.)-1\b", last_item, path)
-    expression = re.compile(re.escape(names).replace(r"\*", r"[^.]+"))
+    expression = _expression(model, path)
     found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
     if not found:
         for name, module in model.named_modules():
@@ -40,6 +35,36 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
             f"the policy names {path!r}, which fits no module of {type(model).__name__}{_near(model, path)}"
         )
     return found
+
+
+def names_several(path: str) -> bool:
+    """Whether a path may name more than one module."""
+    return "*" in path or ":" in path
+
+
+def _expression(model: nn.Module, path: str) -> re.Pattern[str]:
+    """What the full names of a path's modules match."""
+    parts: list[str] = []
+    for part in path.split("."):
+        if part == "*":
+            parts.append(r"[^.]+")
+        elif _ITEMS.fullmatch(part):
+            holder = re.compile(r"\.".join(parts))
+            held = next((module for name, module in model.named_modules() if holder.fullmatch(name)), None)
+            names = [] if held is None else [name for name, _child in held.named_children()]
+            # Where there is none, the path stays and is told as one that fits nothing.
+            parts.append("|".join(map(re.escape, names[_slice(part)])) or re.escape(part))
+            parts[-1] = f"(?:{parts[-1]})"
+        else:
+            parts.append(re.escape(part))
+    return re.compile(r"\.".join(parts))
+
+
+def _slice(part: str) -> slice:
+    """`-1` or `0::2` as Python reads them."""
+    if ":" not in part:
+        return slice(int(part), int(part) + 1 or None)
+    return slice(*(int(each) if each else None for each in part.split(":")))
 
 
 def check_still_there(model: nn.Module, hooked: Mapping[str, nn.Module]) -> None:
@@ -68,12 +93,12 @@ def children(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def check_argument(name: str, module: nn.Module, argument: str) -> inspect.Signature:
-    """The signature of a module's forward.
+    """The signature of a module's forward, whose argument a path names (`opensora_accel.arguments`).
 
     Raises:
         ValueError: the forward does not have the argument, and does not take any by **kwargs.
     """
-    signature = inspect.signature(module.forward)
+    argument, signature = argument.split(".")[0], inspect.signature(module.forward)
     takes_any = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
     if argument not in signature.parameters and not takes_any:
         if _is_transparent(module):
@@ -99,8 +124,8 @@ def _near(model: nn.Module, path: str) -> str:
     at, parts = model, path.split(".")
     for depth, part in enumerate(parts):
         names: Sequence[str] = [name for name, _child in at.named_children()]
-        if part == "*" and names:
-            part = names[0]
+        if part == "*" or _ITEMS.fullmatch(part):
+            part = next(iter(names if part == "*" else names[_slice(part)]), part)
         if part not in names:
             where = ".".join(parts[:depth]) or "it"
             return f": {where} has {', '.join(names[:12]) or 'no modules'}{', …' if len(names) > 12 else ''}"

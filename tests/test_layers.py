@@ -40,6 +40,7 @@ LAYERS = [
     {"opensora_accel.weights"},
     {
         "opensora_accel.plan",
+        "opensora_accel.arguments",
         "opensora_accel.deferred",
         "opensora_accel.flash_attn",
         "opensora_accel.watch",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from opensora_accel.arguments import change_at, value_at
 from opensora_accel.checkpoint.recompute import run_checkpointed, tensors_at
 from opensora_accel.offload import (
     GLOBAL_ACTIVATION_MANAGER,
@@ -50,8 +52,8 @@ def checkpoint_blocks(
         offload: share of the blocks, from the first, whose boundary tensors wait in host memory, and in the
             selective mode what their attention returned. "auto" measures a pass after the first optimizer step,
             then moves as many blocks as the memory needs and the link carries; until then all.
-        boundary: names of the forward arguments that are moved, for all blocks or as a function of the block;
-            by default the first one. What shares its memory goes along.
+        boundary: names of the forward arguments that are moved, or paths into what they hold ("video.x"), for all
+            blocks or as a function of the block; by default the first one. What shares its memory goes along.
         keep_last: blocks at the end that never leave, whatever `offload` says.
         when: says at each forward of a block whether it is checkpointed so; by default it always is. Blocks may be
             given to several calls, of which at most one says yes at a time.
@@ -82,6 +84,42 @@ def checkpoint_blocks(
         return undo.pop_all().close
 
 
+# Stands in an argument for a tensor that is passed by itself.
+_TAKEN_OUT = object()
+
+
+class _HeldInside:
+    """Tensors that arguments hold inside, by their paths: a checkpoint gets them as arguments of its own, first.
+
+    Autograd's hooks see only tensors that are arguments.
+    """
+
+    def __init__(self, paths: list[str], signature: inspect.Signature):
+        self.paths, self._signature = paths, signature
+
+    def take(self, bound: inspect.BoundArguments) -> tuple[Any, ...]:
+        """The tensors [...], which are no longer in the arguments."""
+        tensors = tuple(value_at(bound.arguments, path) for path in self.paths)
+        for path in self.paths:
+            change_at(bound.arguments, path, lambda _: _TAKEN_OUT)
+        return tensors
+
+    def put_back(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, called with the tensors where they were."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = self._signature.bind(*args[len(self.paths) :], **kwargs)
+            for path, tensor in zip(self.paths, args, strict=False):
+                change_at(bound.arguments, path, partial(_value, tensor))
+            return function(*bound.args, **bound.kwargs)
+
+        return call if self.paths else function
+
+
+def _value(value: Any, _before: Any) -> Any:
+    return value
+
+
 def _checkpoint_block(
     block: nn.Module,
     index: int,
@@ -95,12 +133,14 @@ def _checkpoint_block(
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
     for name in boundary:
-        if name not in names:
+        if name.split(".")[0] not in names:
             raise ValueError(
                 f"the block's forward has no argument {name!r} to offload; it has {', '.join(names)}"
             )
+    held = _HeldInside([name for name in boundary if "." in name], signature)
     # Positions, because tensors reach the checkpoint by position, whatever the caller named.
-    positions = [names.index(name) for name in boundary] or [0]
+    passed = [*held.paths, *names]
+    positions = [passed.index(name) for name in boundary] or [0]
     if getattr(block, "_compiled_call_impl", None) is not None:
         raise ValueError(
             f"this {type(block).__name__} is compiled already, which would put its checkpoint inside of the compiled "
@@ -119,11 +159,12 @@ def _checkpoint_block(
         # Tensors passed by keyword become positional: torch's engine keeps only those where hooks can see them.
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        marked = tensors_at(positions, bound.args)
+        call_args = (*held.take(bound), *bound.args)
+        marked = tensors_at(positions, call_args)
         # `moves` has to run before `measurement` is read: it begins a pass, and with that may set it.
         return run_checkpointed(
-            inside,
-            bound.args,
+            held.put_back(inside),
+            call_args,
             bound.kwargs,
             share.engine,
             marked=marked if share.moves(index, marked) else (),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -120,6 +120,8 @@ def named_values(name: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:
     """Tensors and numbers among the arguments, by a name that says where they are."""
     if isinstance(value, (Tensor, int, float)):
         yield name, value
+    elif is_dataclass(value):
+        yield from named_values(name, vars(value))
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from named_values(f"{name}.{key}" if name else str(key), item)

@@ -18,17 +18,19 @@ import math
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.attention import switch_sharded_dim
 from opensora_accel.communications import (
     gather_forward_split_backward,
     share_sizes,
     split_forward_gather_backward,
 )
-from shardformer.engine.hooks import Arguments, change_arguments, change_output
+from shardformer.engine.hooks import change_arguments, change_output
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_argument, find
 from shardformer.policy.base import GatherGrid, Grid, Policy
@@ -95,7 +97,7 @@ def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitSta
 
     def read_sizes(arguments: Arguments) -> None:
         for dimension, argument, dim in policy.grid_sizes:
-            tokens.state.sizes[dimension] = arguments[argument].size(dim)
+            tokens.state.sizes[dimension] = value_at(arguments, argument).size(dim)
 
     if policy.grid_sizes:
         for _dimension, argument, _dim in policy.grid_sizes:
@@ -145,30 +147,26 @@ class _Grid:
         state, spread = self.tokens.state, self.entry.spread
         # Counts come first: they tell the sizes by which the layouts are read.
         for dimension, argument in self.entry.counts:
-            state.sizes[dimension] = arguments[argument]
+            state.sizes[dimension] = value_at(arguments, argument)
         argument, _ = self.entry.tokens
-        arguments[argument] = _spread_along(
-            arguments[argument],
-            self.layout,
-            spread,
-            self.tokens,
-            f"{name}'s {argument}",
-            self.entry.may_be_empty,
+        what, may_be_empty = f"{name}'s {argument}", self.entry.may_be_empty
+        change_at(
+            arguments,
+            argument,
+            lambda held: _spread_along(held, self.layout, spread, self.tokens, what, may_be_empty),
         )
         if self.entry.lends_row and _own_size(self.tokens, spread) == 0:
             # A rank without rows runs the module on one row of zeros, so that it takes part in every collective.
-            empty, dim = arguments[argument], self.layout.names.index(spread)
+            empty, dim = value_at(arguments, argument), self.layout.names.index(spread)
             row = empty.new_zeros([1 if at == dim else size for at, size in enumerate(empty.shape)])
             # Joined to what has no rows, so that backward reaches the all-to-all that other ranks wait in.
-            arguments[argument] = torch.cat([empty, row], dim)
+            change_at(arguments, argument, lambda _: torch.cat([empty, row], dim))
         # In the table's order, and not a set's: backward gathers their gradients in it, alike on all ranks.
         for other in dict.fromkeys(other for other, _ in self.others):
-            value = arguments.get(other)
-            if value is not None:
-                arguments[other] = self._own(value, other, f"{name}'s {other}")
+            change_at(arguments, other, partial(self._own, argument=other, what=f"{name}'s {other}"))
         for dimension, count in self.entry.counts:
             if dimension == spread:
-                arguments[count] = _own_size(self.tokens, spread)
+                change_at(arguments, count, lambda _: _own_size(self.tokens, spread))
 
     def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
         """This rank's part of a tensor [...] that is whole."""

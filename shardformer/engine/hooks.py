@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from opensora_accel.arguments import Arguments
 from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.agreement import Agreement
 from shardformer.engine.decisions import watch_decisions
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import check_still_there
-
-Arguments = dict[str, Any]
 
 # Attributes by which modules checkpoint a part of theirs: in diffusers and transformers, in torch's own wrapper.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")

@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.communications import gather_forward_split_backward
 from opensora_accel.plan import Plan
 from shardformer.engine.attentions import redirect_attentions
 from shardformer.engine.grids import spread_grids
-from shardformer.engine.hooks import Arguments, change_arguments, change_output, follow_forward
+from shardformer.engine.hooks import change_arguments, change_output, follow_forward
 from shardformer.engine.positions import keep_positions
 from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.modeling.halo import add_halo
-from shardformer.paths import check_argument, find
+from shardformer.paths import check_argument, find, names_several
 from shardformer.policy.base import (
     CountInput,
     Frames,
@@ -99,14 +100,7 @@ def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens, undo: ExitS
 
         # `what` is bound here, because the hook runs when the loop is over.
         def change(arguments: Arguments, what: str = what) -> None:
-            value = arguments.get(entry.argument)
-            if entry.index is None:
-                arguments[entry.argument] = _split_all(value, entry, tokens, what)
-            elif value is not None:
-                # The tuple or list is made anew: the caller's own must not change.
-                index, items = _index(entry.index, value, what), list(value)
-                items[index] = _split_all(items[index], entry, tokens, what)
-                arguments[entry.argument] = type(value)(items)
+            change_at(arguments, entry.argument, lambda value: _split_all(value, entry, tokens, what))
 
         change_arguments(module, signature, change, undo)
 
@@ -173,7 +167,7 @@ def refuse_input(model: nn.Module, argument: str, reason: str, undo: ExitStack) 
     """An argument of the model that cannot be split must stay None or False."""
 
     def change(arguments: Arguments) -> None:
-        value = arguments.get(argument)
+        value = value_at(arguments, argument)
         if value is not None and value is not False:
             raise ValueError(f"{type(model).__name__}'s {argument} cannot be split over ranks: {reason}")
 
@@ -201,23 +195,23 @@ def refuse_unknown_inputs(model: nn.Module, policy: Policy, undo: ExitStack) -> 
 def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitStack) -> None:
     """A number of tokens becomes that of this rank's share."""
 
-    def change(arguments: Arguments) -> None:
-        count = arguments.get(entry.argument)
-        if count is None:
-            return
+    def count_own(count: int) -> int:
         tokens.check_known(f"{entry.module}'s {entry.argument}")
         splits = tokens.state.splits
-        if splits is not None:
-            own = tokens.own_range(splits)
-            num_own = own.stop - own.start
-            # Of the counted tokens, those before this rank's share are others', those behind it too.
-            before = sum(splits) - own.stop if entry.last else own.start
-            own_count = min(max(count - before, 0), num_own)
-            arguments[entry.argument] = count - sum(splits) + num_own if entry.text else own_count
+        if splits is None:
+            return count
+        own = tokens.own_range(splits)
+        num_own = own.stop - own.start
+        # Of the counted tokens, those before this rank's share are others', those behind it too.
+        before = sum(splits) - own.stop if entry.last else own.start
+        return count - sum(splits) + num_own if entry.text else min(max(count - before, 0), num_own)
+
+    def change(arguments: Arguments) -> None:
+        change_at(arguments, entry.argument, count_own)
 
     for _name, module in find(model, entry.module):
         signature = inspect.signature(module.forward)
-        if entry.argument in signature.parameters:
+        if entry.argument.split(".")[0] in signature.parameters:
             change_arguments(module, signature, change, undo)
 
 
@@ -227,13 +221,13 @@ def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStac
     def change(arguments: Arguments) -> None:
         tokens.state.may_be_empty = entry.may_be_empty
         if entry.dim is not None:
-            tokens.state.num_frames = arguments[entry.count].size(entry.dim)
+            tokens.state.num_frames = value_at(arguments, entry.count).size(entry.dim)
             return
         # A share is a number of whole frames, each of so many tokens.
-        tokens.state.unit = math.prod(arguments[name] for name in entry.sizes)
-        whole = arguments[entry.count] * tokens.state.unit
+        tokens.state.unit = math.prod(value_at(arguments, name) for name in entry.sizes)
+        whole = value_at(arguments, entry.count) * tokens.state.unit
         splits = tokens.share(whole, f"the grid of {entry.module}")
-        arguments[entry.count] = splits[tokens.group.rank()] // tokens.state.unit
+        change_at(arguments, entry.count, lambda _: splits[tokens.group.rank()] // tokens.state.unit)
 
     for name, module in find(model, entry.module):
         change_arguments(module, check_argument(name, module, entry.count), change, undo)
@@ -274,7 +268,7 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
 def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
     """This rank's share of [..., S at dim, ...], where S counts tokens, frames, or text and video."""
     total, known = tensor.size(entry.dim), tokens.state.splits
-    is_shared = "*" in entry.module  # by many blocks; what one module gets is not kept for another
+    is_shared = names_several(entry.module)  # by many blocks; what one module gets is not kept for another
     frames = isinstance(entry, SplitInput) and entry.frames
     if frames or entry.text is not None or total == 1:
         # Its share follows from tokens that were split before it.

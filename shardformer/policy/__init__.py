@@ -20,8 +20,17 @@ from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
 from shardformer.policy.identity import is_meant_for, misfit
 from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
 from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY5_AUTHORS, KANDINSKY6, KANDINSKY6_SR
-from shardformer.policy.latte import LATTE
-from shardformer.policy.ltx import LTX, LTX2, LTX2_VIDEOX, LTX_AUTHORS, SANA_WM_REFINER, SANA_WM_REFINER_GATED
+from shardformer.policy.latte import LATTE, LATTE_AUTHORS
+from shardformer.policy.ltx import (
+    LTX,
+    LTX2,
+    LTX2_AUTHORS,
+    LTX2_AUTHORS_VIDEO,
+    LTX2_VIDEOX,
+    LTX_AUTHORS,
+    SANA_WM_REFINER,
+    SANA_WM_REFINER_GATED,
+)
 from shardformer.policy.minimax_h3 import MINIMAX_H3
 from shardformer.policy.mochi import MOCHI
 from shardformer.policy.motif_video import MOTIF_VIDEO
@@ -68,6 +77,8 @@ _POLICIES = (
     LTX,
     LTX2,
     LTX2_VIDEOX,
+    LTX2_AUTHORS,
+    LTX2_AUTHORS_VIDEO,
     LTX_AUTHORS,
     SANA_WM_REFINER_GATED,
     SANA_WM_REFINER,
@@ -83,6 +94,7 @@ _POLICIES = (
     KANDINSKY6_SR,
     MINIMAX_H3,
     LATTE,
+    LATTE_AUTHORS,
     SANA_VIDEO,
     STDIT3,
     STDIT3_SPATIAL,

@@ -13,7 +13,7 @@ ALLEGRO = Policy(
         SplitInput("transformer_blocks.0", "hidden_states"),
         SplitInput("transformer_blocks.*", "attention_mask", dim=2),
         # Tables of angles, and every token's place in them: the places are split.
-        SplitInput("transformer_blocks.*", "image_rotary_emb", dim=-1, index=1),
+        SplitInput("transformer_blocks.*", "image_rotary_emb.1", dim=-1),
     ),
     gather_outputs=(GatherOutput("proj_out"),),
     self_attention=("transformer_blocks.*.attn1",),

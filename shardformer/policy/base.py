@@ -1,7 +1,8 @@
 """A policy: what is split, gathered and swapped where, for one family of models. It is data, and no code.
 
-Module paths start at the model (`""`); `*` stands for any one name and `-1` for the last of a list:
-`blocks.*.attn1`, `blocks.-1`. The smallest policy, for a DiT whose blocks attend to nothing but their own tokens:
+Module paths start at the model (`""`); `*` stands for any one name, `-1` for the last of a list and `0::2` for every
+second one: `blocks.*.attn1`, `blocks.-1`. Arguments are named by paths too, into what they hold: `video.x`, `grid.0`
+(`opensora_accel.arguments`). The smallest policy, for a DiT whose blocks attend to nothing but their own tokens:
 
     Policy(
         models=("TinyDiT",),
@@ -31,8 +32,9 @@ Text = Literal["first", "last"]
 class SplitInput:
     """An argument of a module's forward becomes this rank's share along `dim`.
 
-    In a tuple, list or dict every tensor is split; with `index`, that item alone. None stays None. A tensor of size 1
-    along `dim` stays as it is, because it is broadcast over the tokens. A tensor that every block gets is split once.
+    In a tuple, list or dict every tensor is split; `"rotary_emb.0"` names one item alone. None stays None. A tensor of
+    size 1 along `dim` stays as it is, because it is broadcast over the tokens. A tensor that every block gets is split
+    once.
     """
 
     module: str
@@ -42,7 +44,6 @@ class SplitInput:
     ndim: int | None = None
     # Text tokens stand before or after the video tokens along `dim`: they stay, on every rank.
     text: Text | None = None
-    index: int | None = None
     # `dim` holds frames in place of tokens; the policy has `frames`.
     frames: bool = False
     # Whether the module's own code runs on a rank whose share is empty; the policy has `frames`.
@@ -217,7 +218,8 @@ class GatherGrid:
 class Blocks:
     """A list of repeated blocks, in the order they run, and the arguments that flow from block to block.
 
-    `alternating` names further lists whose blocks run in turn with these: first of each, second of each, …
+    What flows may be a field of an argument: `video.x`. `alternating` names further lists whose blocks run in turn with
+    these: first of each, second of each, …
     """
 
     module: str

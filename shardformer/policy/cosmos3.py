@@ -17,8 +17,8 @@ COSMOS3 = Policy(
         # There is no batch: dim 0 holds the tokens.
         SplitInput("layers.0", "gen_seq", dim=0),
         # Cosines and sines of the text, then of what is generated: the latter two follow the tokens.
-        SplitInput("layers.*", "rotary_emb", index=2, dim=0),
-        SplitInput("layers.*", "rotary_emb", index=3, dim=0),
+        SplitInput("layers.*", "rotary_emb.2", dim=0),
+        SplitInput("layers.*", "rotary_emb.3", dim=0),
     ),
     gather_outputs=(GatherOutput("norm_moe_gen", dim=0),),
     joint_attention=(JointAttention("layers.*.self_attn", text="first", text_alone=True),),

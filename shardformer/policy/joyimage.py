@@ -11,7 +11,7 @@ JOYIMAGE_EDIT = Policy(
     arguments="hidden_states timestep encoder_hidden_states return_dict",
     split_inputs=(
         SplitInput("double_blocks.0", "hidden_states"),
-        SplitInput("double_blocks.*", "image_rotary_emb", index=0, dim=0),  # item 1 is the text's
+        SplitInput("double_blocks.*", "image_rotary_emb.0", dim=0),  # item 1 is the text's
     ),
     gather_outputs=(GatherOutput("proj_out"),),
     joint_attention=(JointAttention("double_blocks.*.attn", text="last"),),

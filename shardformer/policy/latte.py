@@ -1,4 +1,4 @@
-"""Latte (diffusers `LatteTransformer3DModel`): spatial and temporal blocks in turn."""
+"""Latte (diffusers `LatteTransformer3DModel`, its authors' `Latte`): spatial and temporal blocks in turn."""
 
 from shardformer.policy.base import Blocks, GatherGrid, Grid, Policy
 
@@ -35,4 +35,20 @@ LATTE = Policy(
     gather_grids=(GatherGrid("proj_out", "(B F) N O"),),
     blocks=(Blocks("transformer_blocks", alternating=("temporal_transformer_blocks",)),),
     attention_regions=("transformer_blocks.*.attn1", "temporal_transformer_blocks.*.attn1"),
+)
+
+# In its authors' own repository both kinds of blocks stand in one list. The model adds temporal positions before the
+# first temporal block.
+LATTE_AUTHORS = Policy(
+    models=("Latte",),
+    arguments="x t y text_embedding use_fp16",
+    grid_sizes=(("F", "x", 1),),
+    grids=(
+        Grid("blocks.0::2", "F", ("x", "(B F) N C"), layouts=(("c", "(B F) E"),), leave="N"),
+        Grid("blocks.1::2", "N", ("x", "(B N) F C"), layouts=(("c", "(B N) E"),)),
+    ),
+    gather_grids=(GatherGrid("final_layer", "(B F) N O"),),
+    blocks=(Blocks("blocks", ("x",)),),
+    attention_regions=("blocks.*.attn",),
+    mlps=("blocks.*.mlp",),
 )

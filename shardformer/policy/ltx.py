@@ -118,3 +118,24 @@ LTX_AUTHORS = Policy(
     blocks=(Blocks("transformer_blocks"),),
     mlps=("transformer_blocks.*.ff",),
 )
+
+# LTX-2 and LTX-2.3 in their authors' own repository: what belongs to the video is in one dataclass.
+LTX2_AUTHORS = Policy(
+    models=("LTXModel",),
+    arguments="video audio perturbations",
+    split_inputs=(
+        SplitInput("", "video.latent"),
+        SplitInput("", "video.timesteps"),
+        SplitInput("", "video.positions", dim=2),
+        SplitInput("", "video.keyframes_mask"),
+    ),
+    gather_outputs=(GatherOutput("proj_out"),),
+    self_attention=("transformer_blocks.*.attn1",),
+    whole_queries=("transformer_blocks.*.video_to_audio_attn",),  # the audio is on every rank
+    blocks=(Blocks("transformer_blocks", ("video.x", "audio.x")),),
+    mlps=("transformer_blocks.*.ff",),
+)
+
+LTX2_AUTHORS_VIDEO = replace(
+    LTX2_AUTHORS, whole_queries=(), blocks=(Blocks("transformer_blocks", ("video.x",)),)
+)

@@ -13,6 +13,7 @@ counts positions.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -137,6 +138,16 @@ def _block_lists(model: nn.Module, plain: Trace) -> list[BlockList]:
     longest = max(each.num_tokens for each in found)
     # Captions are refined by blocks of their own, and are shorter than what is generated.
     found = [each for each in found if 2 * each.num_tokens > longest]
+    # And where they are not much shorter, what is generated is not computed from what they return.
+    video = next(each for each in found if each.num_tokens == longest)
+    returned = {each.path: [leaf.tensor for leaf in each.calls[-1].outputs] for each in found}
+    found = [
+        each
+        for each in found
+        if each.num_tokens == longest
+        or _is_made_of(video.hidden.tensor, returned[each.path])
+        or _is_made_of(each.hidden.tensor, returned[video.path])
+    ]
     return sorted(found, key=lambda each: plain.calls.index(each.calls[0]))
 
 
@@ -147,10 +158,18 @@ def _block_list(path: str, calls: tuple[Call, ...], plain: Trace) -> BlockList |
         flows = [
             leaf.name for leaf in calls[1].arguments if id(leaf.tensor) in returned and leaf.index is None
         ]
+    # A clip may come without a batch: only where nothing with one is attended to.
+    return _block_list_of(path, calls, plain, flows, 3) or _block_list_of(path, calls, plain, flows, 2)
+
+
+def _block_list_of(
+    path: str, calls: tuple[Call, ...], plain: Trace, flows: list[str], num_dims: int
+) -> BlockList | None:
+    """The list, if one of its arguments of at least so many dims holds the tokens that its blocks attend to."""
     candidates = [
         leaf
         for leaf in calls[0].arguments
-        if leaf.index is None and leaf.tensor.is_floating_point() and leaf.tensor.dim() >= 3
+        if leaf.index is None and leaf.tensor.is_floating_point() and leaf.tensor.dim() >= num_dims
     ]
     own = [name for name in flows if not _TEXT.search(name)]
     if not own:  # between the blocks something is added to the tokens
@@ -161,9 +180,9 @@ def _block_list(path: str, calls: tuple[Call, ...], plain: Trace) -> BlockList |
         if leaf.name not in names or (best is not None and _TEXT.search(leaf.name)):
             continue
         others = [0, *(other.tensor.size(1) for other in candidates if other is not leaf)]
-        for dim in (1, 0):
+        for dim in (1, 0) if leaf.tensor.dim() > 2 else (0,):
             size = leaf.tensor.size(dim)
-            queries = {call.lengths(leaf.tensor.size(1 - dim))[0] for call in plain.attentions}
+            queries = {call.lengths(_batch(leaf.tensor, dim))[0] for call in plain.attentions}
             # All queries are these tokens, or these and those of another argument.
             if any(size + other in queries for other in others) and (best is None or size > best[0]):
                 best = size, dim, leaf
@@ -176,6 +195,20 @@ def _block_list(path: str, calls: tuple[Call, ...], plain: Trace) -> BlockList |
     return BlockList(path, calls, ordered, hidden, dim, num_tokens)
 
 
+def _batch(tensor: Tensor, dim: int) -> int:
+    """How many samples a tensor of tokens [B, S, C], [S, B, C] or [S, C] has, whose dim `dim` holds the tokens."""
+    return tensor.size(1 - dim) if tensor.dim() > 2 else 1
+
+
+def _is_made_of(tensor: Tensor, parts: list[Tensor]) -> bool:
+    """Whether a tensor [...] was computed from one of the others; taken for granted where no gradient tells."""
+    parts = [part for part in parts if part.requires_grad]
+    if not parts or not tensor.requires_grad:
+        return True
+    grads = torch.autograd.grad(tensor.sum(), parts, allow_unused=True, retain_graph=True)
+    return any(grad is not None for grad in grads)
+
+
 class _Drafter:
     """Turns two traces into a draft."""
 
@@ -184,7 +217,7 @@ class _Drafter:
     ):
         self.model, self.inputs, self.plain, self.noisy, self.lists = model, inputs, plain, noisy, lists
         self.num_tokens = lists[0].num_tokens
-        self.batch = lists[0].hidden.tensor.size(1 - lists[0].dim)
+        self.batch = _batch(lists[0].hidden.tensor, lists[0].dim)
         self.unsure: list[str] = []
         self.text: Text = "first"
 
@@ -201,7 +234,7 @@ class _Drafter:
         base = Policy(
             models=(type(self.model).__name__,),
             arguments=" ".join(
-                [*self.inputs, *(["return_dict"] if "return_dict" not in self.inputs else [])]
+                dict.fromkeys([*self.inputs, *(["return_dict"] if self._has_return_dict() else [])])
             ),
             blocks=tuple(Blocks(each.path, each.flows) for each in self.lists),
             mlps=self._mlps(),
@@ -218,6 +251,9 @@ class _Drafter:
             positions=self._positions(),
             unsure=list(dict.fromkeys(self.unsure)),
         )
+
+    def _has_return_dict(self) -> bool:
+        return "return_dict" in inspect.signature(self.model.forward).parameters
 
     # Attention
 
@@ -310,7 +346,7 @@ class _Drafter:
             yield SplitInput(path, name, dim=dim, text=text)
             return
         for index, (dim, text) in found.items():
-            yield SplitInput(path, name, dim=dim, text=text, index=index)
+            yield SplitInput(path, f"{name}.{index}", dim=dim, text=text)
 
     def _place(self, what: str, tensor: Tensor) -> tuple[int, Text | None] | None:
         """The dim of a tensor that holds the tokens, and whether text stands there too."""
@@ -324,7 +360,7 @@ class _Drafter:
             return None
         if not own and not joint:
             return None
-        if _is_mask(what, tensor):
+        if _is_mask(what, tensor) and (own or joint)[0] == tensor.dim() - 1:
             self.unsure.append(
                 f"{what} {tuple(tensor.shape)} looks like a mask of keys and is left whole: attention takes this "
                 "rank's part of it"
@@ -359,10 +395,7 @@ class _Drafter:
         """Whether the first block's tokens were computed from what the call returned."""
         hidden = self.lists[0].hidden.tensor
         made = [leaf.tensor for leaf in call.outputs if leaf.tensor.requires_grad]
-        if not made or not hidden.requires_grad:
-            return False
-        grads = torch.autograd.grad(hidden.sum(), made, allow_unused=True, retain_graph=True)
-        return any(grad is not None for grad in grads)
+        return bool(made) and hidden.requires_grad and _is_made_of(hidden, made)
 
     def _counts(self) -> Iterator[CountInput]:
         """Numbers of tokens that blocks get."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +25,12 @@ from shardformer.proposal.draft import Draft, draft
 MESHES = (Plan(ulysses=2), Plan(ring=3))
 # What a first forward says when a model counts positions inside attention.
 _COUNTED = "would count from 0 on every rank"
+# What a library that carries messages, or the pool of ranks, says when ranks did not do the same.
+_TRANSPORT = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|no answer|exit code", re.IGNORECASE)
+_MISMATCH = (
+    "the ranks exchanged tensors of different sizes: something is split by this table that attention needs whole, or "
+    "is not split that has a row for each token"
+)
 # How many functions are tried as the one that gives tokens their positions.
 _MAX_POSITIONS = 3
 
@@ -149,9 +156,10 @@ class _Step:
 
 def _reason(report: Report) -> str:
     """The first thing that is wrong: what a rank said, or what the gradients tell."""
-    for mesh in report.results:
-        for text in mesh.errors.values():
-            return text.strip().splitlines()[-1]
+    lines = [text.strip().splitlines()[-1] for mesh in report.results for text in mesh.errors.values()]
+    if lines:
+        # What a transport says of a rank that has left, or sent another size, is none of the reasons.
+        return next((line for line in lines if not _TRANSPORT.search(line)), _MISMATCH)
     return "" if report.ok else report.findings[0].what
 
 

@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
 
 from opensora_accel import checkpoint as ck
-from tests.checkpoint.steps import assert_identical, baseline, blocks, data, gradients, run
+from tests.checkpoint.steps import Block, assert_identical, baseline, blocks, data, gradients, run
 
 MANAGER = ck.GLOBAL_ACTIVATION_MANAGER
 
@@ -164,6 +165,36 @@ def test_keyword_arguments_are_bound():
     model[0](gain=1.0, timestep=inputs[1], hidden=inputs[0] * 1).float().square().sum().backward()
     assert MANAGER.counters.moved == 1
     assert_identical(gradients(model, inputs), baseline(num=1))
+
+
+@dataclass(frozen=True)
+class Stream:
+    hidden: torch.Tensor | None
+    timestep: torch.Tensor
+
+
+class OfStreams(Block):
+    def forward(self, stream, other=None):
+        return replace(stream, hidden=super().forward(stream.hidden, stream.timestep)), other
+
+
+def test_a_tensor_that_an_argument_holds_leaves_the_device():
+    torch.manual_seed(0)
+    model, inputs = nn.ModuleList([OfStreams() for _ in range(4)]), data()
+    MANAGER.setup_arena(1 << 20)
+    ck.checkpoint_blocks(model, "full", 1.0, boundary=("stream.hidden", "other.hidden"), keep_last=0)
+    alive = []
+
+    def call(block, x, t):
+        alive.append(weakref.ref(x))
+        return block(Stream(x, t))[0].hidden
+
+    out = run(model, inputs, call)
+    gc.collect()
+    assert [reference() is None for reference in alive] == [True] * 4
+    assert MANAGER.counters.moved == 4
+    out.float().square().sum().backward()
+    assert_identical(gradients(model, inputs), baseline())
 
 
 def test_a_boundary_that_is_no_argument_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel.arguments import change_at, value_at
 from opensora_accel.verify import lift_casts
 from opensora_accel.verify.on_cpu import LiftOperations
 from shardformer.tensor_parallel import full_tensor
@@ -53,7 +55,9 @@ def fp64_model(case: Case) -> nn.Module:
 
 
 def in_double(value: Any) -> Any:
-    """Every floating-point tensor in fp64, also in tuples, lists and dicts."""
+    """Every floating-point tensor in fp64, also in tuples, lists, dicts and dataclasses."""
+    if is_dataclass(value):
+        return replace(value, **in_double(vars(value)))
     if isinstance(value, dict):
         return {name: in_double(item) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -63,9 +67,11 @@ def in_double(value: Any) -> Any:
 
 def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     """One training step: outputs, gradients of the inputs and of every parameter, zeros where there is none."""
-    leaves = {name: _leaves(inputs[name]) for name in case.differentiated}
+    leaves, inputs = {name: _leaves(value_at(inputs, name)) for name in case.differentiated}, dict(inputs)
+    for name, leaf in leaves.items():
+        change_at(inputs, name, lambda _, leaf=leaf: leaf)
     extra = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
-    outputs = list(_tensors(model(**inputs | leaves | extra)))
+    outputs = list(_tensors(model(**inputs | extra)))
     generator = torch.Generator().manual_seed(2)
     targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outputs]
     loss = sum((out - target).square().mean() for out, target in zip(outputs, targets, strict=True))

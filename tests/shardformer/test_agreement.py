@@ -1,6 +1,7 @@
 """Ranks of a sequence group that do not have the same sample, noise, timestep or weights are told so at once."""
 
 import os
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.verify.communication import Recorder
-from shardformer.engine.agreement import NUM_COMPARED_FORWARDS, summarise
+from shardformer.engine.agreement import NUM_COMPARED_FORWARDS, named_values, summarise
 from tests.models import wan, wan_inputs
 
 
@@ -135,3 +136,15 @@ def test_a_step_needs_torch_alone(ranks, plan):
     """Nothing else is installed with the core: what ranks tell each other must not pass through numpy."""
     for message in ranks(2, step_without_numpy, plan):
         assert "with different inputs: timestep" in message
+
+
+@dataclass(frozen=True)
+class Clip:
+    latent: torch.Tensor
+    sigma: float
+    mask: torch.Tensor | None = None
+
+
+def test_what_an_object_among_the_inputs_holds_is_compared_too():
+    values = dict(named_values("", {"video": Clip(torch.ones(2), 0.5), "audio": None}))
+    assert list(values) == ["video.latent", "video.sigma"]

@@ -327,7 +327,7 @@ def items_from_the_end(entry):
 
 @pytest.mark.parametrize(
     "entry",
-    [SplitInput("first", "pair", dim=0, index=-1), SplitOutput("first", indices=(-1,), dim=0)],
+    [SplitInput("first", "pair.-1", dim=0), SplitOutput("first", indices=(-1,), dim=0)],
     ids=["in", "out"],
 )
 def test_items_are_counted_from_the_end_too(ranks, entry):

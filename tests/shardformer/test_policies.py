@@ -11,6 +11,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
+from opensora_accel.arguments import value_at
 from opensora_accel.verify.on_cpu import LiftOperations
 from shardformer.policy import UNSUPPORTED, find_policy, model_names
 from tests.models import wan, wan_inputs
@@ -181,7 +182,8 @@ def sharded_and_back(name):
     sizes: list[int] = []
 
     def record(module, args, kwargs):
-        sizes.append(inspect.signature(module.forward).bind(*args, **kwargs).arguments[argument].numel())
+        arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        sizes.append(value_at(arguments, argument).numel())
 
     block.register_forward_pre_hook(record, with_kwargs=True)
     clean, expected = traces(model), step(model, case, inputs)

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from opensora_accel import cli
+from opensora_accel.verify import verify
 from shardformer.policy import _POLICIES, find_policy
+from shardformer.policy.base import GatherOutput, JointAttention, Policy, SplitInput
 from shardformer.proposal import as_code, propose_policy
+from shardformer.proposal.draft import draft
+from shardformer.proposal.propose import MESHES, _reason, _Step
 from tests.tiers import some
 from tests.video_models import CASES
 
@@ -28,6 +32,9 @@ KNOWN = [
     "CogVideoX",
     "LTX-Video",
     "LTX-Video, its authors'",
+    "Kandinsky 5, its authors'",
+    "Step-Video, its authors'",
+    "SkyReels-V2, its authors', diffusion forcing",
     "Mochi",
     "EasyAnimate",
     "Kandinsky 5",
@@ -68,6 +75,47 @@ def test_a_known_models_policy_is_found_again(ranks, name):
     assert attention_of(proposal.policy) == attention_of(by_hand)
     assert [entry.module for entry in proposal.policy.blocks] == [entry.module for entry in by_hand.blocks]
     assert set(proposal.policy.positions) == set(by_hand.positions)
+
+
+KANDINSKY = "Kandinsky 5, its authors'"
+
+
+def long_caption():
+    """41 tokens, more than half of the clip's 75."""
+    text = {"text_embed": torch.randn(1, 41, 16), "text_rope_pos": torch.arange(41)}
+    return {name: value for name, value in (inputs(KANDINSKY) | text).items() if name != "attention_mask"}
+
+
+def test_blocks_of_a_long_caption_are_not_the_clips():
+    (policy,) = draft(make(KANDINSKY), long_caption()).policies()
+    assert policy.blocks == find_policy(make(KANDINSKY)).blocks
+    assert policy.self_attention == ("visual_transformer_blocks.*.self_attention",)
+
+
+# The caption is split, and the clip's attention takes what is left for text.
+OF_THE_CAPTION = Policy(
+    models=("DiffusionTransformer3D",),
+    arguments="x text_embed pooled_text_embed time visual_rope_pos text_rope_pos",
+    split_inputs=(
+        SplitInput("text_transformer_blocks.0", "x"),
+        SplitInput("text_transformer_blocks.*", "rope", dim=0),
+    ),
+    gather_outputs=(GatherOutput("text_transformer_blocks.-1"),),
+    self_attention=("text_transformer_blocks.*.self_attention",),
+    joint_attention=(JointAttention("visual_transformer_blocks.*.self_attention", "last"),),
+)
+
+
+def short_caption():
+    return {name: value for name, value in inputs(KANDINSKY).items() if name != "attention_mask"}
+
+
+def test_what_a_transport_says_is_no_reason(ranks):
+    report = verify(_Step(OF_THE_CAPTION, short_caption), partial(make, KANDINSKY), MESHES[:1], pool=ranks)
+    said = " ".join(text for mesh in report.results for text in mesh.errors.values())
+    assert "gloo" in said
+    reason = _reason(report)
+    assert "the ranks exchanged tensors of different sizes" in reason and "gloo" not in reason
 
 
 def test_a_table_as_code_is_the_table():

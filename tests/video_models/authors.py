@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from tests.authors_models import skyreels_v2
 from tests.authors_models.hunyuan_video import HYVideoDiffusionTransformer
 from tests.authors_models.kandinsky5 import DiffusionTransformer3D
+from tests.authors_models.latte import Latte
 from tests.authors_models.ltx import Transformer3DModel
+from tests.authors_models.ltx2 import LTXModel, Modality
 from tests.authors_models.open_sora_plan import OpenSoraT2V_v1_3
 from tests.authors_models.step_video import StepVideoModel
 from tests.opensora_models.randomize import randomize
@@ -94,11 +97,38 @@ def skyreels_v2_inputs(forcing: bool = True) -> Inputs:
     }
 
 
+def latte_inputs() -> Inputs:
+    """5 frames of 3 × 3 places."""
+    return {"x": randn(2, FRAMES, 4, 6, 6), "t": torch.tensor([100.0, 700.0])}
+
+
+def ltx2_inputs(has_audio: bool = True, masked: bool = False) -> Inputs:
+    """75 tokens of video and 11 of audio; the first frame's tokens are a keyframe's."""
+    times = torch.arange(11.0).expand(2, 1, -1)
+    video = Modality(
+        latent=randn(2, 75, 8),
+        sigma=torch.tensor([0.1, 0.7]),
+        timesteps=randn(2, 75, seed=4),
+        positions=torch.stack([places(), places() + 1], -1).expand(2, -1, -1, -1),
+        context=randn(2, TEXT, 16, seed=2),
+        attention_mask=(randn(2, 75, 75, seed=8) > -1).float() if masked else None,
+        keyframes_mask=(torch.arange(75) < HEIGHT * WIDTH).float().expand(2, -1)[..., None],
+    )
+    audio = Modality(
+        latent=randn(2, 11, 6, seed=5),
+        sigma=torch.tensor([0.2, 0.6]),
+        timesteps=randn(2, 11, seed=6),
+        positions=torch.stack([times, times + 1], -1),
+        context=randn(2, TEXT, 16, seed=7),
+    )
+    return {"video": video, "audio": audio if has_audio else None}
+
+
 _BOTH = ("hidden_states", "encoder_hidden_states")
 
 
 def _case(
-    make: type[torch.nn.Module], inputs: Callable[[], Inputs], differentiated: tuple[str, ...] = _BOTH
+    make: Callable[[], torch.nn.Module], inputs: Callable[[], Inputs], differentiated: tuple[str, ...] = _BOTH
 ) -> Case:
     """Their checkpointing is a call of torch's within the model, and there is none to turn on here."""
     return Case(lambda: randomize(make()), inputs, differentiated, lambda model: None)
@@ -112,6 +142,11 @@ AUTHORS = {
     "LTX-Video, its authors', time per token": _case(Transformer3DModel, lambda: ltx_inputs(True)),
     "Open-Sora-Plan, its authors'": _case(OpenSoraT2V_v1_3, open_sora_plan_inputs),
     "Kandinsky 5, its authors'": _case(DiffusionTransformer3D, kandinsky5_inputs, ("x", "text_embed")),
+    "LTX-2, its authors'": _case(LTXModel, ltx2_inputs, ("video.latent", "video.context", "audio.latent")),
+    "LTX-2, its authors', masked, no audio": _case(
+        partial(LTXModel, has_audio=False), lambda: ltx2_inputs(False, True), ("video.latent",)
+    ),
+    "Latte, its authors'": _case(Latte, latte_inputs, ("x",)),
     "Step-Video, its authors'": _case(StepVideoModel, step_video_inputs),
     "SkyReels-V2, its authors'": _case(
         skyreels_v2.WanModel, lambda: skyreels_v2_inputs(forcing=False), ("x", "context")

@@ -19,7 +19,7 @@ class Case:
     inputs: Callable[[], Inputs]
     """Arguments of its forward for a batch of two, floating-point ones in fp32."""
     differentiated: tuple[str, ...] = ("hidden_states",)
-    """Inputs whose gradient is compared besides the parameters'."""
+    """Inputs, by their paths, whose gradient is compared besides the parameters'."""
     enable_checkpointing: Callable[[nn.Module], None] = lambda model: model.enable_gradient_checkpointing()
     """How its users turn on the checkpointing that the model brings along."""
 
