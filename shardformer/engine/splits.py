@@ -127,6 +127,8 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: E
     def gather(output: Tensor, what: str) -> Tensor:
         """[..., S/P at dim, ...] → [..., S at dim, ...], with text before or behind it if the entry says so."""
         splits, text = tokens.state.splits, []
+        if splits is not None and entry.frames:
+            splits = tuple(size // tokens.state.unit for size in splits)
         if splits is None and tokens.state.is_known:
             raise ValueError(
                 f"the policy gathers {what}, but nothing was split in this forward: the module that splits was left "
@@ -211,7 +213,8 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitS
 
     for _name, module in find(model, entry.module):
         signature = inspect.signature(module.forward)
-        if entry.argument.split(".")[0] in signature.parameters:
+        takes_any = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
+        if takes_any or entry.argument.split(".")[0] in signature.parameters:
             change_arguments(module, signature, change, undo)
 
 
@@ -274,6 +277,10 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
         # Its share follows from tokens that were split before it.
         tokens.check_known(what)
     if frames:
+        places = tensor.shape[entry.dim % tensor.dim() + 1 : -1]
+        if known is None and places:  # tokens that are kept as a grid tell of themselves how many a frame has
+            tokens.state.unit, tokens.state.may_be_empty = math.prod(places), entry.may_be_empty
+            known = tokens.share(total * tokens.state.unit, what)
         unit = tokens.state.unit
         if known is None or total * unit != sum(known):
             raise ValueError(

@@ -44,7 +44,8 @@ class SplitInput:
     ndim: int | None = None
     # Text tokens stand before or after the video tokens along `dim`: they stay, on every rank.
     text: Text | None = None
-    # `dim` holds frames in place of tokens; the policy has `frames`.
+    # `dim` holds frames in place of tokens. The policy has `frames`, or this is the first that is split and keeps its
+    # tokens as a grid, [B, T, H, W, C].
     frames: bool = False
     # Whether the module's own code runs on a rank whose share is empty; the policy has `frames`.
     may_be_empty: bool = True
@@ -75,6 +76,8 @@ class GatherOutput:
     dim: int = 1
     index: int | None = None
     text: Text | None = None
+    # `dim` holds frames in place of tokens.
+    frames: bool = False
     # The model goes on with whole tensors, and what is split behind this module may have another number of tokens.
     ends: bool = False
 
@@ -328,5 +331,5 @@ class Policy:
         )
 
     def __post_init__(self) -> None:
-        if self.frames is None and not all(entry.may_be_empty for entry in self.split_inputs):
+        if self.frames is None and not all(entry.may_be_empty or entry.frames for entry in self.split_inputs):
             raise ValueError("may_be_empty=False is for shares of whole frames; the policy has no `frames`")

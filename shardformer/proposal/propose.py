@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -208,4 +209,4 @@ def _code(value: Any) -> str:
         return "(\n" + "".join(f"        {_code(each)},\n" for each in value) + "    )"
     if isinstance(value, tuple):
         return f"({', '.join(map(_code, value))}{',' if len(value) == 1 else ''})"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
