@@ -31,7 +31,7 @@ from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
-from shardformer.engine.tokens import Tokens
+from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.functions import replace_function
 from shardformer.modeling import redirect_attention
 from shardformer.modeling.attention import Attention, running_attention
@@ -252,7 +252,7 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         else:
             out = kernels.spread(share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits)
             out = _of_padding(out, read)
-        return gather_forward_reduce_scatter_backward(out, group, 1, splits=splits)
+        return mark_own(gather_forward_reduce_scatter_backward(out, group, 1, splits=splits), False)
 
     return attention
 

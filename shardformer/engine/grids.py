@@ -31,7 +31,7 @@ from opensora_accel.communications import (
     split_forward_gather_backward,
 )
 from shardformer.engine.hooks import change_arguments, change_output
-from shardformer.engine.tokens import Tokens
+from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.paths import check_argument, find
 from shardformer.policy.base import GatherGrid, Grid, Policy
 
@@ -242,6 +242,6 @@ def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str, und
         )
         # What follows in this forward has whole grids again.
         tokens.state.spread = None
-        return layout.fold(whole)
+        return mark_own(layout.fold(whole), False)
 
     change_output(module, change, undo)

@@ -150,9 +150,9 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: E
         # the same on every rank, has the same gradient on every rank, and that average leaves it as it is.
         output = gather_forward_split_backward(output, tokens.group, entry.dim, "up", splits=splits)
         tokens.state.have_ended = entry.ends
-        if not text:
-            return output
-        return torch.cat([*text, output] if entry.text == "first" else [output, *text], entry.dim)
+        if text:
+            output = torch.cat([*text, output] if entry.text == "first" else [output, *text], entry.dim)
+        return mark_own(output, False)
 
     for name, module in find(model, entry.module):
 
@@ -277,6 +277,7 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
         # Its share follows from tokens that were split before it.
         tokens.check_known(what)
     if frames:
+        assert isinstance(entry, SplitInput)
         places = tensor.shape[entry.dim % tensor.dim() + 1 : -1]
         if known is None and places:  # tokens that are kept as a grid tell of themselves how many a frame has
             tokens.state.unit, tokens.state.may_be_empty = math.prod(places), entry.may_be_empty

@@ -46,6 +46,8 @@ def is_own(tensor: Tensor) -> bool:
 
 def mark_own(tensor: Tensor, own: bool = True) -> Tensor:
     """The tensor [...], marked as made of this rank's own tokens, or as the same on all ranks."""
+    if torch.compiler.is_compiling():  # a graph is not followed
+        return tensor
     if own:
         tensor.__dict__[_OWN] = True
     else:

@@ -32,7 +32,6 @@ SKYREELS_V2 = Policy(
 SKYREELS_V2_AUTHORS = replace(
     WAN_AUTHORS,
     arguments="x t context clip_fea y fps",
-    unfit=(("enable_teacache", "it leaves out blocks, which split the tokens; make the model without it"),),
     split_inputs=(
         SplitInput("blocks.0", "x"),
         SplitInput("blocks.*", "e", dim=2, ndim=4),

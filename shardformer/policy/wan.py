@@ -87,6 +87,7 @@ WAN_ANIMATE2 = Policy(
 WAN_AUTHORS = Policy(
     models=("WanModel",),
     arguments="x t context seq_len clip_fea y",
+    unfit=(("enable_teacache", "it leaves out blocks, which split the tokens; turn it off"),),
     split_inputs=(
         SplitInput("blocks.0", "x"),
         SplitInput("blocks.*", "e", ndim=4),  # 2.2: of every token

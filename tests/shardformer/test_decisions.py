@@ -174,7 +174,7 @@ def test_a_layer_that_is_skipped_by_a_ranks_own_tokens_is_refused(ranks, decide)
 
 
 def what_every_rank_has(plan):
-    """A decision by the timestep, which every rank has, is none of one rank's tokens."""
+    """A decision by the timestep, or by the gathered output, is none of one rank's tokens."""
     init_parallel(plan)
     model = made(plan)
     block, seen = model.blocks[1], []
@@ -185,12 +185,13 @@ def what_every_rank_has(plan):
         return forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
 
     block.forward = deciding
+    model.proj_out.register_forward_hook(lambda *call: seen.append(bool(call[-1].abs().mean() > 1e-9)))
     model(**moved(0))[0].sum().backward()
     return seen
 
 
 def test_a_decision_by_what_every_rank_has_is_taken(ranks):
-    assert ranks(2, what_every_rank_has, Plan(ulysses=2)) == [[True]] * 2
+    assert ranks(2, what_every_rank_has, Plan(ulysses=2)) == [[True, True]] * 2
 
 
 class LeftOut(WanAttentionBlock):

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from functools import partial
 
 import diffusers
 import pytest
@@ -16,6 +17,8 @@ from opensora_accel import Plan, init_parallel
 from shardformer.policy import find_policy, has_policy, tables_named
 from shardformer.policy.hunyuan_video import HUNYUAN_VIDEO
 from shardformer.policy.wan import WAN
+from tests.authors_models import skyreels_v2
+from tests.authors_models.step_video import StepVideoModel
 from tests.models import wan, wan_inputs
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.tolerances import RELATIVE
@@ -183,6 +186,27 @@ def test_code_of_somebody_else_within_the_model_is_refused(change, what):
     change(model)
     with pytest.raises(ValueError, match=f"{what} is of tests.shardformer.test_identity"):
         find_policy(model)
+
+
+def with_teacache():
+    model = skyreels_v2.WanModel()
+    model.enable_teacache = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            partial(StepVideoModel, parallel=True),
+            "its parallel is True, and it splits its tokens by itself then",
+        ),
+        (with_teacache, "its enable_teacache is True, and it leaves out blocks, which split the tokens"),
+    ],
+)
+def test_a_setting_of_authors_models_that_no_table_serves_is_told(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        find_policy(make())
 
 
 class OwnProcessor(WanAttnProcessor):
