@@ -28,6 +28,7 @@ from opensora_accel.verify.communication.operators import (
     calls_of,
     tensors_in,
 )
+from opensora_accel.wrapping import ReplacedParameter
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 # Namespaces whose operators are looked at as they are; others are run in parts, where they have any.
@@ -151,6 +152,8 @@ class _GradientStorages:
                 found |= names
         # A loop may communicate `.grad` itself, which nothing was copied into.
         for name, parameter in self._parameters.items():
+            if isinstance(parameter, ReplacedParameter):
+                continue  # it has no gradient, and says so by an error
             if parameter.grad is not None and _storage(parameter.grad) in wanted:
                 found.add(name)
         return found
