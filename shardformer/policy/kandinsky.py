@@ -24,7 +24,7 @@ KANDINSKY5 = Policy(
     ),
 )
 
-# In its authors' own repository, whose clip has no batch: [S, C].
+# In its authors' own repository, whose clip has no batch: [S, C]. Of its attention engines "sdpa" is seen.
 KANDINSKY5_AUTHORS = replace(
     KANDINSKY5,
     models=("DiffusionTransformer3D",),

@@ -194,6 +194,28 @@ def test_a_decision_by_what_every_rank_has_is_taken(ranks):
     assert ranks(2, what_every_rank_has, Plan(ulysses=2)) == [[True, True]] * 2
 
 
+@torch.compile(backend="eager")
+def halved(hidden_states):
+    return (hidden_states * 0.5).tanh()
+
+
+def halving(model):
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: halved(forward(*args))
+    with torch.no_grad():
+        return model(**moved(0))[0]
+
+
+def error_with_compiled_code(plan):
+    init_parallel(plan)
+    return relative_error(halving(made(plan)), halving(made()))
+
+
+def test_a_function_that_the_model_compiles_runs_as_before(ranks):
+    assert max(ranks(2, error_with_compiled_code, Plan(ulysses=2))) < EXACT
+
+
 class LeftOut(WanAttentionBlock):
     """A block that its model's code does not call, as where a step takes the last one's result for all blocks."""
 
