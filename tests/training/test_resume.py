@@ -137,7 +137,7 @@ def found(folders, resume):
             result = find_saved_state(resume, Path("run"))
         except (ValueError, OSError) as error:
             return type(error).__name__, str(error)
-    return result and (str(result[0]), result[1]["step"])
+    return result and (str(result[0]), result[1].step)
 
 
 @pytest.fixture
