@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def write_run_page(folder: Path) -> Path:
 
 def _read_steps(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; without the last one of a run that was killed while it wrote."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if not os.path.lexists(folder / METRICS):
+        return rows  # of a run that went on at its end, in another folder
     lines = read_text(folder / METRICS, inside=folder).splitlines(keepends=True)
     for at, line in enumerate(lines, start=1):
         if not line.endswith("\n"):

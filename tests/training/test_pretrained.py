@@ -144,7 +144,9 @@ def test_weights_that_cannot_be_streamed_are_refused(tmp_path, name):
         told = r"text\.path .* cannot be loaded as T5EncoderModel \(.*model-00002"
     else:
         (tmp_path / name).write_text("{")
-        told = r"text\.path .* cannot be loaded as T5EncoderModel \(JSONDecodeError"
+        told = (
+            r"model\.safetensors\.index\.json is damaged \(Expecting property name.*; copy the folder again"
+        )
     with pytest.raises(ValueError, match=told):
         build_text_encoder(TextConfig(path=str(tmp_path)), "", 0, CPU, torch.float32)
 
