@@ -80,6 +80,8 @@ def interpreter(version: str) -> str | None:
 
 def _output(command: Sequence[str]) -> str:
     """What a command prints; nothing if it fails, as a shim of pyenv does without its version."""
+    if shutil.which(command[0]) is None:
+        return ""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     return ended.stdout.strip() if ended.returncode == 0 else ""
 
