@@ -99,9 +99,9 @@ class _Reads(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a function that the model compiles by itself is not followed
             return function(*args, **kwargs or {})
         has_own = _have_own(args) or (kwargs is not None and _have_own(kwargs.values()))
-        if has_own and function in _READS and self._decides(args[0]):
+        if has_own and function in _READS and self._decides(args[0]) and (caller := _caller()):
             raise ValueError(
-                f"{_caller()} reads a number out of one rank's tokens while {type(self._model).__name__} runs: ranks "
+                f"{caller} reads a number out of one rank's tokens while {type(self._model).__name__} runs: ranks "
                 "that decide by it, which blocks to leave out for one, would wait for each other without end. Make it "
                 "of all tokens, by shardformer.sum_over_tokens(sum of this rank's tokens); what is only logged is read "
                 "after the forward"
@@ -133,10 +133,15 @@ def _have_own(values: Iterable[Any]) -> bool:
     return False
 
 
-def _caller() -> str:
-    """The line of code that reads, outside of torch and of this project."""
+def _caller() -> str | None:
+    """The line of code that reads, outside of torch and of this project; None where FSDP does, which gathers weights.
+
+    Its buffers are empty ones that a collective writes to, as those of tokens are.
+    """
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PLACES):
+    while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).startswith(_PLACES):
+        if name.startswith("torch.distributed.fsdp."):
+            return None
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -34,7 +34,7 @@ _PLUMBING_OF_TORCH = (
         "distributed/c10d_logger.py",
         "distributed/distributed_c10d.py",
     ),
-    *("distributed/utils.py", "nn/modules/module.py", "utils/_contextlib.py"),
+    *("distributed/utils.py", "nn/modules/module.py", "overrides.py", "utils/_contextlib.py"),
     *("utils/_python_dispatch.py", "utils/_stats.py"),
 )
 _PASSES_ON = ("__torch_dispatch__", "__torch_function__", "__call__")
