@@ -46,6 +46,18 @@ class Between:
         return {**schema, "allow_inf_nan": False} if schema["type"] == "float" else schema
 
 
+@dataclass(frozen=True)
+class Short:
+    """Of an annotated text: so many characters at most. A picture with one of thousands takes minutes to lay out."""
+
+    most: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), "max_length": self.most}
+
+
+# Of a module, a group of ranks, a metric, or what else a picture shows. The longest path of a module has 100.
+Name = Annotated[str, Short(400)]
 # 300 years: what no clock tells is a damaged number.
 Seconds = Annotated[float, Between(-1e10, 1e10)]
 Duration = Annotated[float, Between(0.0, 1e10)]

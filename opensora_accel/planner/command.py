@@ -207,7 +207,11 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--report", type=Path, metavar="FILE", help="a page with pictures")
     out.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table (8)")
     out.add_argument(
-        "--seconds", type=float, default=35.0, metavar="S", help="trace no further finalist after these (35)"
+        "--seconds",
+        type=float,
+        default=35.0,
+        metavar="S",
+        help="trace no further finalist after these (35; inf: trace all)",
     )
     return parser
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
 
-from opensora_accel.documents import Amount, Count, Duration, Ranks, Seconds, open_plain, parse
+from opensora_accel.documents import Amount, Count, Duration, Name, Ranks, Seconds, open_plain, parse
 
 # Regions of a step, in the order in which they are shown.
 REGIONS = (
@@ -68,10 +68,10 @@ _NOBODY: Mapping[int, int] = {}
 class Span(NamedTuple):
     """Work of one region: [start_s, end_s)."""
 
-    region: str
+    region: Name
     # Of the module, or what it is about.
-    name: str
-    phase: str
+    name: Name
+    phase: Name
     start_s: Seconds
     end_s: Seconds
 
@@ -80,11 +80,11 @@ class CommunicationCall(NamedTuple):
     """A collective, or one end of a message, on one rank."""
 
     # As in `opensora_accel.verify.communication.operators.Call`: "all-reduce", "send", ...
-    kind: str
+    kind: Name
     # Of the mesh: "ulysses", "dp_shard", "mixed", ...; "" for a group that is none of the registered ones.
-    axis: str
+    axis: Name
     # Which of `RunRecord.groups`.
-    group: str
+    group: Name
     start_s: Seconds
     end_s: Seconds
     # What compute waited for it.
@@ -100,7 +100,7 @@ class MemorySample(NamedTuple):
     """Live bytes by kind (`KINDS`) at one time. Those on the host are not part of the device's."""
 
     time_s: Seconds
-    bytes_by_kind: Mapping[str, Count]
+    bytes_by_kind: Mapping[Name, Count]
     # Of CUDA's allocator: what it has of the device, and what of that lies free between pieces in use.
     reserved_bytes: Count | None = None
     fragmented_bytes: Count | None = None
@@ -120,7 +120,7 @@ class StepRecord:
     start_s: Seconds
     end_s: Seconds
     # Numbers that the loop gave: loss, tokens (of this rank), grad_norm, ...
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[Name, float] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     calls: Sequence[CommunicationCall] = ()
     memory: Sequence[MemorySample] = ()
@@ -140,9 +140,9 @@ class RunRecord:
     rank: Ranks
     world_size: Ranks
     # This rank's place on each axis of the mesh.
-    coordinates: Mapping[str, Ranks] = field(default_factory=dict)
+    coordinates: Mapping[Name, Ranks] = field(default_factory=dict)
     # Global ranks of every group that this rank is in.
-    groups: Mapping[str, Sequence[Ranks]] = field(default_factory=dict)
+    groups: Mapping[Name, Sequence[Ranks]] = field(default_factory=dict)
     # `Plan.to_dict()`, or nothing.
     plan: Mapping[str, Any] = field(default_factory=dict)
     # class, num_parameters, num_blocks.
@@ -156,9 +156,9 @@ class RunRecord:
     peak_flops: Amount | None = None
     peak_flops_source: str = ""
     # Bytes per second of the links, by axis, measured or given.
-    link_bytes_per_s: Mapping[str, Amount] = field(default_factory=dict)
+    link_bytes_per_s: Mapping[Name, Amount] = field(default_factory=dict)
     # Regions whose spans run beside compute, on queues of their own: a GPU's copies. They take no time of the step.
-    beside_compute: Sequence[str] = field(default_factory=list)
+    beside_compute: Sequence[Name] = field(default_factory=list)
     # How far this rank's clock may be off rank 0's.
     clock_error_s: Duration = 0.0
     # Seconds since 1970 at the run's start.
