@@ -31,6 +31,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -151,6 +152,22 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): whole(each) for name, each in model.named_parameters() if each.requires_grad}
 
 
+def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
+    """Watches the first input [B, S/P, C] of a layer within a block; what is returned gives S/P of every rank.
+
+    Every rank has to call it.
+    """
+    seen = [0]
+    layer.register_forward_pre_hook(lambda _layer, args: seen.__setitem__(0, args[0].shape[1]))
+
+    def of_all_ranks() -> list[int]:
+        found = [0] * dist.get_world_size()
+        dist.all_gather_object(found, seen[0])
+        return found
+
+    return of_all_ranks
+
+
 def stand_in(*packages: str, given: Mapping[str, Any] | None = None) -> None:
     """Makes packages that are not installed importable: whatever is asked of them is a mock that is never to matter.
 
@@ -188,6 +205,18 @@ class _StandIn(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         # A class, so that it can be derived from, named in annotations and called.
-        found = type(name, (mock.MagicMock,), {})
+        found = _AnyClass(name, (_Anything,), {})
         setattr(self, name, found)
         return found
+
+
+class _AnyClass(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+class _Anything(mock.MagicMock, metaclass=_AnyClass):
+    def __init__(self, *_args: Any, **kwargs: Any):
+        super().__init__(**kwargs)  # a mock would take the first argument for what it is to look like
