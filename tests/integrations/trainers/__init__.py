@@ -143,15 +143,6 @@ def plain_name(name: str) -> str:
     return name
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {plain_name(name): whole(each.grad) for name, each in named if each.grad is not None}
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(name): whole(each) for name, each in model.named_parameters() if each.requires_grad}
-
-
 def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
     """Watches the first input [B, S/P, C] of a layer within a block; what is returned gives S/P of every rank.
 
@@ -166,6 +157,15 @@ def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
         return found
 
     return of_all_ranks
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {plain_name(name): whole(each.grad) for name, each in named if each.grad is not None}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(name): whole(each) for name, each in model.named_parameters() if each.requires_grad}
 
 
 def stand_in(*packages: str, given: Mapping[str, Any] | None = None) -> None:
