@@ -6,7 +6,7 @@ and losses are those that it logs. The loop ends when the second step is logged,
 
 Put in the place of its own: packages that are not installed, and its data backends, of which one stands there that
 deals clips of random latents to data ranks. Of its model families Wan alone is known, as it imports all of them to know
-their options. FSDP2's plugin of accelerate refuses a CPU, and is told that there is something else.
+their options. accelerate takes its FSDP2 plugin where there is an accelerator, and here on CPUs, too.
 
 Where `context_parallel_size` is above 1 draws are seeded by data rank and step. On one process they are not, so there
 the harness does that. A reference for two data ranks accumulates the clips of both, with the draws of both.
