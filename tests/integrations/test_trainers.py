@@ -1,9 +1,12 @@
 """The patches of docs/integrations for other people's trainers, and the policy that one of them comes with.
 
 The trainers' code is not here. With OPENSORA_ACCEL_TRAINERS, a folder of their checkouts by the names of their
-repositories, `make prove` sees that each patch applies to its trainer.
+repositories, `make prove` sees that each patch applies to its trainer, and that the patched trainer, run by its program
+of tests/integrations/trainers, takes the steps that the trainer takes on one process.
 """
 
+import functools
+import importlib
 import os
 import re
 import subprocess
@@ -18,6 +21,7 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.verify.on_cpu import LiftOperations
 from tests.authors_models.diffsynth import WanTrainingModule
 from tests.authors_models.wan import TEXT
+from tests.integrations import trainers
 from tests.integrations.pages import ROOT, programs
 from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE, relative_errors
@@ -31,7 +35,16 @@ REPOSITORIES = {
     "nemo_automodel.md": "Automodel",
     "fastvideo.md": "FastVideo",
 }
+# Where each page's new file lies in the checkout.
+POLICY_FILES = {
+    "diffsynth_studio.md": "examples/wanvideo/model_training/diffsynth_policy.py",
+    "simpletuner.md": "simpletuner/helpers/training/sequence_policies.py",
+    "fastvideo.md": "fastvideo/models/loader/sequence_policies.py",
+}
 MOST_LINES_OF_A_PATCH, MOST_LINES_OF_A_POLICY = 15, 40
+CHECKED_OUT = pytest.mark.skipif(
+    CHECKOUTS is None, reason="OPENSORA_ACCEL_TRAINERS names no folder of checkouts"
+)
 
 
 def patch_of(page):
@@ -63,12 +76,77 @@ def test_what_a_patch_imports_of_this_toolkit_is_there(page):
         exec(line, {})
 
 
+def checkout_of(page):
+    """The checkout of a page's trainer.
+
+    Skips where the folder that was named has none.
+    """
+    checkout = Path(CHECKOUTS) / REPOSITORIES[page]
+    if not checkout.is_dir():
+        pytest.skip(f"{CHECKOUTS} has no {REPOSITORIES[page]}")
+    return checkout
+
+
 @PROVE
-@pytest.mark.skipif(CHECKOUTS is None, reason="OPENSORA_ACCEL_TRAINERS names no folder of checkouts")
+@CHECKED_OUT
 @pytest.mark.parametrize("page", REPOSITORIES)
 def test_a_patch_applies_to_its_trainer(page):
-    checked = git_apply(patch_of(page), "--check", folder=Path(CHECKOUTS) / REPOSITORIES[page])
+    checked = git_apply(patch_of(page), "--check", folder=checkout_of(page))
     assert checked.returncode == 0, checked.stderr
+
+
+def cases():
+    """Every case of every program, by its page."""
+    for page in REPOSITORIES:
+        program = page.removesuffix(".md")
+        if (Path(trainers.__file__).parent / f"{program}.py").exists():
+            found = importlib.import_module(f"tests.integrations.trainers.{program}").CASES
+            for name in found:
+                yield pytest.param(page, found[name], id=f"{program}, {name}")
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """`copies(page)`: the trainer as it is, and as its page patches it."""
+
+    @functools.cache
+    def make(page):
+        folder = tmp_path_factory.mktemp("trainer")
+        plain, patched = (trainers.copy_of(checkout_of(page), folder / name) for name in ("plain", "patched"))
+        applied = git_apply(patch_of(page), folder=patched)
+        assert applied.returncode == 0, applied.stderr
+        if page in POLICY_FILES:
+            (patched / POLICY_FILES[page]).write_text(programs(page)[0], encoding="utf-8")
+        return plain, patched
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_process(copies, tmp_path_factory):
+    """`one_process(page, options)`: the steps of the trainer as it is, run once for all cases that ask for them."""
+
+    @functools.cache
+    def run_once(page, options):
+        folder = tmp_path_factory.mktemp("reference")
+        return trainers.run(page.removesuffix(".md"), copies(page)[0], 1, dict(options), folder)
+
+    return run_once
+
+
+@PROVE
+@CHECKED_OUT
+@pytest.mark.parametrize(("page", "case"), list(cases()))
+def test_a_patched_trainer_takes_the_steps_of_one_process(page, case, copies, one_process, tmp_path):
+    expected = one_process(page, tuple(case.reference.items()))
+    assert any(gradient.any() for gradient in expected.gradients[-1].values())
+    found = trainers.run(page.removesuffix(".md"), copies(page)[1], case.ranks, case.options, tmp_path)
+    errors = found.errors(expected)
+    told = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    print(
+        f"\n{page}: {len(expected.gradients)} steps, {len(expected.gradients[0])} gradients, {found.tokens}: {told}"
+    )
+    assert max(errors.values()) < RELATIVE[torch.float64], told
 
 
 # The policy for DiffSynth-Studio, on a stand-in of the same names
