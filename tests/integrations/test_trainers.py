@@ -136,7 +136,7 @@ def one_process(copies, tmp_path_factory):
 
 @PROVE
 @CHECKED_OUT
-@pytest.mark.parametrize(("page", "case"), cases())
+@pytest.mark.parametrize(("page", "case"), list(cases()))
 def test_a_patched_trainer_takes_the_steps_of_one_process(page, case, copies, one_process, tmp_path):
     expected = one_process(page, tuple(case.reference.items()))
     assert any(gradient.any() for gradient in expected.gradients[-1].values())
