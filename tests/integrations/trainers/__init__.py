@@ -15,6 +15,7 @@ see the same clips and draw the same noise, so the two have to be equal. This is
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,13 +25,14 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -63,6 +65,8 @@ class Steps:
     losses: list[float] = field(default_factory=list)
     # Of each rank, the tokens that it held.
     tokens: list[int] = field(default_factory=list)
+    # Of each rank, the noise and timesteps that it drew for the first step.
+    draws: list[list[Tensor]] = field(default_factory=list)
 
     def errors(self, expected: Steps) -> dict[str, float]:
         """The largest relative error of gradients, weights, norms and losses, of those that `expected` has."""
@@ -149,6 +153,32 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): whole(each) for name, each in model.named_parameters() if each.requires_grad}
+
+
+def of_each_rank(value: Any) -> list[Any]:
+    """What each rank gives, in order: every rank has to call it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def drawn(*functions: str) -> Iterator[list[Tensor]]:
+    """What functions of torch return within it, `"randn_like"`, in fp64: a trainer's noise and timesteps."""
+    draws = []
+
+    def noted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def draw(*args: Any, **kwargs: Any) -> Tensor:
+            value = function(*args, **kwargs)
+            draws.append(value.to(torch.float64, copy=True))
+            return value
+
+        return draw
+
+    with mock.patch.multiple(torch, **{name: noted(getattr(torch, name)) for name in functions}):
+        yield draws
 
 
 def stand_in(*packages: str, given: Mapping[str, Any] | None = None) -> None:
