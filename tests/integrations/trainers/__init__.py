@@ -191,11 +191,13 @@ def stand_in(*packages: str, given: Mapping[str, Any] | None = None) -> None:
     """Makes packages that are not installed importable: whatever is asked of them is a mock that is never to matter.
 
     Args:
-        packages: top-level names. One that is installed is left alone.
+        packages: top-level names. One that is installed is left alone; a folder of the checkout is not one.
         given: attributes by their full name, `"wandb.run"`, for those that do matter.
     """
-    absent = {name for name in packages if importlib.util.find_spec(name) is None}
-    sys.meta_path.append(_StandIns(absent, dict(given or {})))
+    specs = {name: importlib.util.find_spec(name) for name in packages}
+    # A folder without an __init__.py has no origin.
+    absent = {name for name, spec in specs.items() if spec is None or spec.origin is None}
+    sys.meta_path.insert(0, _StandIns(absent, dict(given or {})))
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
