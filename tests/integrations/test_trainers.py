@@ -41,6 +41,16 @@ POLICY_FILES = {
     "simpletuner.md": "simpletuner/helpers/training/sequence_policies.py",
     "fastvideo.md": "fastvideo/models/loader/sequence_policies.py",
 }
+# By the script that a page's patch is written for, the others that the page says it fits, with `patch -p1`.
+ALSO_PATCHED = {
+    "videox_fun.md": (
+        "scripts/wan2.1/train.py",
+        [
+            "scripts/wan2.1/train_lora.py",
+            *(f"scripts/wan2.1_fun/{name}.py" for name in ("train", "train_lora", "train_control")),
+        ],
+    ),
+}
 MOST_LINES_OF_A_PATCH, MOST_LINES_OF_A_POLICY = 15, 40
 CHECKED_OUT = pytest.mark.skipif(
     CHECKOUTS is None, reason="OPENSORA_ACCEL_TRAINERS names no folder of checkouts"
@@ -95,14 +105,26 @@ def test_a_patch_applies_to_its_trainer(page):
     assert checked.returncode == 0, checked.stderr
 
 
-def cases():
-    """Every case of every program, by its page."""
+def all_programs():
+    """Each page that has a program, with that."""
     for page in REPOSITORIES:
         program = page.removesuffix(".md")
         if (Path(trainers.__file__).parent / f"{program}.py").exists():
-            found = importlib.import_module(f"tests.integrations.trainers.{program}").CASES
-            for name in found:
-                yield pytest.param(page, found[name], id=f"{program}, {name}")
+            yield page, importlib.import_module(f"tests.integrations.trainers.{program}")
+
+
+def cases():
+    """Every case of every program, by its page."""
+    for page, program in all_programs():
+        for name, case in program.CASES.items():
+            yield pytest.param(page, case, id=f"{page.removesuffix('.md')}, {name}")
+
+
+def cases_of_two_clips():
+    """By its page, the cases of each program that has any of 4 ranks, of which two share a clip."""
+    for page, program in all_programs():
+        for name, case in getattr(program, "TWO_CLIPS", {}).items():
+            yield pytest.param(page, case, id=f"{page.removesuffix('.md')}, {name}")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +137,13 @@ def copies(tmp_path_factory):
         plain, patched = (trainers.copy_of(checkout_of(page), folder / name) for name in ("plain", "patched"))
         applied = git_apply(patch_of(page), folder=patched)
         assert applied.returncode == 0, applied.stderr
+        named, scripts = ALSO_PATCHED.get(page, ("", []))
+        for script in scripts:
+            moved = patch_of(page).replace(named, script)
+            applied = subprocess.run(
+                ["patch", "-p1"], input=moved, capture_output=True, text=True, cwd=patched
+            )
+            assert applied.returncode == 0, applied.stdout
         if page in POLICY_FILES:
             (patched / POLICY_FILES[page]).write_text(programs(page)[0], encoding="utf-8")
         return plain, patched
@@ -147,6 +176,21 @@ def test_a_patched_trainer_takes_the_steps_of_one_process(page, case, copies, on
         f"\n{page}: {len(expected.gradients)} steps, {len(expected.gradients[0])} gradients, {found.tokens}: {told}"
     )
     assert max(errors.values()) < RELATIVE[torch.float64], told
+
+
+@PROVE
+@CHECKED_OUT
+@pytest.mark.parametrize(("page", "case"), list(cases_of_two_clips()))
+def test_ranks_of_a_clip_draw_alike_and_those_of_another_otherwise(page, case, copies, tmp_path):
+    """Noise and timesteps of the first step, draw by draw, on 4 ranks."""
+    first, second, third, fourth = trainers.run(
+        page.removesuffix(".md"), copies(page)[1], case.ranks, case.options, tmp_path
+    ).draws
+    # Noise and timesteps at least.
+    assert len(first) >= 2
+    for one, other in ((first, second), (third, fourth)):
+        assert all(map(torch.equal, one, other))
+    assert not any(map(torch.equal, first, third))
 
 
 # The policy for DiffSynth-Studio, on a stand-in of the same names

@@ -15,6 +15,7 @@ see the same clips and draw the same noise, so the two have to be equal. This is
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from torch.distributed.tensor import DTensor
 from tests.integrations.pages import ROOT
 from tests.tolerances import relative_error, relative_errors
 
-TIMEOUT_S = 300
+# Runs take 10 to 60 s on two cores of their own.
+TIMEOUT_S = 1200
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Steps:
     losses: list[float] = field(default_factory=list)
     # Of each rank, the tokens that it held.
     tokens: list[int] = field(default_factory=list)
+    # Of each rank, the noise and timesteps that it drew for the first step.
+    draws: list[list[Tensor]] = field(default_factory=list)
 
     def errors(self, expected: Steps) -> dict[str, float]:
         """The largest relative error of gradients, weights, norms and losses, of those that `expected` has."""
@@ -105,15 +109,20 @@ def run(program: str, checkout: Path, ranks: int, options: Mapping[str, Any], fo
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), "-m", f"tests.integrations.trainers.{program}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    launcher = subprocess.Popen(
         [*command, str(checkout), str(out), json.dumps(dict(options))],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
         env=environment,
-        timeout=TIMEOUT_S,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    try:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # torchrun ends its ranks; killed, it would leave them
+        told, _ = launcher.communicate()
+    assert launcher.returncode == 0, told[-6000:]
     return torch.load(out, weights_only=False)
 
 
@@ -168,15 +177,43 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): whole(each) for name, each in model.named_parameters() if each.requires_grad}
 
 
+def of_each_rank(value: Any) -> list[Any]:
+    """What each rank gives, in order: every rank has to call it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def drawn(*functions: str) -> Iterator[list[Tensor]]:
+    """What functions of torch return within it, `"randn_like"`, in fp64: a trainer's noise and timesteps."""
+    draws = []
+
+    def noted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def draw(*args: Any, **kwargs: Any) -> Tensor:
+            value = function(*args, **kwargs)
+            draws.append(value.to(torch.float64, copy=True))
+            return value
+
+        return draw
+
+    with mock.patch.multiple(torch, **{name: noted(getattr(torch, name)) for name in functions}):
+        yield draws
+
+
 def stand_in(*packages: str, given: Mapping[str, Any] | None = None) -> None:
     """Makes packages that are not installed importable: whatever is asked of them is a mock that is never to matter.
 
     Args:
-        packages: top-level names. One that is installed is left alone.
+        packages: top-level names. One that is installed is left alone; a folder of the checkout is not one.
         given: attributes by their full name, `"wandb.run"`, for those that do matter.
     """
-    absent = {name for name in packages if importlib.util.find_spec(name) is None}
-    sys.meta_path.append(_StandIns(absent, dict(given or {})))
+    specs = {name: importlib.util.find_spec(name) for name in packages}
+    # A folder without an __init__.py has no origin.
+    absent = {name for name, spec in specs.items() if spec is None or spec.origin is None}
+    sys.meta_path.insert(0, _StandIns(absent, dict(given or {})))
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

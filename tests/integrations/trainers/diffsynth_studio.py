@@ -1,0 +1,189 @@
+"""DiffSynth-Studio's script for Wan: `examples/wanvideo/model_training/train.py --task sft:train`, as a command.
+
+Run of the trainer are the script itself, its WanModel (two blocks, 3 heads, fp64), loss, checkpointing, schedule, loop
+and what its logger saves, on six random clips as the first half of their split training leaves them in a cache.
+
+Stood in for are
+- `WanVideoPipeline.from_pretrained`, which downloads; packages that read images and sound; einops, by functorch's;
+- AdamW, by SGD with momentum: a gradient that is rounding alone moves a parameter of AdamW as far as any other;
+- flash-attn, where a case asks for it, by torch's attention under its name and signature;
+- the order of clips: `os.listdir` sorts, and the loader has a generator, so that all processes read the same clips;
+- the seed of noise and timesteps, for one process. The script seeds nothing, and the patch does, by the data rank.
+"""
+
+import os
+import runpy
+import sys
+import tempfile
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from opensora_accel.verify.on_cpu import LiftOperations
+from tests.integrations.trainers import (
+    Case,
+    Steps,
+    drawn,
+    gradients_of,
+    main,
+    of_each_rank,
+    stand_in,
+    weights_of,
+)
+
+FULL = "--trainable_models dit --learning_rate 0.1"
+LORA = (
+    "--lora_base_model dit --lora_rank 4 --learning_rate 1.0 --use_gradient_checkpointing_offload "
+    "--gradient_accumulation_steps 2 --dataset_repeat 2 --num_epochs 2"
+)
+
+
+def case(ranks: int, arguments: str, **options: Any) -> Case:
+    reference = {"arguments": arguments, "seed": 0, **options}
+    return Case(ranks, {"arguments": f"{arguments} --ulysses {ranks}", **options}, reference)
+
+
+CASES = {
+    "full training, ulysses 2": case(2, FULL),
+    "full training, ulysses 3": case(3, FULL),
+    "image to video, ulysses 3": case(3, FULL, model="image to video"),
+    "TI2V, ulysses 3": case(3, FULL, model="TI2V"),
+    "LoRA, ulysses 2, two clips a step, --use_gradient_checkpointing_offload": case(2, LORA),
+    "ulysses 2, a function of flash-attn's signature": case(2, FULL, flash_attn=True),
+}
+TWO_CLIPS = {"ulysses 2": Case(4, {"arguments": f"{FULL} --ulysses 2"})}
+
+# Latent frames, rows and columns of tokens: 55 to 105 tokens.
+CLIPS = [(5, 1, 11), (3, 5, 5), (2, 5, 7), (3, 5, 7), (4, 4, 5), (3, 3, 7)]
+CHANNELS, TEXT = 16, 24
+SIZES = {"dim": 36, "ffn_dim": 48, "out_dim": CHANNELS, "text_dim": TEXT, "freq_dim": 16, "eps": 1e-6}
+SIZES |= {"patch_size": (1, 2, 2), "num_heads": 3, "num_layers": 2}
+MODELS = {
+    "text to video": {"in_dim": CHANNELS, "has_image_input": False},
+    # Beside the latents stand a mask of 4 channels and the first frame.
+    "image to video": {"in_dim": 2 * CHANNELS + 4, "has_image_input": True},
+    # The first frame is in the latents, at a time of its own.
+    "TI2V": {"in_dim": CHANNELS, "has_image_input": False, "seperated_timestep": True},
+}
+
+
+def train(checkout: Path, options: dict[str, Any]) -> Steps:
+    # Accelerate looks for the backend of CPUs only where it is told to.
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    script = checkout / "examples/wanvideo/model_training/train.py"
+    sys.path.insert(0, str(script.parent))  # as where it is a command
+    import_what_is_absent(flash_attn=options.get("flash_attn", False))
+    from accelerate import Accelerator
+    from diffsynth.diffusion import ModelLogger
+    from diffsynth.pipelines.wan_video import WanModel, WanVideoPipeline
+
+    kind = options.get("model", "text to video")
+    steps, modules, tokens = Steps(), [], []
+
+    def pipeline(*_: Any, **__: Any) -> WanVideoPipeline:
+        torch.manual_seed(0)
+        made = WanVideoPipeline(device="cpu", torch_dtype=torch.float64)
+        made.dit = WanModel(**SIZES, **MODELS[kind]).double()
+        return made
+
+    def start_logger(logger: ModelLogger, *args: Any, **kwargs: Any) -> None:
+        # Behind the model, where the patch has its line.
+        if "seed" in options:
+            torch.manual_seed(options["seed"])
+        make_logger(logger, *args, **kwargs)
+
+    def prepare(accelerator: Accelerator, module: nn.Module, *rest: Any) -> Any:
+        modules.append(module)
+        module.pipe.dit.blocks[0].register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[1]))
+        return prepare_all(accelerator, module, *rest)
+
+    class RecordedSGD(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float, weight_decay: float):
+            super().__init__(parameters, lr, momentum=0.9, weight_decay=weight_decay)
+
+        def step(self, closure: Any = None) -> None:
+            if not steps.gradients:
+                steps.tokens, steps.draws = of_each_rank(tokens[0]), of_each_rank(list(draws))
+            steps.gradients.append(gradients_of(modules[0]))
+            super().step(closure)
+
+    def end_step(logger: ModelLogger, *args: Any, loss: Tensor) -> None:
+        steps.losses.append(loss.item())
+        end(logger, *args, loss=loss)
+
+    def load(loader: DataLoader, *args: Any, **kwargs: Any) -> None:
+        make_loader(loader, *args, **{"generator": torch.Generator().manual_seed(1), **kwargs})
+
+    make_logger, end, prepare_all = ModelLogger.__init__, ModelLogger.on_step_end, Accelerator.prepare
+    make_loader, listed = DataLoader.__init__, os.listdir
+    with tempfile.TemporaryDirectory() as folder:
+        save_cache(Path(folder), kind, "--use_gradient_checkpointing_offload" in options["arguments"])
+        places = [f"--dataset_base_path={folder}", f"--output_path={folder}/out"]
+        with (
+            LiftOperations(),
+            drawn("randn_like", "randint") as draws,
+            mock.patch("sys.argv", [str(script), *places, "--task=sft:train", *options["arguments"].split()]),
+            mock.patch("os.listdir", lambda path: sorted(listed(path))),
+            mock.patch("torch.optim.AdamW", RecordedSGD),
+            mock.patch.object(WanVideoPipeline, "from_pretrained", pipeline),
+            mock.patch.multiple(ModelLogger, __init__=start_logger, on_step_end=end_step),
+            mock.patch.object(Accelerator, "prepare", prepare),
+            mock.patch.object(DataLoader, "__init__", load),
+        ):
+            runpy.run_path(str(script), run_name="__main__")
+    steps.weights = weights_of(modules[0])
+    return steps
+
+
+def import_what_is_absent(*, flash_attn: bool) -> None:
+    """Packages that are not installed, and flash-attn where a case asks for it."""
+    # Before there are stand-ins, as transformers looks for packages itself.
+    import peft  # noqa: F401
+    from functorch.einops import rearrange
+    from transformers import Wav2Vec2Processor  # noqa: F401
+
+    absent = ("einops", "ftfy", "imageio", "librosa", "modelscope", "pandas", "torchaudio", "torchvision")
+    stand_in(*absent, given={"einops.rearrange": rearrange})
+    if flash_attn:
+        kernel = types.ModuleType("flash_attn")
+        kernel.__spec__ = ModuleSpec("flash_attn", None)
+        kernel.flash_attn_func = attend
+        sys.modules["flash_attn"] = kernel
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, S, H, D], as flash-attn takes them."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def save_cache(folder: Path, kind: str, offload: bool) -> None:
+    """The clips as `sft:data_process` saves them, options of checkpointing included."""
+    random = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    for number, (frames, rows, columns) in enumerate(CLIPS):
+        size = (frames, 2 * rows, 2 * columns)
+        shared = {"input_latents": normal(1, CHANNELS, *size), "cfg_scale": 1, "cfg_merge": False}
+        shared |= {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": offload}
+        if kind == "image to video":
+            shared |= {"clip_feature": normal(1, 257, 1280), "y": normal(1, CHANNELS + 4, *size)}
+        elif kind == "TI2V":
+            shared |= {
+                "first_frame_latents": normal(1, CHANNELS, 1, *size[1:]),
+                "fuse_vae_embedding_in_latents": True,
+            }
+        torch.save((shared, {"context": normal(1, 7, TEXT)}, {}), folder / f"{number}.pth")
+
+
+if __name__ == "__main__":
+    main(train)
