@@ -152,6 +152,15 @@ def plain_name(name: str) -> str:
     return name
 
 
+def of_each_rank(value: Any) -> list[Any]:
+    """What each rank gives, in order: every rank has to call it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
     """Watches the first input [B, S/P, C] of a layer within a block; what is returned gives S/P of every rank.
 
@@ -159,13 +168,7 @@ def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
     """
     seen = [0]
     layer.register_forward_pre_hook(lambda _layer, args: seen.__setitem__(0, args[0].shape[1]))
-
-    def of_all_ranks() -> list[int]:
-        found = [0] * dist.get_world_size()
-        dist.all_gather_object(found, seen[0])
-        return found
-
-    return of_all_ranks
+    return lambda: of_each_rank(seen[0])
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -175,15 +178,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): whole(each) for name, each in model.named_parameters() if each.requires_grad}
-
-
-def of_each_rank(value: Any) -> list[Any]:
-    """What each rank gives, in order: every rank has to call it."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @contextlib.contextmanager
