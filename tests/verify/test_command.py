@@ -143,7 +143,10 @@ def test_a_step_that_fails_on_every_mesh_is_not_told_to_be_wrong(tmp_path):
         pytest.param(
             "import no_such_package\n", "cannot be loaded (line 1): ModuleNotFoundError: No module named", marks=PROVE
         ),
-        ("import sys\nsys.exit(0)\n", 'it ends the program while it is imported; put that under `if __name__'),
+        pytest.param(
+            "import sys\nsys.exit(0)\n", "it ends the program while it is imported; put that under `if __name__",
+            marks=PROVE,
+        ),
         ("def step(model, run):\n    1 / 0\n\n\ndef model_fn():\n    1 / 0\n", "fails on a single device"),
     ],
     ids=["syntax", "name", "import", "exit", "single device"],
@@ -164,18 +167,21 @@ def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
     ("line", "ending", "arguments", "message"),
     [
         ("def model_fn():", "os._exit(0)\n", ["--mesh", "data=2"], "it ends the program while it is imported"),
-        ("    return Model()", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)"),
+        pytest.param(
+            "    return Model()", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)",
+            marks=PROVE,
+        ),
         (
             "    loss.backward()", "    os._exit(0)\n", ["--mesh", "data=2"],
             "step(model, run) ends its process: os._exit(0)",
         ),
-        (
+        pytest.param(
             "    loss.backward()", "    os._exit(0)\n", ["--only", "communication", "--world", "data=8"],
-            "step(model, run) ends its process: os._exit(0)",
+            "step(model, run) ends its process: os._exit(0)", marks=PROVE,
         ),
-        (
+        pytest.param(
             "    loss.backward()", "    sys.exit(0)\n", ["--only", "communication", "--world", "data=8"],
-            "step(model, run) ends its process: sys.exit(0)",
+            "step(model, run) ends its process: sys.exit(0)", marks=PROVE,
         ),
         (
             "    loss.backward()", "    t = threading.Thread(target=os._exit, args=(0,)); t.start(); t.join()\n",
