@@ -1,6 +1,6 @@
 """Shows whether what the Makefile installs can be installed elsewhere: other systems, processors and Pythons.
 
-    make resolve                                       # 16 environments; minutes the first time, then 20 s
+    make resolve                                       # 16 environments; 5 to 15 minutes of waiting for the index
     make resolve ARGS='--constraints my_versions.txt'
 
 A requirement that no index can meet shows on the machine that asks for it, and nowhere else. torch 2.13.0 requires
