@@ -28,7 +28,10 @@ PLANS = [
     Plan(ulysses=2, checkpoint="full", offload=1.0),
 ]
 # These leave their own graphs for the tokens' numbers, or spread a grid that each attention module changes.
-BROKEN = ("WanModel", "STDiT3", "Mochi")
+BROKEN = (
+    *("WanModel", "Wan 2.1, VideoX-Fun's", "Wan 2.2, VideoX-Fun's", "SkyReels-V2, its authors'"),
+    *("STDiT3", "Mochi"),
+)
 
 
 class Compiled:
