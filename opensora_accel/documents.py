@@ -48,7 +48,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Short:
-    """Of an annotated text: so many characters at most. A picture with one of thousands takes minutes to lay out."""
+    """Of an annotated text: so many characters at most. A picture takes seconds to lay out one of thousands."""
 
     most: int
 
@@ -56,7 +56,7 @@ class Short:
         return {**handler(source), "max_length": self.most}
 
 
-# Of a module, a group of ranks, a metric, or what else a picture shows. The longest path of a module has 100.
+# Of a module, a group of ranks, a metric, or what else a picture shows.
 Name = Annotated[str, Short(400)]
 # 300 years: what no clock tells is a damaged number.
 Seconds = Annotated[float, Between(-1e10, 1e10)]
