@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import shardformer
 from opensora_accel import Plan
 from opensora_accel import checkpoint as ck
+from tests.authors_models.latte import DIM, TransformerBlock
 from tests.checkpoint.steps import assert_identical, data, gradients
 from tests.models import wan
 
@@ -68,6 +69,30 @@ def test_compiled_blocks_move_and_match_plain_checkpointing(device):
     assert MANAGER.counters.moved == 3 and MANAGER.counters.prefetched == 3
     undo()
     assert all(block._compiled_call_impl is not None for block in ours), "compiled as it was asked to be"
+
+
+def test_a_block_is_recomputed_by_the_graph_that_its_forward_took(device):
+    torch._C._dynamo.eval_frame._set_lru_cache(True)  # as it is where nothing was compiled before
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([TransformerBlock() for _ in range(4)]).to(device)
+    x, c = (torch.randn(sizes, device=device, requires_grad=True) for sizes in ((6, 9, DIM), (6, DIM)))
+
+    def run():
+        for leaf in (x, c, *blocks.parameters()):
+            leaf.grad = None
+        hidden = x
+        for index, block in enumerate(blocks):  # over places and over frames in turn, of which there are more
+            sizes = (6, 9) if index % 2 == 0 else (9, 6)
+            hidden = block(hidden.reshape(*sizes, DIM), c.repeat(2, 1)[: sizes[0]])
+        hidden.square().mean().backward()
+        return gradients(blocks, (x, c))
+
+    expected = run()
+    ck.checkpoint_blocks(blocks, "full")
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    for found, wanted in zip(run(), expected, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_modules_that_were_compiled_before_are_wrapped_from_outside(device):

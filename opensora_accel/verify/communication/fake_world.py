@@ -27,7 +27,7 @@ from opensora_accel import parallel_states
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 
 _REAL_DTYPES = (torch.int64, torch.int32, torch.bool)
-_GIVE_WHOLE_NUMBERS = ("aten::arange", "aten::randint", "aten::randperm")
+_GIVE_WHOLE_NUMBERS = ("aten::full", "aten::arange", "aten::randint", "aten::randperm")
 
 
 class FakeFloats(FakeTensorMode):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.nn.parallel import DistributedDataParallel
@@ -130,6 +131,13 @@ def test_attention_takes_the_kernel_that_it_takes_on_real_tensors(mask, dropout)
     with FakeFloats():
         fake = choice()
     assert fake == choice() and (fake > 0) == (dropout == 0)
+
+
+def test_whole_numbers_stay_numbers():
+    with FakeFloats():
+        made = torch.full((2,), 8), torch.arange(3), torch.tensor([4]), torch.full((1,), 1) * 2
+        assert [numbers.tolist() for numbers in made] == [[8, 8], [0, 1, 2], [4], [2]]
+        assert isinstance(torch.full((2,), 8.0), FakeTensor)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 16])
