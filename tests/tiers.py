@@ -15,11 +15,12 @@ def some(values: Iterable[Any], *chosen: Any) -> list[Any]:
     return [_param((value,), value in chosen) for value in values]
 
 
-def each_once(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
-    """Every (row, column), of which `make test` has each row once and the columns in turn."""
+def each_once(rows: Iterable[Any], columns: Iterable[Any], chosen: Iterable[Any] | None = None) -> list[Any]:
+    """Every (row, column), of which `make test` has each of the chosen rows once, and the columns in turn."""
     rows, columns = list(rows), list(columns)
+    chosen = rows if chosen is None else list(chosen)
     return [
-        _param((row, column), i % len(columns) == j)
+        _param((row, column), row in chosen and i % len(columns) == j)
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
     ]

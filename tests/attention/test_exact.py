@@ -124,9 +124,7 @@ def all_self_and_cross(shape):
     return found
 
 
-@pytest.mark.parametrize(
-    "shape", some(MESHES, (2, 2), (1, 3), (3, 1)), ids=lambda shape: f"{shape[0]}x{shape[1]}"
-)
+@pytest.mark.parametrize("shape", some(MESHES, (2, 2)), ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_self_and_cross_attention(ranks, shape):
     for rank, errors in enumerate(ranks(shape[0] * shape[1], all_self_and_cross, shape)):
         wrong = {case: error for case, error in errors.items() if not error < BOUND}
@@ -192,9 +190,7 @@ def all_joint(shape):
     return {case: joint(mesh, *case[0], *case[1:]) for case in cases}
 
 
-@pytest.mark.parametrize(
-    "shape", some(MESHES, (2, 2), (1, 3), (3, 1)), ids=lambda shape: f"{shape[0]}x{shape[1]}"
-)
+@pytest.mark.parametrize("shape", some(MESHES, (2, 2)), ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_joint_attention(ranks, shape):
     for rank, errors in enumerate(ranks(shape[0] * shape[1], all_joint, shape)):
         wrong = {case: error for case, error in errors.items() if not error < BOUND}

@@ -13,6 +13,7 @@ from opensora_accel.attention import (
     usp_attention,
 )
 from tests.attention.reference import full_attention, random_inputs, weights_like
+from tests.tiers import some
 
 FACTOR = 1.2
 """Of the mean error of one call against fp64. Blocks are merged in fp32, so the output is rounded once, like that of
@@ -63,7 +64,7 @@ def compared(name, heads, dtype):
     return errors_of(single, exact), errors_of(found, exact)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("heads", some([(4, 2), (4, 4)]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("name", "num_ranks"), [("ring", 2), ("ring", 4), ("ulysses", 3), ("usp", 4)])
 def test_error_within_that_of_a_single_call(ranks, name, num_ranks, heads, dtype):

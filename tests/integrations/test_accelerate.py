@@ -147,8 +147,8 @@ def fsdp_on_cpu():
     ("plan", "fsdp"),
     [
         (Plan(ulysses=2), None),
-        (Plan(ulysses=2), "FSDP2"),
-        (Plan(ring=2, checkpoint="full"), "FSDP2"),
+        pytest.param(Plan(ulysses=2), "FSDP2", marks=PROVE),
+        pytest.param(Plan(ring=2, checkpoint="full"), "FSDP2", marks=PROVE),
         pytest.param(Plan(dp_replicate=2, ulysses=2), None, marks=PROVE),
         pytest.param(Plan(dp_replicate=2, ulysses=2), "FSDP2", marks=PROVE),
         (Plan(dp_replicate=2, ulysses=2), "HSDP"),

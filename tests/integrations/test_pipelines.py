@@ -64,7 +64,7 @@ def errors(name, options):
     return relative_error(found, expected)
 
 
-@pytest.mark.parametrize(("name", "config"), each_once(PIPELINES, CONFIGS))
+@pytest.mark.parametrize(("name", "config"), each_once(PIPELINES, CONFIGS, [*PIPELINES][:2]))
 def test_a_pipeline_generates_what_one_device_does(ranks, name, config):
     assert max(ranks(size(CONFIGS[config]), errors, name, CONFIGS[config])) < 1e-10
 

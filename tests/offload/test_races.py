@@ -9,7 +9,7 @@ from opensora_accel.offload import OffloadEngine, Queue
 from opensora_accel.offload import engine as engine_module
 from tests.offload.devices import Compute, LateQueues, RaceQueues
 from tests.offload.scenarios import SCENARIOS, engine
-from tests.tiers import PROVE
+from tests.tiers import PROVE, each_once
 
 MODES = ("full", "selective")
 
@@ -37,16 +37,14 @@ def same(found, wanted):
     return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(("scenario", "mode"), each_once(SCENARIOS, MODES))
 def test_copies_that_are_late_change_no_bit(scenario, mode):
     found, queues = run_late(scenario, mode)
     assert same(found, expected(scenario, mode))
     assert queues.freed_under_copy == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(("scenario", "mode"), each_once(SCENARIOS, MODES))
 def test_every_access_is_ordered(scenario, mode):
     assert [str(race) for race in races(scenario, mode)] == []
 

@@ -157,6 +157,7 @@ def test_train_and_profile_take_what_plan_wrote(stand_in, config_file, run):
         assert status == 2 and "the plan needs 16 ranks" in told
 
 
+@pytest.mark.prove
 def test_verify_takes_what_plan_wrote(stand_in, config_file, run):
     assert run("plan", *CLIP, *ON, "--set", "ulysses=8", "--set", "checkpoint=full", *WRITTEN)[0] == 0
     of_file = ("--config", config_file, "--plan", "plan.json")

@@ -90,7 +90,8 @@ def test_tokens_are_counted_in_latents_and_patches():
     assert named_workload("wan2.2-5b", frames=121, height=704, width=1280, batch=2).batch == 2
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ltx-video" else PROVE) for n in MODELS])
+@PROVE
+@pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_is_traced(name):
     workload = named_workload(name, frames=17, height=128, width=256)
     plan = Plan(ulysses=2, dp_shard=2, sharding="zero3", prefetch=0, checkpoint="full", precision="bf16")

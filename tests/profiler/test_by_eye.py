@@ -18,6 +18,7 @@ from opensora_accel.profiler import charts
 from tests.planner.stand_in import use_stand_ins
 from tests.profiler.synthetic import write_run
 from tests.test_doors import training_run
+from tests.tiers import each_once
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PICTURES = Path(os.environ.get("PAGES") or Path(__file__).parents[2] / "runs/pages")
@@ -85,8 +86,7 @@ def browser(width, *arguments):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: the pages are not looked at")
-@pytest.mark.parametrize("place", WIDTHS)
-@pytest.mark.parametrize("kind", ["profile", "two_profiles", "run", "plan"])
+@pytest.mark.parametrize(("kind", "place"), each_once(["profile", "two_profiles", "run", "plan"], WIDTHS))
 def test_nothing_is_cut_and_no_label_lies_over_another(pages, tmp_path, kind, place):
     page = pages[kind]
     PICTURES.mkdir(parents=True, exist_ok=True)

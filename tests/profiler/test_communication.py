@@ -96,6 +96,7 @@ def compiled(plan, folder):
     return found
 
 
+@PROVE
 def test_collectives_of_a_compiled_graph(ranks, tmp_path):
     (uncompiled, _, _) = zip(*ranks(2, sent, Plan(ulysses=2), tmp_path / "plain"), strict=True)
     for rank, found in enumerate(ranks(2, compiled, Plan(ulysses=2), tmp_path)):

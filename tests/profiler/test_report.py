@@ -221,6 +221,7 @@ def test_a_page_is_made_of_a_gigabyte_in_a_minute(tmp_path):
     assert taken_s < 60 and made_bytes < 5e6
 
 
+@PROVE
 def test_a_page_of_thousands_of_steps_stays_small(tmp_path):
     run = write_run(tmp_path / "run", "slow data", num_ranks=2, num_steps=3)
     write_report([run], tmp_path / "report.html")

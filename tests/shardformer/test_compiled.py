@@ -123,6 +123,7 @@ def in_flight(plan):
     return compare(found[1], found[0]), compiled.graphs()
 
 
+@PROVE
 def test_microbatches_in_flight(ranks):
     for errors, (num_graphs, _) in ranks(2, in_flight, Plan(ulysses=2, checkpoint="full")):
         assert max(errors.values()) < CLOSE and num_graphs > 1
@@ -183,6 +184,7 @@ def overlapped(plan):
     return errors, compiled.graphs()[1], all(torch.allclose(alone[key], expected[key]) for key in expected)
 
 
+@PROVE
 def test_overlapped_ulysses_stays_out_of_the_graph_and_unshard_takes_all_back(ranks):
     for errors, breaks, is_plain in ranks(2, overlapped, Plan(ulysses=2, overlap_ulysses=True)):
         assert max(errors) < CLOSE and is_plain

@@ -38,6 +38,7 @@ def test_the_reference_is_torchs_own_attention():
             torch.testing.assert_close(found[name], gradient.transpose(1, 2), rtol=0, atol=1e-12)
 
 
+@pytest.mark.prove
 def test_a_wrong_side_is_told_from_a_right_one():
     names = ("right", "wrong", "not_a_number", "best case ulysses", "best case ring")
     rows = run(2, *(task("errors", name, name="self") for name in names))

@@ -72,6 +72,7 @@ def test_whatever_a_stage_does_the_others_run_and_the_report_tells(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == report
 
 
+@pytest.mark.prove
 def test_a_stage_that_would_take_all_time_leaves_some_to_those_after_it(tmp_path):
     started = time.monotonic()
     # Of 20 s, 10 are for the report and 6 for the second stage.

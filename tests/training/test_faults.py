@@ -155,6 +155,7 @@ def test_a_rank_that_hangs(ranks, clips, tmp_path, undisturbed, how, fault):
     fault(f"a rank that hangs: {how}")
 
 
+@PROVE
 def test_a_rank_that_hangs_is_told_also_where_no_timeout_is_given(clips, tmp_path):
     config = dataclasses.replace(config_of(clips, tmp_path / "run"), timeout_s=0.0)
     with RankPool(2, collective_timeout_s=120, grace_s=60) as patient:

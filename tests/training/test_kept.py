@@ -433,6 +433,7 @@ def test_a_warm_run_is_the_same_to_the_bit_and_loads_nothing(ranks, small_run, p
     assert json.loads(line_of_warm)["misses"] == 0 < json.loads(line_of_cold)["stored"]
 
 
+@PROVE
 def test_a_run_with_a_damaged_entry_computes_that_one_again(ranks, small_run):
     config, cache = small_run
     ((expected, *_),) = ranks(1, train, config("cold", Plan(), cache_folder=str(cache)))

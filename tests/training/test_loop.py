@@ -141,7 +141,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("name", some(RESUMES, "one rank", "another mesh"))
+@pytest.mark.parametrize("name", some(RESUMES, "another mesh"))
 def test_a_resumed_run_is_the_run(ranks, folder, tmp_path, name):
     before, after = RESUMES[name]
     whole_run = ranks(before.world_size, trained, tiny_config(folder, tmp_path / "a", before, steps=6))[0]

@@ -73,6 +73,7 @@ def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(run, config_file, 
     assert files(tmp_path) == before
 
 
+@pytest.mark.prove
 def test_an_earlier_run_is_moved_inside_a_folder_that_cannot_be_renamed(
     run, config_file, tmp_path, monkeypatch
 ):

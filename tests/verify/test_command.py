@@ -117,6 +117,7 @@ def test_bad_calls_say_what_to_do(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@PROVE
 def test_a_step_that_fails_on_every_mesh_is_not_told_to_be_wrong(tmp_path):
     """Nothing was compared, so nothing is known of its gradients."""
     line = "        model.group = run.mesh"
@@ -166,7 +167,10 @@ def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("line", "ending", "arguments", "message"),
     [
-        ("def model_fn():", "os._exit(0)\n", ["--mesh", "data=2"], "it ends the program while it is imported"),
+        pytest.param(
+            "def model_fn():", "os._exit(0)\n", ["--mesh", "data=2"], "it ends the program while it is imported",
+            marks=PROVE,
+        ),
         pytest.param(
             "    return Model()", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)",
             marks=PROVE,
@@ -183,9 +187,10 @@ def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
             "    loss.backward()", "    sys.exit(0)\n", ["--only", "communication", "--world", "data=8"],
             "step(model, run) ends its process: sys.exit(0)", marks=PROVE,
         ),
-        (
+        pytest.param(
             "    loss.backward()", "    t = threading.Thread(target=os._exit, args=(0,)); t.start(); t.join()\n",
             ["--only", "communication", "--world", "data=8"], "a thread of the step ends the process: os._exit(0)",
+            marks=PROVE,
         ),
     ],
     ids=["import", "model_fn", "step", "step, recorded", "step by sys.exit, recorded", "thread, recorded"],
@@ -214,7 +219,7 @@ def test_a_report_of_colours_is_still_xml():
     ("signal_", "delay_s"),
     [
         pytest.param(signal.SIGINT, 0, marks=PROVE),
-        (signal.SIGINT, 3),
+        pytest.param(signal.SIGINT, 3, marks=PROVE),
         pytest.param(signal.SIGKILL, 3, marks=PROVE),
     ],
 )
