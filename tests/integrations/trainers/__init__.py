@@ -167,8 +167,22 @@ def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
     Every rank has to call it.
     """
     seen = [0]
-    layer.register_forward_pre_hook(lambda _layer, args: seen.__setitem__(0, args[0].shape[1]))
+
+    def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[0] = next(iter((*args, *kwargs.values()))).shape[1]
+
+    layer.register_forward_pre_hook(look, with_kwargs=True)
     return lambda: of_each_rank(seen[0])
+
+
+def note_step(steps: Steps, model: nn.Module, tokens: Callable[[], list[int]], draws: list[Tensor]) -> None:
+    """Behind a step's backward: its gradients; of the first step also what each rank held, and what it drew.
+
+    Every rank has to call it.
+    """
+    if not steps.gradients:
+        steps.tokens, steps.draws = tokens(), of_each_rank(list(draws))
+    steps.gradients.append(gradients_of(model))
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -30,10 +30,10 @@ from opensora_accel.verify.on_cpu import LiftOperations
 from tests.integrations.trainers import (
     Case,
     Steps,
+    count_tokens,
     drawn,
-    gradients_of,
     main,
-    of_each_rank,
+    note_step,
     stand_in,
     weights_of,
 )
@@ -85,7 +85,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     from diffsynth.pipelines.wan_video import WanModel, WanVideoPipeline
 
     kind = options.get("model", "text to video")
-    steps, modules, tokens = Steps(), [], []
+    steps, seen = Steps(), {}
 
     def pipeline(*_: Any, **__: Any) -> WanVideoPipeline:
         torch.manual_seed(0)
@@ -100,8 +100,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
         make_logger(logger, *args, **kwargs)
 
     def prepare(accelerator: Accelerator, module: nn.Module, *rest: Any) -> Any:
-        modules.append(module)
-        module.pipe.dit.blocks[0].register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[1]))
+        seen["model"], seen["tokens"] = module, count_tokens(module.pipe.dit.blocks[0])
         return prepare_all(accelerator, module, *rest)
 
     class RecordedSGD(torch.optim.SGD):
@@ -109,9 +108,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
             super().__init__(parameters, lr, momentum=0.9, weight_decay=weight_decay)
 
         def step(self, closure: Any = None) -> None:
-            if not steps.gradients:
-                steps.tokens, steps.draws = of_each_rank(tokens[0]), of_each_rank(list(draws))
-            steps.gradients.append(gradients_of(modules[0]))
+            note_step(steps, **seen, draws=draws)
             super().step(closure)
 
     def end_step(logger: ModelLogger, *args: Any, loss: Tensor) -> None:
@@ -138,7 +135,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
             mock.patch.object(DataLoader, "__init__", load),
         ):
             runpy.run_path(str(script), run_name="__main__")
-    steps.weights = weights_of(modules[0])
+    steps.weights = weights_of(seen["model"])
     return steps
 
 

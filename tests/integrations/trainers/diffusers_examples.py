@@ -28,10 +28,10 @@ from opensora_accel.verify.on_cpu import LiftOperations
 from tests.integrations.trainers import (
     Case,
     Steps,
+    count_tokens,
     drawn,
-    gradients_of,
     main,
-    of_each_rank,
+    note_step,
     stand_in,
     weights_of,
 )
@@ -67,20 +67,14 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     torch.set_default_dtype(torch.float64)
     script = script_of(checkout)
-    steps, models, tokens = Steps(), [], [0]
+    steps, seen = Steps(), {}
 
     def prepare(accelerator: Any, model: nn.Module, *rest: Any) -> Any:
-        models.append(model)
-        model.transformer_blocks[0].register_forward_pre_hook(count_tokens, with_kwargs=True)
+        seen["model"], seen["tokens"] = model, count_tokens(model.transformer_blocks[0])
         return prepare_all(accelerator, model, *rest)
 
-    def count_tokens(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens[0] = (args[0] if args else kwargs["hidden_states"]).shape[1]
-
     def clip(accelerator: Any, *args: Any) -> Tensor:
-        if not steps.gradients:
-            steps.tokens, steps.draws = of_each_rank(tokens[0]), of_each_rank(list(draws))
-        steps.gradients.append(gradients_of(models[0]))
+        note_step(steps, **seen, draws=draws)
         norm = clip_all(accelerator, *args)
         steps.norms.append(norm.item())
         return norm
@@ -107,7 +101,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
             mock.patch("torch.optim.Adam", lambda groups, **_: torch.optim.SGD(groups, momentum=0.9)),
         ):
             script.main(script.get_args())
-        steps.weights = weights_of(models[0])
+        steps.weights = weights_of(seen["model"])
     return steps
 
 

@@ -35,10 +35,10 @@ from opensora_accel.verify.on_cpu import LiftOperations
 from tests.integrations.trainers import (
     Case,
     Steps,
+    count_tokens,
     drawn,
-    gradients_of,
     main,
-    of_each_rank,
+    note_step,
     stand_in,
     weights_of,
 )
@@ -84,7 +84,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     from videox_fun import data, models
     from videox_fun.utils import utils
 
-    steps, trained, tokens = Steps(), [], []
+    steps, seen = Steps(), {}
     vae, text_encoder = VAE(), TextEncoder()
 
     def transformer(*_: Any, **__: Any) -> nn.Module:
@@ -97,17 +97,12 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
         return model
 
     def prepare(accelerator: Accelerator, model: nn.Module, *rest: Any) -> Any:
-        trained.append(model)
+        seen["model"], seen["tokens"] = model, count_tokens(model.blocks[0])
         draws.clear()  # the model was made
-        model.blocks[0].register_forward_pre_hook(
-            lambda _, args, __: tokens.append(args[0].shape[1]), with_kwargs=True
-        )
         return prepare_all(accelerator, model, *rest)
 
     def clip(accelerator: Accelerator, *args: Any) -> Tensor:
-        if not steps.gradients:
-            steps.tokens, steps.draws = of_each_rank(tokens[0]), of_each_rank(list(draws))
-        steps.gradients.append(gradients_of(trained[0]))
+        note_step(steps, **seen, draws=draws)
         norm = clip_all(accelerator, *args)
         steps.norms.append(norm.item())
         return norm
@@ -143,7 +138,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
         ):
             patches.enter_context(patch)
         runpy.run_path(str(script), run_name="__main__")
-    steps.weights = weights_of(trained[0])
+    steps.weights = weights_of(seen["model"])
     return steps
 
 
