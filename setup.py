@@ -32,8 +32,12 @@ LOWBIT = ["torchao>=0.18"]
 TRACKERS = ["wandb", "trackio"]
 SCHEDULEFREE = ["schedulefree>=1.4"]
 # torch for CUDA brings it along; it is for a torch that does not.
-KERNELS = ["triton>=3.6"]
+KERNELS = ["triton>=3.7"]
 DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"]
+
+
+PACKAGE = Path(__file__).with_name("opensora_accel") / "__init__.py"
+VERSION = re.findall(r'^__version__ = "(.*)"$', PACKAGE.read_text(encoding="utf-8"), re.M)[0]
 
 
 def describe() -> str:
@@ -45,7 +49,7 @@ def describe() -> str:
 
 setup(
     name="opensora-accel",
-    version="0.2.0",
+    version=VERSION,
     description="Exact sequence parallelism, offload and sharding for training video diffusion transformers",
     long_description=describe(),
     long_description_content_type="text/markdown",

@@ -27,7 +27,7 @@ __all__ = [
     "plan_for",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 _LAZY = {

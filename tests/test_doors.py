@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from opensora_accel import cli
+from opensora_accel.profiler import charts
 from tests.profiler.synthetic import write_run
 from tests.tiers import some
 
@@ -273,6 +274,17 @@ def training_run(folder):
         (sampled / "captions.txt").write_text("a caption\n")
         (sampled / "clip_1.mp4").write_bytes(b"no clip")
     return folder
+
+
+def test_report_on_any_value_in_a_training_run(door, monkeypatch):
+    """Each wrong value at each place; without the pictures, which take nearly all of the time."""
+    monkeypatch.setattr(charts, "over_steps", lambda *_args: "")
+    for name, document in (("config.json", CONFIG), ("metrics.jsonl", ROW)):
+        for at, wrong in itertools.product(places(document), [*WRONG, 0]):
+            folder = training_run(door.new())
+            (folder / name).write_text(json.dumps(with_wrong(document, at, wrong)) + "\n")
+            door.enter(f"{name}: {'.'.join(map(str, at))} = {wrong!r}", ["report", folder])
+    door.done()
 
 
 @FIFTHS

@@ -35,7 +35,7 @@ def facts() -> Iterator[dict[str, Any]]:
     has_driver = shutil.which("nvidia-smi") is not None
     if torch.version.cuda is None:
         version = torch.__version__.partition("+")[0]
-        remedy = f"pip install --force-reinstall torch=={version} --index-url https://download.pytorch.org/whl/cu130"
+        remedy = f"install a CUDA build of torch {version} (https://pytorch.org/get-started/locally)"
         yield {"lacks": f"torch {torch.__version__} has no CUDA: {remedy}"}
     elif not torch.cuda.is_available():
         yield {

@@ -11,7 +11,7 @@ The installs are read from what `make` would run, so that no list here can diffe
 each environment. It evaluates the markers of the environment (`pip --platform` evaluates those of the machine it runs
 on), reads the metadata of packages without their files, and knows nothing of the machine's pip configuration.
 
-The index of CPU builds at pytorch.org is not asked. A wheel that has nothing but such a build's name, version and
+The index of torch's builds for a CPU is not asked. A wheel that has nothing but such a build's name, version and
 requirements stands in for it.
 """
 

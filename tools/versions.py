@@ -35,7 +35,7 @@ CORE = (
     *("--ignore=tests/checkpoint/test_fsdp.py", "--ignore=tests/communications/test_two_level.py"),
     "--ignore=tests/communications/test_waiting.py",
 )
-TRAINING = ".[train,plot,schedulefree]"
+TRAINING = ".[train,plot,schedulefree,lowbit,kernels]"
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def _checkpoint_block(
         # Blocks that alternate between two shapes have a graph for one of them and one for any. Of graphs that fit,
         # torch takes the one used last: in backward perhaps another than in forward, which keeps other tensors
         # (pytorch#166926). In the order in which they were made, both find the same.
-        torch._C._dynamo.eval_frame._set_lru_cache(False)
+        torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
         inside = torch.compile(original, *args, **kwargs)
 
     def undo() -> None:

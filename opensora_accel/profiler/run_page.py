@@ -209,11 +209,11 @@ def _buckets(steps: Sequence[Mapping[str, Any]]) -> str:
     counts: dict[str, list[int]] = {}
     for row in steps:
         for name, value in row.items():
-            if name.startswith("clips/"):
+            if name.startswith("clips/") and value is not None:
                 counts.setdefault(name.removeprefix("clips/"), []).append(int(value))
-    if not counts:
-        return ""
     total = sum(map(sum, counts.values()))
+    if not total:
+        return ""
     rows = [
         [html.escape(size), f"{len(of_steps):,}", f"{sum(of_steps):,}", percent(sum(of_steps) / total)]
         for size, of_steps in sorted(counts.items(), key=lambda item: -sum(item[1]))
@@ -223,7 +223,7 @@ def _buckets(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cache(steps: Sequence[Mapping[str, Any]]) -> str:
-    with_it = [row for row in steps if "cache_hits" in row and "cache_misses" in row]
+    with_it = [row for row in steps if None not in (row.get("cache_hits"), row.get("cache_misses"))]
     if not with_it:
         return ""
     hits = sum(row["cache_hits"] for row in with_it)

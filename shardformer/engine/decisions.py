@@ -33,14 +33,19 @@ from torch.overrides import TorchFunctionMode
 from shardformer.engine.tokens import Tokens, is_own, mark_own, running_tokens
 from shardformer.modeling.origins import tensors_in
 
-# What makes a Python number of a tensor, by which a program may then decide.
+# What makes Python numbers of a tensor, by which a program may then decide.
 _READS = {
     getattr(Tensor, name)
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy", "__array__")
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "is_nonzero", "numpy", "__array__")
 }
+# What makes one answer of two tensors.
+_COMPARES = {torch.equal, torch.allclose, torch.is_nonzero, Tensor.equal, Tensor.allclose}
+# A cache asks by some numbers; a model that reads more than these, of a whole tensor, does not decide by them.
+_MOST_NUMBERS = 64
 # What holds nothing yet: a collective may write a rank's tokens to it.
 _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 _PLACES = ("torch.", "opensora_accel.", "shardformer.")
+_DECIDE_NOTHING = ("torch.distributed.fsdp.", "shardformer.modeling.masks")
 
 
 def sum_over_tokens(tensor: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ class _Reads(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a function that the model compiles by itself is not followed
             return function(*args, **kwargs or {})
         has_own = _have_own(args) or (kwargs is not None and _have_own(kwargs.values()))
-        if has_own and function in _READS and self._decides(args[0]) and (caller := _caller()):
+        if has_own and self._decides(function, args) and (caller := _caller()):
             raise ValueError(
                 f"{caller} reads a number out of one rank's tokens while {type(self._model).__name__} runs: ranks "
                 "that decide by it, which blocks to leave out for one, would wait for each other without end. Make it "
@@ -113,11 +118,14 @@ class _Reads(TorchFunctionMode):
                 mark_own(tensor)
         return out
 
-    def _decides(self, tensor: Tensor) -> bool:
-        """Whether a tensor [...] is one number by which a program may choose. Counts and indices are a rank's own."""
+    def _decides(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a function reads numbers by which a program may choose. Counts and indices are a rank's own."""
         state = self._tokens.state
-        is_split = state.splits is not None and not state.have_ended
-        return is_split and tensor.numel() == 1 and (tensor.is_floating_point() or tensor.dtype == torch.bool)
+        if state.splits is None or state.have_ended or function not in _READS | _COMPARES:
+            return False
+        tensor = args[0]
+        is_few = function in _COMPARES or tensor.numel() <= _MOST_NUMBERS
+        return is_few and (tensor.is_floating_point() or tensor.dtype == torch.bool)
 
 
 def _have_own(values: Iterable[Any]) -> bool:
@@ -134,13 +142,14 @@ def _have_own(values: Iterable[Any]) -> bool:
 
 
 def _caller() -> str | None:
-    """The line of code that reads, outside of torch and of this project; None where FSDP does, which gathers weights.
+    """The line of code that reads, outside of torch and of this project; None where it decides nothing by tokens.
 
-    Its buffers are empty ones that a collective writes to, as those of tokens are.
+    FSDP gathers weights, into empty buffers that a collective writes to, as those of tokens are. Of masks the ranks
+    decide alike (`MaskReader`).
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).startswith(_PLACES):
-        if name.startswith("torch.distributed.fsdp."):
+        if name.startswith(_DECIDE_NOTHING):
             return None
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

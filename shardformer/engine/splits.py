@@ -211,11 +211,17 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitS
     def change(arguments: Arguments) -> None:
         change_at(arguments, entry.argument, count_own)
 
-    for _name, module in find(model, entry.module):
-        signature = inspect.signature(module.forward)
-        takes_any = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-        if takes_any or entry.argument.split(".")[0] in signature.parameters:
-            change_arguments(module, signature, change, undo)
+    signatures = {module: inspect.signature(module.forward) for _name, module in find(model, entry.module)}
+    counting = [module for module, signature in signatures.items() if _takes(signature, entry.argument)]
+    if not counting:
+        check_argument(entry.module, next(iter(signatures)), entry.argument)
+    for module in counting:
+        change_arguments(module, signatures[module], change, undo)
+
+
+def _takes(signature: inspect.Signature, argument: str) -> bool:
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
+    return takes_any or argument.split(".")[0] in signature.parameters
 
 
 def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStack) -> None:
@@ -233,6 +239,8 @@ def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStac
         change_at(arguments, entry.count, lambda _: splits[tokens.group.rank()] // tokens.state.unit)
 
     for name, module in find(model, entry.module):
+        for size in entry.sizes:
+            check_argument(name, module, size)
         change_arguments(module, check_argument(name, module, entry.count), change, undo)
 
 

@@ -87,7 +87,7 @@ class CountInput:
     """A number of tokens, counted from the first, becomes the number of those that are in this rank's share.
 
     `last`: counted from the last. `text`: all tokens of text and video are counted, and text tokens are on every rank.
-    Modules whose forward has no such argument are passed over: variants of a model differ in it.
+    Of the modules, those whose forward has no such argument are passed over: blocks of a model differ in it.
     """
 
     module: str

@@ -89,16 +89,16 @@ def _foreign_code(model: nn.Module, policy: Policy) -> str | None:
     """Code of another package that stands in the place of the package's own, in the model, a block or attention."""
     if not policy.origin:
         return None
-    for what, method, function in _code(model, policy):
+    for what, method, owner, function in _code(model, policy):
         runs = inspect.unwrap(function)
         home = str(getattr(runs, "__module__", None))
-        if not _is_from(home, (*policy.origin, *_OURS)) and not _calls(runs, method, policy.origin):
+        if not _is_from(home, (*policy.origin, *_OURS)) and not _calls(runs, method, owner, policy.origin):
             return f"{what} is of {home}, and does not call that of {' or '.join(policy.origin)}"
     return None
 
 
-def _code(model: nn.Module, policy: Policy) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """What computes the tokens of each kind of module, once: a name for it, the method's name and its function."""
+def _code(model: nn.Module, policy: Policy) -> Iterator[tuple[str, str, type, Callable[..., Any]]]:
+    """What computes the tokens of each kind of module, once: a name for it, the method, its class and its function."""
     blocks = [module for entry in policy.blocks for path in (entry.module, *entry.alternating)
               for module in children(model, path)]  # fmt: skip
     names = {id(module): name for name, module in model.named_modules()}
@@ -106,27 +106,34 @@ def _code(model: nn.Module, policy: Policy) -> Iterator[tuple[str, str, Callable
     seen: set[Any] = set()
     for module in (model, *blocks, *attentions):
         name, processor = names[id(module)], getattr(module, "processor", None)
-        found = [(f"{name}'s forward" if name else "its forward", "forward", module.forward)]
+        found = [(f"{name}'s forward" if name else "its forward", "forward", module)]
         if processor is not None:
             method = "forward" if isinstance(processor, nn.Module) else "__call__"
-            found.append((f"the processor of {name}", method, getattr(processor, method)))
-        for what, method, function in found:
+            found.append((f"the processor of {name}", method, processor))
+        for what, method, owner in found:
+            function = getattr(owner, method)
             code = getattr(function, "__func__", function)
             if code not in seen:
                 seen.add(code)
-                yield what, method, function
+                yield what, method, type(owner), function
 
 
-def _calls(function: Any, method: str, packages: tuple[str, ...]) -> bool:
-    """Whether a function calls what it takes the place of: by `super()`, by its name, or one that it was given."""
+def _calls(function: Any, method: str, owner: type, packages: tuple[str, ...]) -> bool:
+    """Whether a function calls what it takes the place of: as that of a base class, or one that it was given.
+
+    A method's name alone says nothing: blocks have a forward too, which the model's may call.
+    """
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return False
     names = set(_names_in(function.__code__))
-    if method in names or (method == "__call__" and "super" in names):
-        return True
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     held += [function.__globals__[name] for name in names if name in function.__globals__]
+    bases = [cls for cls in owner.__mro__ if method in vars(cls) and _is_from(cls.__module__, packages)]
+    named = {id(each) for each in held}
+    is_named = "super" in names or any(id(cls) in named or cls.__name__ in names for cls in bases)
+    if bases and method in names and is_named:
+        return True
     originals = (inspect.unwrap(each) for each in held if callable(each))
     return any(
         getattr(each, "__name__", None) == method and _is_from(str(each.__module__), packages)

@@ -143,22 +143,28 @@ def check_collectives(batch, tokens, heads, layout, layout_of_gradient):
             raise
 
 
-def check_attention(tokens, text, heads, kv_heads, layout, layout_of_gradient):
+def heads_first(q, k, v):
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return attention.torch_attention(q, k, v, enable_gqa=q.size(1) != k.size(1))
+
+
+def check_attention(batch, tokens, text, heads, kv_heads, layout, layout_of_gradient):
     world, rank = dist.get_world_size(), dist.get_rank()
     ring = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ring", "ulysses"))
     sizes = share_sizes(tokens, world)
     head_dim = 4
     q, k, v = (
-        whole_numbers((1, sizes[rank], n, head_dim), n + i) / 4
+        whole_numbers((batch, sizes[rank], n, head_dim), n + i) / 4
         for i, n in enumerate((heads, kv_heads, kv_heads))
     )
-    video = whole_numbers((1, tokens, heads, head_dim), 1).split(sizes, 1)[rank] / 4
-    of_text = whole_numbers((1, text, heads, head_dim), 2) / 4
+    video = whole_numbers((batch, tokens, heads, head_dim), 1).split(sizes, 1)[rank] / 4
+    of_text = whole_numbers((batch, text, heads, head_dim), 2) / 4
     bias = torch.zeros(1, 1, 1, tokens, dtype=torch.float64)
     known = {"splits": sizes, "kv_splits": sizes}
     group = dist.group.WORLD
     cases = {
         "local": (attention.local_attention, [q, k, v]),
+        "torch": (heads_first, [q, k, v]),
         "ulysses": (lambda q, k, v: attention.ulysses_attention(q, k, v, group, **known), [q, k, v]),
         "ring": (lambda q, k, v: attention.ring_attention(q, k, v, group, **known), [q, k, v]),
         "usp": (lambda q, k, v: attention.usp_attention(q, k, v, ring, **known), [q, k, v]),
@@ -215,4 +221,22 @@ def test_collectives_take_any_strides_and_sizes(ranks, num_ranks, batch, tokens,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_takes_any_strides(ranks, layout):
     for of_gradient in LAYOUTS:
-        ranks(2, check_attention, 7, 3, 4, 2, layout, of_gradient)
+        ranks(2, check_attention, 1, 7, 3, 4, 2, layout, of_gradient)
+    ranks(2, check_attention, 1, 6, 3, 4, 2, layout, layout)  # even shares
+
+
+@pytest.mark.prove
+@settings(max_examples=60, deadline=None)
+@given(
+    num_ranks=st.integers(1, 3),
+    batch=st.integers(0, 2),
+    tokens=st.integers(1, 9),  # of fewer tokens than ranks some have none
+    text=st.integers(0, 3),
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 3), (5, 1)]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    of_gradient=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_attention_takes_any_strides_and_sizes(
+    ranks, num_ranks, batch, tokens, text, heads, layout, of_gradient
+):
+    ranks(num_ranks, check_attention, batch, tokens, text, *heads, layout, of_gradient)

@@ -298,4 +298,7 @@ def test_the_pages_count_the_classes():
         f"all [{videos} video classes" in page and f"none for the other {videos - with_plan} classes" in page
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (
+        f", in {len(CASES)} variants: " in readme and f"right loops, of all {len(CASES)} variants" in readme
+    )
     assert f"[{videos} of them, each" in readme and f"| {videos} video transformers of diffusers" in readme

@@ -52,6 +52,7 @@ ALSO_PATCHED = {
     ),
 }
 MOST_LINES_OF_A_PATCH, MOST_LINES_OF_A_POLICY = 15, 40
+NUMBERS = {"ten": 10, "thirteen": 13, "fifteen": 15}
 CHECKED_OUT = pytest.mark.skipif(
     CHECKOUTS is None, reason="OPENSORA_ACCEL_TRAINERS names no folder of checkouts"
 )
@@ -76,6 +77,11 @@ def test_a_patch_is_well_formed_and_changes_few_lines(page, tmp_path):
     # Lines added and lines removed, of each file.
     counts = [int(count) for line in read.stdout.splitlines() for count in line.split("\t")[:2]]
     assert 0 < sum(counts) <= MOST_LINES_OF_A_PATCH
+    # As the page says, before the patch: "14 lines and a file of 32".
+    said = (ROOT / "docs/integrations" / page).read_text("utf-8").partition("```diff")[0]
+    ((lines, of_a_file),) = re.findall(r"(\w+) (?:changed )?lines(?:,? and a (?:new )?file of (\d+))?", said)
+    assert sum(counts) == (NUMBERS.get(lines.lower()) or int(lines))
+    assert of_a_file == (str(len(programs(page)[0].splitlines())) if page in POLICY_FILES else "")
 
 
 @pytest.mark.parametrize("page", REPOSITORIES)

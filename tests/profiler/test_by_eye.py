@@ -12,9 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from opensora_accel import cli
 from opensora_accel.profiler import charts
+from opensora_accel.training.samples import write_video
 from tests.planner.stand_in import use_stand_ins
 from tests.profiler.synthetic import write_run
 from tests.test_doors import training_run
@@ -47,6 +49,10 @@ addEventListener("load", () => {
   }
   for (const value of document.querySelectorAll("dd"))
     if (seen(value) && value.scrollWidth > value.clientWidth + 1) over.push("cut: " + value.textContent);
+  for (const video of document.querySelectorAll("video")) {
+    const place = video.getBoundingClientRect();
+    if (seen(video) && (video.controls || place.width < 100 || place.height < 30)) over.push("hidden: " + video.src);
+  }
   const small = [...document.querySelectorAll("svg text")].filter(e => seen(e) && e.textContent.length > 3)
       .map(e => e.getBoundingClientRect())
       .map(r => Math.min(r.width, r.height)).reduce((a, b) => Math.min(a, b), 99);
@@ -65,7 +71,10 @@ def pages(tmp_path_factory):
     assert cli.main(["report", str(profiled[0])]) == 0 and cli.main(["report", *map(str, profiled)]) == 0
     run = folder / "run"
     run.mkdir()
-    assert cli.main(["report", str(training_run(run))]) == 0
+    training_run(run)
+    for number, clip in enumerate(sorted(run.glob("samples/*/clip_1.mp4")), start=1):
+        write_video(clip, torch.full((8, 48, 2 * 80, 3), 100 * number, dtype=torch.uint8), 8)
+    assert cli.main(["report", str(run)]) == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_stand_ins(monkeypatch)
         asked = "--model wan2.1-14b --frames 81 --height 720 --width 1280 --gpus 16 --hardware h100x8-ib400"
@@ -112,6 +121,7 @@ def test_nothing_is_cut_and_no_label_lies_over_another(pages, tmp_path, kind, pl
     assert measured["width"] == WIDTHS[place]
     assert not measured["wide"] and not measured["over"], measured
     assert measured["small"] >= 7, "letters of fewer pixels are not read"
+    assert (kind == "run") == ("<video" in text)
 
 
 def test_no_two_series_look_alike():

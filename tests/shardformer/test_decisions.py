@@ -70,6 +70,24 @@ def of_all_tokens(change, before):
     return change / before
 
 
+def of_two_numbers(change, before):
+    """`of_all_tokens`, with one thing forgotten."""
+    change, before = torch.stack([change.abs().sum(), before.abs().sum()]).tolist()
+    return change / before
+
+
+def of_every_sample(change, before):
+    return (change.abs().mean((1, 2)) / before.abs().mean((1, 2))).numpy().max()
+
+
+def all_close(change, before):
+    return 0.0 if torch.allclose(change, torch.zeros(()), atol=0.5) else 1.0
+
+
+def equal(change, before):
+    return 1.0 - torch.equal(change, torch.zeros_like(change))
+
+
 def moved(step):
     """A clip of which one end changes from step to step, and the other hardly does."""
     inputs = wan_inputs()
@@ -132,8 +150,9 @@ def refusal(plan, install):
     return str(caught.value)
 
 
-def test_a_cache_that_decides_by_a_ranks_own_tokens_is_refused(ranks):
-    for message in ranks(2, refusal, Plan(ulysses=2), of_own_tokens):
+@pytest.mark.parametrize("decide", [of_own_tokens, of_two_numbers, of_every_sample, all_close, equal])
+def test_a_cache_that_decides_by_a_ranks_own_tokens_is_refused(ranks, decide):
+    for message in ranks(2, refusal, Plan(ulysses=2), decide):
         assert "test_decisions.py" in message and "reads a number out of one rank's tokens" in message
         assert "shardformer.sum_over_tokens" in message
 

@@ -126,8 +126,21 @@ class Around(diffusers.WanTransformer3DModel):
         return super().forward(hidden_states * 1.0, *args, **kwargs)
 
 
+WAN_OF_DIFFUSERS = diffusers.WanTransformer3DModel
+
+
 class WanTransformer3DModel(diffusers.WanTransformer3DModel):
     """Of the same name, and a subclass."""
+
+
+class ByName(diffusers.WanTransformer3DModel):
+    def forward(self, *args, **kwargs):
+        return diffusers.WanTransformer3DModel.forward(self, *args, **kwargs)
+
+
+class ByImportedName(WAN_OF_DIFFUSERS):
+    def forward(self, *args, **kwargs):
+        return WAN_OF_DIFFUSERS.forward(self, *args, **kwargs)
 
 
 class Rewritten(diffusers.WanTransformer3DModel):
@@ -137,25 +150,41 @@ class Rewritten(diffusers.WanTransformer3DModel):
         return (hidden_states,)
 
 
+class BlocksInAnotherOrder(diffusers.WanTransformer3DModel):
+    """It calls a forward, and that is another one."""
+
+    def forward(self, hidden_states, timestep, encoder_hidden_states, return_dict=True):
+        for block in reversed(self.blocks):
+            hidden_states = block.forward(hidden_states)
+        return (hidden_states,)
+
+
 def of_class(cls):
     model = wan()
     model.__class__ = cls
     return model
 
 
-@pytest.mark.parametrize("cls", [Kept, Around, WanTransformer3DModel])
+@pytest.mark.parametrize("cls", [Kept, Around, WanTransformer3DModel, ByName, ByImportedName])
 def test_a_subclass_that_runs_what_it_inherits_keeps_the_policy(cls):
     assert find_policy(of_class(cls)) is WAN
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_refused():
+@pytest.mark.parametrize("cls", [Rewritten, BlocksInAnotherOrder])
+def test_a_subclass_with_a_forward_of_its_own_is_refused(cls):
     with pytest.raises(ValueError) as caught:
-        find_policy(of_class(Rewritten))
+        find_policy(of_class(cls))
     assert "its forward is of tests.shardformer.test_identity, and does not call that of diffusers" in str(
         caught.value
     )
     # The remedy that the message names.
     assert tables_named("WanTransformer3DModel")[0] is WAN
+
+
+class CutsAndCallsSuper(WanAttnProcessor):
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        super().__init__()
+        return hidden_states
 
 
 def replaced_by_a_program(model):
@@ -173,12 +202,17 @@ def with_another_processor(model):
     model.blocks[1].attn1.processor = CutsByLengths()
 
 
+def with_a_processor_that_is_derived(model):
+    model.blocks[1].attn1.processor = CutsAndCallsSuper()
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
         (replaced_by_a_program, "its forward"),
         (replaced_in_the_class_of_a_block, "blocks.1's forward"),
         (with_another_processor, "the processor of blocks.1.attn1"),
+        (with_a_processor_that_is_derived, "the processor of blocks.1.attn1"),
     ],
 )
 def test_code_of_somebody_else_within_the_model_is_refused(change, what):

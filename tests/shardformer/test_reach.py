@@ -9,7 +9,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from shardformer.policy.base import Blocks, CountInput, GatherOutput, Policy, SplitInput
+from shardformer.policy.base import Blocks, CountInput, Frames, GatherOutput, Policy, SplitInput
 from tests.opensora_models.randomize import randomize
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.tolerances import RELATIVE
@@ -117,6 +117,14 @@ def refusal(change):
         (
             {"split_inputs": (SplitInput("head", "x", dim=1),)},
             "names head's argument 'x', but the forward of Linear takes input",
+        ),
+        (
+            {"count_inputs": (CountInput("head", "num_tokens"),)},
+            "names head's argument 'num_tokens', but the forward of Linear takes input",
+        ),
+        (
+            {"frames": Frames("head", "input", sizes=("height",))},
+            "names head's argument 'height', but the forward of Linear takes input",
         ),
         (
             {"split_inputs": (SplitInput("blocks.0", "args.1", frames=True),)},

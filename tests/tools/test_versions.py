@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from tests.tiers import PROVE
 
+EXTRAS = versions.TRAINING.removeprefix(".[").removesuffix("]").split(",")
 SETUP = (versions.ROOT / "setup.py").read_text(encoding="utf-8")
 
 
@@ -26,7 +27,7 @@ def promised():
     import json
 
     core, extras = json.loads(told.stdout)
-    lines = [*core, *(line for extra in ("train", "plot", "schedulefree") for line in extras[extra])]
+    lines = [*core, *(line for extra in EXTRAS for line in extras[extra])]
     return {requirement.name: requirement for requirement in map(Requirement, lines)}
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.training import build
 from opensora_accel.training.tiny_run import write_clips
 from tests.fsdp.autocast import CastByAutocast
 from tests.tiers import PROVE, some
@@ -585,3 +586,12 @@ def test_the_choice_of_offload_and_its_reason_are_kept(ranks, folder, tmp_path):
     assert decision["limited_by"] == "nothing to gain" and "do not run beside compute" in decision["reason"]
     assert (decision["moved"], decision["num_blocks"]) == (0, 2)
     assert record["counters"]["moved"] == 2, "two passes, before anything was decided"
+
+
+def test_what_computes_is_told(monkeypatch):
+    monkeypatch.setattr(build.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(build, "local_device", lambda: torch.device("cpu"))
+    assert build._ranks() == "2 CPU rank(s)"
+    monkeypatch.setattr(build, "local_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert build._ranks() == "2 GPU rank(s): NVIDIA H100 80GB HBM3, NCCL"
