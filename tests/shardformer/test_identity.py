@@ -16,9 +16,11 @@ import shardformer
 from opensora_accel import Plan, init_parallel
 from shardformer.policy import find_policy, has_policy, tables_named
 from shardformer.policy.hunyuan_video import HUNYUAN_VIDEO
-from shardformer.policy.wan import WAN
+from shardformer.policy.identity import misfit
+from shardformer.policy.wan import WAN, WAN_VIDEOX
 from tests.authors_models import skyreels_v2
 from tests.authors_models.step_video import StepVideoModel
+from tests.authors_models.videox_fun import models as videox_fun
 from tests.models import wan, wan_inputs
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.tolerances import RELATIVE
@@ -241,6 +243,14 @@ def with_teacache():
 def test_a_setting_of_authors_models_that_no_table_serves_is_told(make, reason):
     with pytest.raises(ValueError, match=reason):
         find_policy(make())
+
+
+def test_a_cache_of_videox_fun_is_told():
+    """Its stand-in derives from another class with a table, which would serve it; theirs does not."""
+    model = videox_fun.Wan2_2Transformer3DModel()
+    assert misfit(model, WAN_VIDEOX) is None
+    model.teacache = "enabled"
+    assert "its teacache is 'enabled', and it leaves out blocks" in misfit(model, WAN_VIDEOX)
 
 
 class OwnProcessor(WanAttnProcessor):
