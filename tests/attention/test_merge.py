@@ -7,6 +7,7 @@ import torch
 
 from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.local import attend, merge_
+from tests.tiers import some
 
 
 def attention(q, k, v, mask=None):
@@ -68,7 +69,7 @@ def test_scores_beyond_the_range_of_exp():
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("num_blocks", [4, 16, 64])
+@pytest.mark.parametrize("num_blocks", some([64, 4, 16]))
 def test_the_error_does_not_grow_with_the_number_of_blocks(num_blocks, scale):
     """bf16 blocks against one call of torch's own bf16 kernel, both against fp64: within 1.2 times the mean error."""
     q, k, v = inputs(tokens=1024, dtype=torch.bfloat16, scale=scale)

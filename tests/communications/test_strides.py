@@ -220,7 +220,7 @@ def test_collectives_take_any_strides_and_sizes(ranks, num_ranks, batch, tokens,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_takes_any_strides(ranks, layout):
-    for of_gradient in LAYOUTS:
+    for of_gradient in ("expanded", "transposed", "negated when read"):
         ranks(2, check_attention, 1, 7, 3, 4, 2, layout, of_gradient)
     ranks(2, check_attention, 1, 6, 3, 4, 2, layout, layout)  # even shares
 

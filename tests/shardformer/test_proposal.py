@@ -67,7 +67,7 @@ def attention_of(policy):
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:CPU Autocast")  # Mochi
-@pytest.mark.parametrize("name", some(KNOWN, "HunyuanVideo, its authors'", "FLUX.2"))
+@pytest.mark.parametrize("name", some(KNOWN, "HunyuanVideo, its authors'"))
 def test_a_known_models_policy_is_found_again(ranks, name):
     proposal = propose_policy(partial(make, name), partial(inputs, name), pool=ranks)
     assert proposal.ok, [attempt.reason for attempt in proposal.attempts]

@@ -13,8 +13,8 @@ PLANS = {
     "ulysses": {"ulysses": 2},
     "overlapped": {"ulysses": 2, "overlap_ulysses": True},
 }
-# Both wait in places of their own code, which is let pass. The second has grouped heads.
-FEW = ["Wan", "Cosmos 3"]
+# It waits in places of its own code, which is let pass, and has grouped heads.
+FEW = ["Cosmos 3"]
 
 
 # These models look at the numbers of their own inputs, actions and text positions, and this device has none.

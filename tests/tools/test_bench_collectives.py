@@ -7,7 +7,8 @@ import pytest
 from collectives import main
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes_on_the_wire_are_those_of_theory(tmp_path, num_ranks):
     paths = ["--device", "cpu", "--output", str(tmp_path / "result.json")]
     assert main(["--quick", "--ranks", str(num_ranks), *paths]) == 0

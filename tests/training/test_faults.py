@@ -266,6 +266,7 @@ def run_under_a_limit(config, limit_bytes):
     return None
 
 
+@PROVE
 def test_files_that_cannot_grow(ranks, clips, tmp_path, undisturbed, fault):
     config = config_of(clips, tmp_path / "run")
     for text in ranks(2, run_under_a_limit, config, 100_000):

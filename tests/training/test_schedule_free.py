@@ -64,6 +64,7 @@ def trained(config, saved=None, until=None):
     return losses, folder
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("plan", some([SHARDED, Plan(), Plan(ulysses=2)], SHARDED), ids=str)
 def test_a_run_goes_on_and_has_the_losses_of_one_rank(ranks, clips, tmp_path, plan):
     config = tiny_config(clips, tmp_path / "whole", plan, **FREE)

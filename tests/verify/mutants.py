@@ -40,6 +40,7 @@ _REPRESENTATIVES = (
     "engine: no attention redirected",
     "Wan: output not gathered",
     "DDP: over data",
+    "trainer: samples by global rank",
     "trainer: reported loss not summed",
     "loop: a parameter outside of the model",
     "loop: the optimizer before fully_shard",

@@ -137,7 +137,9 @@ def test_a_step_that_fails_on_every_mesh_is_not_told_to_be_wrong(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def step(model, run:\n    pass\n", "cannot be loaded (line 1 of bad.py): SyntaxError: "),
+        pytest.param(
+            "def step(model, run:\n    pass\n", "cannot be loaded (line 1 of bad.py): SyntaxError: ", marks=PROVE
+        ),
         pytest.param(
             "import torch\n\ntorch.no_such_name\n", "cannot be loaded (line 3): AttributeError: ", marks=PROVE
         ),

@@ -148,15 +148,10 @@ TRAINERS = {
 
 _IN_A_PLAIN_RUN = (
     "ring × ulysses, causal zigzag",
-    "joint attention",
     "ring by hand, causal",
-    "Megatron, sequence parallel",
-    "ring × ulysses",
     "zero3, checkpointed, offload",
-    "HSDP",
     "Wan",
     "FSDP2, clipped in two groups",
-    "FSDP1, flat, clipped",
     "local sums and norms",
     "a pipeline of cut models",
     "accumulated",
