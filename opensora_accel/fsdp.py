@@ -50,8 +50,9 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Gradients are added up in fp32, and the optimizer steps on fp32 shards.
 _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-# Arguments with the diffusion time, beside those called timestep…
+# Arguments that bf16 would round to others: the diffusion time, and positions or what was made of them.
 _TIMES = ("t", "time", "sigma", "sigmas")
+_EXACT = ("timestep", "rotary", "rope", "freqs", "coords", "position", "_ids")
 _AS_THEY_ARE = MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
@@ -180,11 +181,11 @@ def _kept_in_fp32(model: nn.Module) -> set[int]:
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Hidden states and text in bf16; times, and what has fewer than two dims (a length, a scale), stay as they are."""
+    """Hidden states and text in bf16; times, positions and vectors (a length, a scale) stay as they are."""
     names = list(inspect.signature(model.forward).parameters)
 
     def cast(name: str, value: Any) -> Any:
-        if "timestep" in name or name in _TIMES:
+        if name in _TIMES or any(part in name for part in _EXACT):
             return value
         return tree_map_only(Tensor, _cast_tensor, value)
 

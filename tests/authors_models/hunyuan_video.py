@@ -56,7 +56,7 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Rotary) -> Tensor:
     """[B, S, H, D] turned by tables [S, D]."""
     cos, sin = (table[None, :, None] for table in freqs_cis)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return x * cos + torch.stack([-imaginary, real], -1).flatten(3) * sin
+    return (x * cos + torch.stack([-imaginary, real], -1).flatten(3) * sin).to(x)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -131,6 +131,22 @@ def test_times_are_not_rounded(per_token_time):
     assert out.dtype == torch.bfloat16 and torch.equal(times[0], inputs["timestep"].flatten())
 
 
+@pytest.mark.parametrize(("name", "argument"), [("CogVideoX", "image_rotary_emb"), ("FLUX.1", "img_ids")])
+def test_positions_are_not_rounded(name, argument):
+    """As a pipeline passes them to a model in bf16: a table of rotary positions, or ids, in fp32."""
+    inputs, seen = CASES[name].inputs(), []
+    with fake_world(0, 1):
+        plan = Plan(sharding="FULL_SHARD", precision="bf16")
+        init_parallel(plan, "cpu")
+        model = shardformer.shard(CASES[name].make(), plan)
+        hook = lambda _model, _args, kwargs: seen.append(kwargs)  # noqa: E731 — behind the one that casts
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        model(**inputs)
+    for found, given in zip(tree_leaves(seen[0][argument]), tree_leaves(inputs[argument]), strict=True):
+        assert torch.equal(found, given) and found.dtype == torch.float32
+    assert seen[0]["hidden_states"].dtype == torch.bfloat16
+
+
 def test_bf16_needs_master_weights(ranks):
     ranks(1, refuse_bf16_weights)
 
