@@ -1,6 +1,7 @@
 """Packaging. The core needs torch and numpy, which torch sends objects with; everything else is an extra.
 
-A lower bound is what `make versions` has run the tests on.
+A lower bound is what `make versions` has run the tests on, and so is torch's upper one: sharded parameters, checkpoints
+and compiled blocks reach into it, and its newer versions have not been served yet.
 
 ColossalAI cannot be an extra: 0.5.0 pins torch<=2.5.1 and diffusers==0.29.0. Install it with
 ``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/colossalai.md).
@@ -77,7 +78,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
     package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
-    install_requires=["torch>=2.12", "numpy>=2.0"],
+    install_requires=["torch>=2.12,<2.14", "numpy>=2.0"],
     extras_require={
         "train": TRAIN,
         "plot": PLOT,

@@ -65,7 +65,7 @@ def test_the_wheels_metadata(wheel):
     assert not [each for each in metadata.get_all("Classifier") if each.startswith("License ::")]
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     core = [each for each in metadata.get_all("Requires-Dist") if "extra ==" not in each]
-    assert core == ["torch>=2.12", "numpy>=2.0"]
+    assert core == ["torch<2.14,>=2.12", "numpy>=2.0"]
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "opensora-accel = opensora_accel.cli:main" in wheel.read(entry_points).decode()
 
