@@ -26,6 +26,7 @@ from typing import Any
 import av
 import numpy
 import torch
+from av.video.reformatter import VideoReformatter
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
@@ -282,7 +283,9 @@ def _intact(frame: Any) -> Any:
 
 def _fit(frame: Any, height: int, width: int) -> numpy.ndarray:
     """A decoded frame as uint8 [height, width, 3], upright."""
-    picture = frame.to_ndarray(format="rgb24")
+    # By a converter of its own, without threads: PyAV 19 keeps one for all frames, and a worker that is forked would
+    # wait for threads that it has not got.
+    picture: numpy.ndarray = VideoReformatter().reformat(frame, format="rgb24", threads=1).to_ndarray()
     if frame.rotation % 90 == 0 and frame.rotation:  # phones film sideways and say so
         picture = numpy.ascontiguousarray(numpy.rot90(picture, k=int(frame.rotation) // 90))
     return _cover(picture, height, width)

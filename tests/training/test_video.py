@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import multiprocessing
 import os
 import random
 
@@ -79,6 +80,21 @@ def test_every_clip_equals_the_full_decode(tmp_path, name):
         clip = read_clip(path, start, 5, stride=stride, height=HEIGHT, width=WIDTH)
         assert clip.dtype == torch.uint8
         assert torch.equal(clip, frames[start : start + 5 * stride : stride]), (start, stride)
+
+
+def as_array(path):
+    return read_clip(path, 3, 5, height=HEIGHT, width=WIDTH).numpy()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system forks nothing")
+def test_a_forked_worker_decodes_what_its_parent_has_decoded(tmp_path):
+    """The parent's converter has threads that the worker lacks; PyAV 19 keeps one for all frames of a thread."""
+    path = make_video(tmp_path / "clip.mp4")
+    decode_all(path)
+    expected = as_array(path)
+    with multiprocessing.get_context("fork").Pool(1) as workers:
+        found = workers.apply_async(as_array, (path,)).get(timeout=60)
+    assert (found == expected).all()
 
 
 @pytest.mark.parametrize("name", some(VARIANTS))
