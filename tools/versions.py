@@ -6,7 +6,8 @@
 
 A lower bound that nobody has installed is a guess. `uv pip install --resolution lowest-direct` takes of every
 requirement in setup.py the oldest version that it allows: `torch>=2.12,<2.14` is torch 2.12.0. The core promises an
-older Python than training, whose diffusers needs 3.11. An environment whose interpreter is not here is left out, and told.
+older Python than training, whose diffusers needs 3.11. An environment whose interpreter is not here is left out, and
+told.
 """
 
 from __future__ import annotations
