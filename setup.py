@@ -1,7 +1,7 @@
 """Packaging. The core needs torch and numpy, which torch sends objects with; everything else is an extra.
 
 A lower bound is what `make versions` has run the tests on, and so is torch's upper one: sharded parameters, checkpoints
-and compiled blocks reach into it, and with torch 2.15 some of their tests fail.
+and compiled blocks reach into it, and on torch 2.15 tests fail.
 
 ColossalAI cannot be an extra: 0.5.0 pins torch<=2.5.1 and diffusers==0.29.0. Install it with
 ``pip install --no-deps colossalai==0.5.0`` into an environment of its own (see docs/colossalai.md).

@@ -33,13 +33,14 @@ from torch.overrides import TorchFunctionMode
 from shardformer.engine.tokens import Tokens, is_own, mark_own, running_tokens
 from shardformer.modeling.origins import tensors_in
 
-# What makes Python numbers of a tensor, by which a program may then decide.
-_READS = {
+# What makes one answer of two tensors.
+_COMPARES = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
+# And what makes Python numbers of one: by either a program may then decide.
+_READS = _COMPARES | {torch.is_nonzero}
+_READS |= {
     getattr(Tensor, name)
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "is_nonzero", "numpy", "__array__")
 }
-# What makes one answer of two tensors.
-_COMPARES = {torch.equal, torch.allclose, torch.is_nonzero, Tensor.equal, Tensor.allclose}
 # A cache asks by some numbers; a model that reads more than these, of a whole tensor, does not decide by them.
 _MOST_NUMBERS = 64
 # What holds nothing yet: a collective may write a rank's tokens to it.
@@ -104,7 +105,7 @@ class _Reads(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a function that the model compiles by itself is not followed
             return function(*args, **kwargs or {})
         has_own = _have_own(args) or (kwargs is not None and _have_own(kwargs.values()))
-        if has_own and self._decides(function, args) and (caller := _caller()):
+        if has_own and function in _READS and self._decides(function, args, kwargs) and (caller := _caller()):
             raise ValueError(
                 f"{caller} reads a number out of one rank's tokens while {type(self._model).__name__} runs: ranks "
                 "that decide by it, which blocks to leave out for one, would wait for each other without end. Make it "
@@ -118,12 +119,12 @@ class _Reads(TorchFunctionMode):
                 mark_own(tensor)
         return out
 
-    def _decides(self, function: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a function reads numbers by which a program may choose. Counts and indices are a rank's own."""
+    def _decides(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Whether a program may choose by what is read. Counts and indices are a rank's own."""
         state = self._tokens.state
-        if state.splits is None or state.have_ended or function not in _READS | _COMPARES:
+        if state.splits is None or state.have_ended:
             return False
-        tensor = args[0]
+        tensor = next(tensors_in((args, kwargs or {})))
         is_few = function in _COMPARES or tensor.numel() <= _MOST_NUMBERS
         return is_few and (tensor.is_floating_point() or tensor.dtype == torch.bool)
 

@@ -178,7 +178,7 @@ def operators_under_autocast(kind):
     inputs = case.inputs()
     if kind == "HunyuanVideo15Transformer3DModel":  # it takes its dtype from the timestep
         inputs["timestep"] = inputs["timestep"].bfloat16()
-    if kind == "LTXModel":  # FSDP2 casts what a forward is given, but not the fields of a dataclass
+    if kind == "LTXModel":  # what comes in a dataclass is left as it is
         inputs = {name: in_bf16(modality) for name, modality in inputs.items()}
     plan = Plan(sharding="FULL_SHARD", precision="bf16", checkpoint="full")
     with fake_world(0, 1):

@@ -96,9 +96,7 @@ def browser(width, *arguments):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: the pages are not looked at")
-@pytest.mark.parametrize(
-    ("kind", "place"), each_once(["profile", "run", "two_profiles", "plan"], WIDTHS, ["profile", "run"])
-)
+@pytest.mark.parametrize(("kind", "place"), each_once(KINDS, WIDTHS, KINDS[:2]))
 def test_nothing_is_cut_and_no_label_lies_over_another(pages, tmp_path, kind, place):
     page = pages[kind]
     PICTURES.mkdir(parents=True, exist_ok=True)

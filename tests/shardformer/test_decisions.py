@@ -81,7 +81,7 @@ def of_every_sample(change, before):
 
 
 def all_close(change, before):
-    return 0.0 if torch.allclose(change, torch.zeros(()), atol=0.5) else 1.0
+    return 0.0 if torch.allclose(input=change, other=torch.zeros(()), atol=0.5) else 1.0
 
 
 def equal(change, before):
