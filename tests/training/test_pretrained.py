@@ -154,24 +154,27 @@ def test_weights_that_cannot_be_streamed_are_refused(tmp_path, name):
 MANY = [f"a rabbit waves {number} times" + " and again" * (number % 5) for number in range(21)]
 
 
-def embedded(dtype):
+def embedded(dtype, folder):
     encoder = build_text_encoder(TextConfig(length=12, width=32), train_tokenizer(MANY), 0, CPU, dtype)
     expected = encoder.encode(sorted(MANY), CPU, dtype)
-    cached = EmbeddedCaptions(encoder, MANY * 2, CPU)
+    tempfile.tempdir = folder
+    try:
+        cached = EmbeddedCaptions(encoder, MANY * 2, CPU)
+    finally:
+        tempfile.tempdir = None
     picked = [20, 3, 3, 0, 11]
     found = cached.encode([sorted(MANY)[at] for at in picked], CPU, dtype)
-    left = [path for path in os.listdir(tempfile.gettempdir()) if path.startswith("opensora-accel-captions")]
-    return torch.equal(found, expected[picked]), found.shape, left
+    return torch.equal(found, expected[picked]), found.shape, os.listdir(folder)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cached_embeddings_are_those_of_the_encoder(ranks, world_size, dtype):
-    for same, shape, left in ranks(world_size, embedded, dtype):
+def test_cached_embeddings_are_those_of_the_encoder(ranks, tmp_path, world_size, dtype):
+    for same, shape, left in ranks(world_size, embedded, dtype, str(tmp_path)):
         assert same and shape == (5, 12, 32) and left == []
 
 
-def without_room():
+def without_room(folder):
     full = OSError(28, "No space left on device")
 
     def refuse(*_):
@@ -179,15 +182,15 @@ def without_room():
 
     allocate, os.posix_fallocate = os.posix_fallocate, refuse
     try:
-        embedded(torch.float32)
+        embedded(torch.float32, folder)
     except OSError as error:
         return str(error)
     finally:
         os.posix_fallocate = allocate
 
 
-def test_no_room_for_embeddings_is_said_on_all_ranks(ranks):
-    for told in ranks(2, without_room):
+def test_no_room_for_embeddings_is_said_on_all_ranks(ranks, tmp_path):
+    for told in ranks(2, without_room, str(tmp_path)):
         assert "No space left" in told and "let TMPDIR name a place with room" in told
 
 
