@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from opensora_accel.verify.communication.fake_world import FakeFloats
 
@@ -172,7 +172,9 @@ def watch(name, plan):
     """What of this project waits for the device in the second step of a model under a plan; the first one learns."""
     import shardformer
     from opensora_accel import init_parallel, parallel_states
+    from opensora_accel.arguments import value_at
     from tests.video_models import CASES
+    from tests.video_models.case import change_tensors
 
     case = CASES[name]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
@@ -183,11 +185,11 @@ def watch(name, plan):
         with FakeFloats(), TensorsOfNumbers():
             move(model)
             shardformer.shard(model, plan)
-            inputs = tree_map_only(torch.Tensor, on_device, inputs)
+            inputs = change_tensors(inputs, on_device)
             if name.startswith("STDiT3"):
                 inputs.pop("mask", None)  # of which its own code makes sizes
             for key in case.differentiated:
-                for tensor in tree_leaves(inputs[key]):
+                for tensor in tree_leaves(value_at(inputs, key)):
                     tensor.requires_grad_()
             for _ in range(2):
                 with Synchronisations() as seen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from opensora_accel.verify.on_cpu import LiftOperations
 from shardformer.tensor_parallel import full_tensor
 from tests.tolerances import relative_errors
 from tests.video_models import CASES
-from tests.video_models.case import Case, Inputs
+from tests.video_models.case import Case, Inputs, change_tensors
 
 Found = dict[str, Tensor]
 
@@ -55,14 +54,8 @@ def fp64_model(case: Case) -> nn.Module:
 
 
 def in_double(value: Any) -> Any:
-    """Every floating-point tensor in fp64, also in tuples, lists, dicts and dataclasses."""
-    if is_dataclass(value):
-        return replace(value, **in_double(vars(value)))
-    if isinstance(value, dict):
-        return {name: in_double(item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(in_double(item) for item in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    """The value with every floating-point tensor in fp64."""
+    return change_tensors(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:

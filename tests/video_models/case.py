@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,19 @@ class Case:
     """Inputs, by their paths, whose gradient is compared besides the parameters'."""
     enable_checkpointing: Callable[[nn.Module], None] = lambda model: model.enable_gradient_checkpointing()
     """How its users turn on the checkpointing that the model brings along."""
+
+
+def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with every tensor changed, also in tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if is_dataclass(value):
+        return replace(value, **change_tensors(vars(value), change))
+    if isinstance(value, dict):
+        return {name: change_tensors(item, change) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(change_tensors(item, change) for item in value)
+    return value
 
 
 def wan_like(heads: int = 3, layers: int = 2) -> dict[str, Any]:
