@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -78,15 +78,19 @@ def claim(config: TrainConfig) -> Iterator[None]:
 
 def _refuse_foreign(output: Path) -> None:
     found = [name for name in WRITTEN if os.path.lexists(output / name)]
+    _refuse_links([output / CONFIG])  # through which nobody looks whether it is a run's
     if found and not _is_run(output):
         raise ValueError(
             f"--output {output} has {', '.join(found)}, which no run of opensora-accel wrote (it has no config.json of "
             "a run); name another folder, or move them out of it"
         )
     # A run that was received from somebody else could lead our writing anywhere.
-    places = [output / name for name in found]
+    _refuse_links(output / name for name in found)
     for name in (TENSORBOARD, SAMPLES, LORA):
-        places += (output / name).rglob("*")
+        _refuse_links((output / name).rglob("*"))
+
+
+def _refuse_links(places: Iterable[Path]) -> None:
     for place in places:
         if place.is_symlink():
             raise ValueError(
