@@ -90,9 +90,8 @@ def check_it_goes_on(ranks, config, undisturbed, least):
 MOMENTS = [(seed, seed % 2, 2 + seed % 6) for seed in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("seed", "rank", "num_batches"), [pytest.param(*m, marks=() if m[0] == 1 else PROVE) for m in MOMENTS]
-)
+@PROVE
+@pytest.mark.parametrize(("seed", "rank", "num_batches"), MOMENTS)
 def test_a_rank_killed_at_a_random_moment(
     ranks, clips, tmp_path, undisturbed, seed, rank, num_batches, fault
 ):
