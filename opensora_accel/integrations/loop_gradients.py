@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel.fsdp import reshard
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
-from opensora_accel.profiler.equality import Holders, local_part
+from opensora_accel.profiler.equality import Holders, local_part, norms
 from opensora_accel.profiler.nonfinite import Call, as_then, tensors_in
 from opensora_accel.watch import named
 
@@ -150,8 +150,7 @@ def _shown(samples: Sequence[Any]) -> str:
 def norms_of_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The norm of this rank's part of each gradient, as scalars on the device."""
     parts = {name: local_part(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float32) if parts else []
-    return dict(zip(parts, norms, strict=True))
+    return dict(zip(parts, norms([*parts.values()]) if parts else [], strict=True))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,13 @@ def digest(tensor: Tensor) -> Tensor:
     return (total ^ (total >> 31)) & _MASK
 
 
+def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each tensor [...], as scalars on their devices: fp32, or fp64 where one of the tensors is."""
+    # torch refuses to round to less than it was given.
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if is_double else torch.float32))
+
+
 @dataclass(frozen=True)
 class Holders:
     """Which ranks hold a parameter: those that hold the same part of it, and those that hold other parts."""

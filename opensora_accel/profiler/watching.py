@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from opensora_accel.communications.checks import compare_next_forwards, gather_objects
 from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
-from opensora_accel.profiler.equality import first_difference, holders_of
+from opensora_accel.profiler.equality import first_difference, holders_of, norms
 from opensora_accel.profiler.nonfinite import StepInputs, trace_nonfinite
 from opensora_accel.profiler.places import find_blocks
 from shardformer import blocks_of
@@ -250,9 +250,9 @@ class watch:
         for parts, found in gradients.items():
             squares = torch.zeros_like(total)
             if found:
-                norms = torch._foreach_norm([grad for _, grad in found], 2, dtype=torch.float32)
+                own = torch.stack(norms([grad for _, grad in found]))
                 index = torch.tensor([place for place, _ in found], device=device)
-                squares.index_add_(0, index, torch.stack(norms).to(device).square())
+                squares.index_add_(0, index, own.to(device, squares.dtype).square())
             # Also by ranks that have no gradient here, or the others would wait.
             for group in parts:
                 dist.all_reduce(squares, group=group)

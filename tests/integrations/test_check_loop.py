@@ -344,14 +344,15 @@ def test_loops_that_go_other_ways_are_let_alone(ranks, right):
     assert ranks(4, checked, ULYSSES, right) == [((), "")] * 4
 
 
-def test_a_copy_made_in_the_loop_is_let_alone():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_made_in_the_loop_is_let_alone(dtype):
     """Its forwards are none of the loop's, though it has the model's hooks."""
-    model, noise = nn.Linear(3, 2), torch.Generator().manual_seed(0)
+    model, noise = nn.Linear(3, 2, dtype=dtype), torch.Generator().manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with check_loop(model) as check:
         for _ in range(3):
             teacher = copy.deepcopy(model).eval()
-            clip = torch.randn(4, 3, generator=noise)
+            clip = torch.randn(4, 3, generator=noise, dtype=dtype)
             loss = (model(clip) - teacher(clip) - 1).square().mean()
             check.loss(loss)
             loss.backward()

@@ -178,6 +178,16 @@ def test_norms_of_blocks_are_those_of_whole_gradients(ranks, name):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.float32), (torch.bfloat16,)])
+def test_norms_are_taken_of_any_dtype(dtypes):
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False, dtype=dtype) for dtype in dtypes))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    with watch(model) as run:
+        run.check()
+    assert sum(norm**2 for norm in run.block_norms.values()) == pytest.approx(4 * 9 * len(dtypes))
+
+
 DIFFERENCES = {
     "a weight": ("ddp", change_a_weight, 1, "weight of blocks.1.ffn.net.2.weight differs over all ranks"),
     "a gradient": (
