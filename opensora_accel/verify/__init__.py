@@ -3,9 +3,8 @@
 from opensora_accel.verify.causes import Cause
 from opensora_accel.verify.diagnose import diagnose
 from opensora_accel.verify.meshes import Run, meshes_of
-from opensora_accel.verify.on_cpu import lift_casts
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.verify import verify
 
-__all__ = ["Cause", "RankPool", "Report", "Run", "diagnose", "lift_casts", "meshes_of", "verify"]
+__all__ = ["Cause", "RankPool", "Report", "Run", "diagnose", "meshes_of", "verify"]

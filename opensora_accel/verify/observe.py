@@ -21,11 +21,10 @@ from opensora_accel.communications.compressed import held_against_exact
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.verify.meshes import ModelFn, Run, Step
 from opensora_accel.verify.on_cpu import (
-    LiftOperations,
     accelerator_stand_ins,
     call_to_its_end,
+    casts_lifted,
     launcher_environment,
-    noting_autocast,
     prepare_model,
     without_loss_scaling,
 )
@@ -375,8 +374,7 @@ def observe(
                 launcher_environment(run),
                 accelerator_stand_ins(),
                 without_loss_scaling(),
-                noting_autocast(found.lifted),
-                LiftOperations(found.lifted),
+                casts_lifted(found.lifted),
             ):
                 arguments = (run,) if model is None else (model, run)
                 returned = call_to_its_end(f"step({'model, ' * (model is not None)}run)", step, *arguments)

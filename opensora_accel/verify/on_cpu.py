@@ -1,8 +1,4 @@
-"""A step in fp64 on CPU ranks: precision that stays double, and stand-ins for what only runs beside an accelerator.
-
-Nearly every transformer of diffusers calls `.float()` or `.to(torch.float32)` somewhere, so an "fp64" run of it
-carries fp32 noise: the gradients of two halves of a loss then add up to the whole to 3e-7 only, and to 1e-14 with
-the casts lifted (Wan, CPU, torch 2.13, 2026-11).
+"""A step in fp64 on CPU ranks: a model fit for it, and stand-ins for what only runs beside an accelerator.
 
 diffusers' `enable_parallelism` divides by the number of accelerators, and its ring calls torch's flash attention for
 CUDA, as it needs the log-sum-exp (0.42.1). Here a CPU counts as one accelerator, and torch's flash kernel for CPUs runs
@@ -23,122 +19,36 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_accel.precision import LiftOperations, widest
 from opensora_accel.verify.meshes import Run
-from opensora_accel.verify.parameters import widest
-from opensora_accel.wrapping import Forward, wrap_forward
 
-_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as}
 _aten = torch.ops.aten
-_FACTORIES = {
-    *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.arange, _aten.linspace, _aten.rand, _aten.randn),
-    *(_aten.scalar_tensor, _aten._to_copy),  # a cast of whole numbers makes a value as well
-}  # fmt: skip
-
-
-def _narrow(dtype: Any) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != torch.float64
-
-
-class LiftCasts(TorchFunctionMode):
-    """Within it, an fp64 tensor is never cast to a narrower floating-point type."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
-            return function(*args, **kwargs)
-        if function in _CASTS and not (function is Tensor.type_as and not args[1].is_floating_point()):
-            return args[0]
-        # `x.to(other)` takes other's dtype.
-        if function is Tensor.to:
-            args = tuple(
-                torch.float64 if _narrow(arg) else widest(arg) if isinstance(arg, Tensor) else arg
-                for arg in args
-            )
-        if _narrow(kwargs.get("dtype")):
-            kwargs = {**kwargs, "dtype": torch.float64}
-        return function(*args, **kwargs)
-
-
-class LiftOperations(TorchDispatchMode):
-    """`LiftCasts` for all that runs within it, backward and recomputation too, where function modes are off.
-
-    What is made in fp32 from nothing or from whole numbers is made in fp64 as well, since it will meet fp64. Slower
-    than `LiftCasts`, and not seen by torch.compile.
-
-    Args:
-        lifted: takes the type and the line of every cast to half precision that was lifted. In training these round,
-            which the proof does not see; casts to fp32 are in nearly every model.
-    """
-
-    def __init__(self, lifted: dict[str, None] | None = None):
-        super().__init__()
-        self._lifted = lifted
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Below autograd: what backward computes comes by here too.
-        is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
-            if self._lifted is not None and func.overloadpacket is _aten._to_copy and is_double:
-                _note_half(self._lifted, "", kwargs["dtype"])
-            kwargs = {**kwargs, "dtype": torch.float64}
-        result = func(*args, **kwargs)
-        is_literal = func is _aten.lift_fresh.default  # torch.tensor(numbers, dtype=torch.float32)
-        return result.double() if is_literal and _narrow(result.dtype) else result
-
-
-def _note_half(lifted: dict[str, None], how: str, dtype: torch.dtype | None) -> None:
-    if dtype in (torch.bfloat16, torch.float16):
-        from opensora_accel.verify.communication.call_site import find_call_site  # imports this module
-
-        lifted[f"{how}{str(dtype).removeprefix('torch.')} at {find_call_site().caller}"] = None
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
-def noting_autocast(lifted: dict[str, None]) -> Iterator[None]:
-    """Within it, `lifted` takes the regions of autocast to half precision: fp64 goes through them as it is."""
+def casts_lifted(halves: dict[str, None]) -> Iterator[None]:
+    """Within it fp64 stays fp64, and `halves` takes the dtype and the line of every cast or autocast to half precision.
+
+    In training these round, which the proof does not see; casts to fp32 are in nearly every model.
+    """
+
+    def note(dtype: torch.dtype | None, how: str = "") -> None:
+        if dtype in _HALVES:
+            from opensora_accel.verify.communication.call_site import find_call_site  # imports this module
+
+            halves[f"{how}{str(dtype).removeprefix('torch.')} at {find_call_site().caller}"] = None
+
     enter = torch.autocast.__enter__
 
     def noted(region: torch.autocast) -> Any:
         if region._enabled:
-            _note_half(lifted, "autocast to ", region.fast_dtype)
+            note(region.fast_dtype, "autocast to ")
         return enter(region)
 
-    with mock.patch.object(torch.autocast, "__enter__", noted):
+    with mock.patch.object(torch.autocast, "__enter__", noted), LiftOperations(note):
         yield
-
-
-def lift_casts(model: nn.Module) -> Callable[[], None]:
-    """Makes the model's forward keep fp64 as fp64; returns the function that undoes it.
-
-    The recomputation of a checkpointed block runs outside of the model's forward, and keeps fp64 too. Therefore call
-    this before checkpointing is applied, and undo it after that is undone.
-    """
-
-    def lifted(original: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with LiftCasts():
-                return original(*args, **kwargs)
-
-        return forward
-
-    # Blocks are wrapped by themselves too: checkpointing calls them again without the model.
-    lists = (child for child in model.modules() if isinstance(child, nn.ModuleList))
-    modules = [model, *(block for blocks in lists for block in blocks)]
-    undo_each = [wrap_forward(module, lifted) for module in modules]
-
-    def undo() -> None:
-        for step in reversed(undo_each):
-            step()
-
-    return undo
 
 
 def prepare_model(model: nn.Module) -> list[str]:

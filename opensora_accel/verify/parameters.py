@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from opensora_accel.precision import widest
 from opensora_accel.verify.fit import TOLERANCE, magnitude
 from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
 
@@ -74,13 +75,6 @@ def plain_name(name: str, known: Collection[str]) -> str:
         return name
     plain = ".".join(part for part in name.split(".") if part not in (*_WRAPPED, "module"))
     return plain if plain in known else name
-
-
-def widest(tensor: Tensor) -> Tensor:
-    """The tensor [...] in fp64, or complex of two; whole numbers as they are."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def is_transformed() -> bool:

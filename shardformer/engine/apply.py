@@ -29,7 +29,7 @@ from opensora_accel.parallel_states import (
     splits_by_node,
 )
 from opensora_accel.plan import Plan
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.splits import spread_tokens
 from shardformer.engine.tokens import Tokens

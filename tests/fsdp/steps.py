@@ -3,8 +3,8 @@
 import torch
 
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.precision import lift_casts
 from opensora_accel.training.optim import clip_gradients
-from opensora_accel.verify import lift_casts
 from shardformer.tensor_parallel import full_tensor, total_grad_norm
 from tests.models import wan, wan_inputs
 

@@ -10,8 +10,8 @@ from torch import Tensor
 import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, materialize, parallel_states
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.precision import lift_casts
 from opensora_accel.training.optim import EMA
-from opensora_accel.verify import lift_casts
 from shardformer.tensor_parallel import full_tensor
 from tests.fsdp.steps import clipped
 from tests.tiers import PROVE, some

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from opensora_accel.integrations import diffusers as parallel
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from tests.models import wan, wan_inputs
 from tests.tiers import some
 from tests.tolerances import RELATIVE, relative_errors

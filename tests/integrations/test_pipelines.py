@@ -10,7 +10,7 @@ from diffusers import ContextParallelConfig
 
 from opensora_accel.communications.checks import gather_objects
 from opensora_accel.integrations import diffusers as parallel
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from tests.integrations.pipelines import PIPELINES
 from tests.integrations.test_diffusers import size
 from tests.shardformer.conformance import in_double

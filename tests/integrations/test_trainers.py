@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from tests.authors_models.diffsynth import WanTrainingModule
 from tests.authors_models.wan import TEXT
 from tests.integrations import trainers

@@ -13,7 +13,7 @@ import opensora_accel
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.checkpoint import set_grad_checkpoint
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from tests.opensora_models import mmdit, mmdit_inputs, stdit3, stdit3_inputs
 from tests.shardformer.test_t5 import encoder
 from tests.tolerances import RELATIVE, relative_error, relative_errors

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opensora_accel.checkpoint import set_grad_checkpoint
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from tests.opensora_models import mmdit, mmdit_inputs, stdit3, stdit3_inputs
 from tests.opensora_models.mmdit import flash_attention
 from tests.tolerances import assert_close

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.arguments import change_at, value_at
-from opensora_accel.verify import lift_casts
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations, lift_casts
 from shardformer.tensor_parallel import full_tensor
 from tests.tolerances import relative_errors
 from tests.video_models import CASES

@@ -16,7 +16,7 @@ from torch import nn
 import opensora_accel
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from shardformer.colossalai import colossalai_policy, register_groups
 from shardformer.colossalai.norms import norm_replacements
 from shardformer.modeling import T5LayerNorm

@@ -9,7 +9,7 @@ from diffusers.hooks.hooks import CacheContext, StateManager
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from shardformer.engine.decisions import has_changed
 from shardformer.engine.tokens import Tokens
 from tests.authors_models.wan import WanAttentionBlock, WanModel, wan_model_inputs

@@ -12,7 +12,7 @@ from torch import nn
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.arguments import value_at
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from shardformer.policy import UNSUPPORTED, find_policy, model_names
 from tests.models import wan, wan_inputs
 from tests.opensora_models import stdit3

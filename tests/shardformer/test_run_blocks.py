@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from tests.models import wan, wan_inputs
 from tests.tiers import PROVE
 from tests.tolerances import RELATIVE, relative_error

@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import checkpoint_blocks, set_grad_checkpoint
+from opensora_accel.precision import lift_casts
 from opensora_accel.sharding import Chain, Invariant, Shard
-from opensora_accel.verify import lift_casts
 from shardformer.modeling.norms import KERNELS
 from shardformer.policy.open_sora import MMDIT_TENSORS
 from shardformer.policy.t5 import T5_TENSORS

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from tests.attention.counting import counted
 from tests.models import wan, wan_inputs
 from tests.tiers import some

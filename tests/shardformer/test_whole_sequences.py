@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from tests.shardformer.conformance import compare, fp64_model, in_double
 from tests.tiers import some
 from tests.tolerances import RELATIVE

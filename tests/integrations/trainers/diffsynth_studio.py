@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from tests.integrations.trainers import (
     Case,
     Steps,

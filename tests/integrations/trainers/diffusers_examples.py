@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opensora_accel.verify.on_cpu import LiftOperations
+from opensora_accel.precision import LiftOperations
 from tests.integrations.trainers import (
     Case,
     Steps,

@@ -120,7 +120,7 @@ def on_a_cpu_in_fp64() -> Any:
     from torch.distributed import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from opensora_accel.verify.on_cpu import LiftOperations
+    from opensora_accel.precision import LiftOperations
 
     # In the function itself: others have imported it by its name.
     parallel_state.get_local_torch_device.__code__ = (lambda: torch.device("cpu")).__code__

@@ -154,7 +154,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     from nemo_automodel.components.training.rng import StatefulRNG
     from nemo_automodel.recipes.diffusion import train as recipes
 
-    from opensora_accel.verify.on_cpu import LiftOperations
+    from opensora_accel.precision import LiftOperations
 
     data_ranks = options.pop("data_ranks", 1)
     steps, clip = Steps(), recipes.clip_grad_norm

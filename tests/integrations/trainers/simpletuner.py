@@ -156,7 +156,8 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     ModelRegistry._metadata = {"wan": ModelRegistry._metadata["wan"]}
     from simpletuner.helpers.training.state_tracker import StateTracker
 
-    from opensora_accel.verify.on_cpu import LiftOperations, prepare_model
+    from opensora_accel.precision import LiftOperations
+    from opensora_accel.verify.on_cpu import prepare_model
     from tests.integrations.test_accelerate import fsdp_on_cpu
 
     os.environ["ACCELERATE_USE_CPU"] = "true"

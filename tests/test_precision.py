@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opensora_accel.checkpoint import checkpoint_blocks
-from opensora_accel.verify import lift_casts
+from opensora_accel.precision import lift_casts
 from tests.models import wan, wan_inputs
 from tests.tolerances import relative_errors
 
