@@ -96,7 +96,7 @@ def _choose_plan(config: TrainConfig) -> Plan:
 
 
 def _shard(arguments: Sequence[str]) -> int:
-    from opensora_accel.sharding.command import main as shard
+    from opensora_accel.sharding_command.command import main as shard
 
     return shard(arguments)
 
@@ -136,7 +136,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 
 def _policy(arguments: Sequence[str]) -> int:
-    from shardformer.proposal.command import main as policy
+    from opensora_accel.proposal.command import main as policy
 
     return policy(arguments)
 

@@ -21,7 +21,7 @@ LAYERS = [
     },
     {"opensora_accel.profiler"},
     {"shardformer.policy.t5_encoder"},
-    {"shardformer.colossalai", "shardformer.proposal"},
+    {"shardformer.colossalai", "opensora_accel.proposal"},
     {"shardformer", "shardformer.engine"},
     {"shardformer.lora", "shardformer.comfyui"},
     {"shardformer.tensor_parallel"},
@@ -176,7 +176,7 @@ import opensora_accel, shardformer
 import opensora_accel.attention, opensora_accel.communications, opensora_accel.verify, opensora_accel.cli
 import opensora_accel.integrations, opensora_accel.integrations.diffusers
 import opensora_accel.planner
-import shardformer.modeling.kernels, shardformer.proposal.command
+import shardformer.modeling.kernels, opensora_accel.proposal.command
 assert dict(os.environ) == before, "the environment was written to"
 assert torch.nn.Module.__call__ is forward and not dist.is_initialized()
 assert not torch.cuda.is_initialized(), "a device was asked for"

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from opensora_accel.sharding.cost import (
-    Balance,
+from opensora_accel.sharding.collectives import (
     Collective,
     Figures,
-    Link,
     Pending,
     einsum_flops,
     local_sizes,
@@ -234,10 +232,6 @@ class Chain:
     def sent_bytes(self) -> float:
         """The bytes that one rank sends, forward and backward."""
         return sum(collective.sent_bytes for collective in self.collectives)
-
-    def balance(self, link: Link, flops_per_s: float) -> Balance:
-        """Compute beside communication of one rank, forward and backward."""
-        return Balance(self.flops / flops_per_s, sum(each.time_s(link) for each in self.collectives))
 
     def _get(self, name: str, by: str) -> Node:
         if name not in self.nodes:

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel.parallel_states import init_parallel
 from opensora_accel.plan import Plan
+from opensora_accel.proposal.draft import Draft, draft
 from opensora_accel.verify import RankPool, Report, Run, verify
 from shardformer.engine import shard
 from shardformer.modeling.origins import tensors_in
 from shardformer.policy.base import Policy, Positions
-from shardformer.proposal.draft import Draft, draft
 
 # Two ways to attend, one of them on a number of ranks that hardly anything divides by.
 MESHES = (Plan(ulysses=2), Plan(ring=3))

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.documents import read_text
+from opensora_accel.links import Link
 from opensora_accel.sharding.chain import Chain
-from opensora_accel.sharding.cost import FREE, Collective, Link
+from opensora_accel.sharding.collectives import FREE, Collective
 from opensora_accel.sharding.placement import Placement, parse_placement
+from opensora_accel.sharding_command.balance import balance_of
 
 _LINE = re.compile(
     r"(?P<name>\w+)(\[(?P<labels>[A-Za-z]*)\])?\s*(=\s*(?P<operation>\w+)\s+(?P<rest>.*)|(?P<placed>.*))"
@@ -152,7 +154,7 @@ def chain_text(chain: Chain, link: Link | None, flops_per_s: float | None) -> st
     if chain.sent_bytes:
         lines += ["", f"sent by a rank, forward and backward: {chain.sent_bytes / 2**20:.3g} MiB"]
     if link is not None and flops_per_s is not None:
-        lines.append(str(chain.balance(link, flops_per_s)))
+        lines.append(str(balance_of(chain.flops, chain.collectives, link, flops_per_s)))
     return "\n".join(lines)
 
 
@@ -176,7 +178,7 @@ def chain_dict(chain: Chain, link: Link | None, flops_per_s: float | None) -> di
 
     ratio = None
     if link is not None and flops_per_s is not None:
-        ratio = chain.balance(link, flops_per_s).ratio
+        ratio = balance_of(chain.flops, chain.collectives, link, flops_per_s).ratio
     return {
         "degrees": chain.degrees,
         "tensors": {

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from opensora_accel import cli
+from opensora_accel.proposal import as_code, propose_policy
+from opensora_accel.proposal.draft import draft
+from opensora_accel.proposal.propose import MESHES, _reason, _Step
 from opensora_accel.verify import verify
 from shardformer.policy import _POLICIES, find_policy
 from shardformer.policy.base import GatherOutput, JointAttention, Policy, SplitInput
-from shardformer.proposal import as_code, propose_policy
-from shardformer.proposal.draft import draft
-from shardformer.proposal.propose import MESHES, _reason, _Step
 from tests.tiers import some
 from tests.video_models import CASES
 
@@ -186,7 +186,7 @@ def test_why_nothing_is_proposed_is_said(model_fn, inputs_fn, message):
 
 STEP_FILE = """
 import torch
-from tests.shardformer.test_proposal import Model, video
+from tests.proposal.test_proposal import Model, video
 
 def make_model():
     return Model()

@@ -1,4 +1,4 @@
-"""What a collective sends and takes, and how much compute stands beside it. Models, not measurements.
+"""The collective between two placements, what it sends, and what it takes. Models, not measurements.
 
 Bytes are those that one rank sends, for algorithms that send the least: rings, and pairwise exchange for the
 all-to-all. Time is latency times steps plus bytes over bandwidth (the alpha-beta model of Thakur et al.,
@@ -19,9 +19,6 @@ from opensora_accel.sharding.placement import Invariant, Partial, Placement, Rep
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "split", "copy", "pad"]
 # Kinds that send nothing. copy: I → R; pad: S → P, zeros around the share.
 FREE = ("split", "copy", "pad")
-
-# Compute over communication below which a step is likely to wait: nothing overlaps all of the time.
-LEAST_RATIO = 3.0
 
 
 @dataclass(frozen=True)
@@ -212,27 +209,3 @@ def einsum_flops(equation: Equation, sizes: Mapping[str, int]) -> int:
         flops += (2 if contracts else 1) * math.prod(sizes[label] for label in joined)
         left = kept
     return flops
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Seconds of compute beside seconds of communication, on one rank."""
-
-    compute_s: float
-    communication_s: float
-
-    @property
-    def ratio(self) -> float:
-        return self.compute_s / self.communication_s if self.communication_s else math.inf
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether there is too little compute to hide the communication behind."""
-        return self.ratio < LEAST_RATIO
-
-    def __str__(self) -> str:
-        warning = f" · warning: under {LEAST_RATIO:g}:1, it will be waited for" if self.is_bound else ""
-        return (
-            f"compute {1e3 * self.compute_s:.3g} ms, communication {1e3 * self.communication_s:.3g} ms "
-            f"(modelled, forward and backward): {self.ratio:.3g}:1{warning}"
-        )

@@ -11,11 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.sharding.chain_file import chain_dict, chain_text, parse_numbers, read_chain
-from opensora_accel.sharding.cost import Balance, Figures, Link, Pending, einsum_flops, local_sizes
+from opensora_accel.links import Link
+from opensora_accel.sharding.collectives import Figures, Pending, einsum_flops, local_sizes
 from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
 from opensora_accel.sharding.equation import Equation
 from opensora_accel.sharding.placement import Partial, Placement, Replicate, parse_placement
+from opensora_accel.sharding_command.balance import Balance, balance_of
+from opensora_accel.sharding_command.chain_file import chain_dict, chain_text, parse_numbers, read_chain
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -222,9 +224,10 @@ class DerivedEquation:
         if self.figures.sizes is None or self.link is None or self.flops_per_s is None:
             return None
         local = local_sizes(self.figures.sizes, self.placements, self.figures.degrees)
-        seconds = sum(pending.collective.time_s(self.link) for pending in self.pending)
         # Forward, and two einsums of the same size in backward.
-        return Balance(3 * einsum_flops(self.equation, local) / self.flops_per_s, seconds)
+        flops = 3 * einsum_flops(self.equation, local)
+        collectives = [pending.collective for pending in self.pending]
+        return balance_of(flops, collectives, self.link, self.flops_per_s)
 
     def text(self) -> str:
         """The report that a person reads."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.proposal.trace import AttentionCall, Call, Leaf, Noise, Trace, trace
 from shardformer.policy.base import (
     Blocks,
     CountInput,
@@ -33,7 +34,6 @@ from shardformer.policy.base import (
     SplitOutput,
     Text,
 )
-from shardformer.proposal.trace import AttentionCall, Call, Leaf, Noise, Trace, trace
 
 # How many modules behind the blocks are tried as the place where tokens are whole again.
 _MAX_GATHERS = 3

@@ -12,8 +12,10 @@ from opensora_accel.communications import (
     gather_forward_split_backward,
     reduce_scatter_forward_gather_backward,
 )
+from opensora_accel.links import Link
 from opensora_accel.sharding import Equation, Partial, Replicate, Shard
-from opensora_accel.sharding.cost import Balance, Collective, Link, einsum_flops, redistribution
+from opensora_accel.sharding.collectives import Collective, einsum_flops, redistribution
+from opensora_accel.sharding_command.balance import Balance
 from opensora_accel.verify.communication.record import Recorder
 
 

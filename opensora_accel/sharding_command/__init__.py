@@ -1,0 +1,1 @@
+"""`opensora-accel shard`, and the text in which a chain of einsums is written."""
