@@ -24,7 +24,6 @@ __all__ = [
     "install_as",
     "load_weights",
     "materialize",
-    "plan_for",
 ]
 
 __version__ = "0.2.0"
@@ -36,7 +35,6 @@ _LAZY = {
     "deferred_init": "opensora_accel.deferred",
     "load_weights": "opensora_accel.weights",
     "materialize": "opensora_accel.deferred",
-    "plan_for": "opensora_accel.planner",
 }
 
 

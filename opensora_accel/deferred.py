@@ -31,14 +31,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -46,7 +43,11 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from opensora_accel.dtensors import is_dtensor
 from opensora_accel.wrapping import refuse_old_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_deferred"
@@ -112,7 +113,7 @@ class _Recording(TorchDispatchMode):
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor [...] is of this recording, and waits for its values."""
-        return tensor.is_meta and not isinstance(tensor, DTensor) and _memory(tensor) in self.writers
+        return tensor.is_meta and not is_dtensor(tensor) and _memory(tensor) in self.writers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -408,7 +409,7 @@ def _shard_of(
             f"a tensor of {list(view.shape)} became one of {list(tensor.shape)} while it had no values; call "
             "opensora_accel.materialize(model) before what changes it"
         )
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         (whole,) = recording.values([view], seeds)
         return whole.to(device or "cpu", tensor.dtype)
     mesh = tensor.device_mesh
@@ -423,7 +424,7 @@ def _shard_of(
         local = recording.values([view], seeds)[0][region]
     # A copy, or the part would keep the whole alive.
     local = local.to(device or mesh.device_type, tensor.dtype, copy=True).contiguous()
-    return DTensor.from_local(
+    return type(tensor).from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
@@ -432,6 +433,8 @@ def region_of(
     shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], rank: int | None = None
 ) -> tuple[slice, ...]:
     """The part of a sharded tensor of this whole shape that a rank of its mesh holds, by default this one."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
     coordinate: list[int] = (mesh.mesh == (mesh.get_rank() if rank is None else rank)).nonzero()[0].tolist()
     local_shape, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, placements)
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, local_shape, strict=True))

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import deferred_shapes, region_of, replace_later
 from opensora_accel.documents import read_text
+from opensora_accel.dtensors import is_dtensor
 from opensora_accel.files import retried
 
 
@@ -101,7 +101,7 @@ def fill(model: nn.Module, stored: Mapping[str, Stored]) -> None:
     replace_later(model, {name: source.read for name, source in sources.items() if name in waiting})
     for name in sources.keys() - waiting.keys():
         tensor, read = targets[name], partial(sources[name].read, targets[name].dtype)
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             tensor.to_local().copy_(read(region_of(tensor.shape, tensor.device_mesh, tensor.placements)))
         else:
             tensor.copy_(read())

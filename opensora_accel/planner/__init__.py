@@ -1,6 +1,6 @@
 """What fits, how fast, and why: a training step is planned on a CPU, for as many GPUs as it will have.
 
-plan = opensora_accel.plan_for(build_model, inputs, world_size=8, num_tokens=4096, num_heads=12)
+plan = opensora_accel.planner.plan_for(build_model, inputs, world_size=8, num_tokens=4096, num_heads=12)
 init_parallel(plan)
 """
 

@@ -60,7 +60,7 @@ def run(
     chooses = given.wants_plan and not given.config.resume
     if chooses and choose_plan is None:
         raise ValueError(
-            "only the command line chooses a plan; set plan to one, as opensora_accel.plan_for gives it"
+            "only the command line chooses a plan; set plan to one, as opensora_accel.planner.plan_for gives it"
         )
     is_first = os.environ.get("RANK", "0") == "0"
     chosen = choose_plan(given.config) if chooses and is_first and choose_plan is not None else None

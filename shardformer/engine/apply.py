@@ -18,7 +18,6 @@ from torch import nn
 
 from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens, preserve_state
 from opensora_accel.deferred import is_deferred, materialize, resume_recording
-from opensora_accel.fsdp import shard_parameters
 from opensora_accel.parallel_states import (
     get_mesh,
     get_parallel_group,
@@ -163,6 +162,8 @@ def shard(
         _chunk_mlps(model, policy, turns, undo)
         _checkpoint(model, policy, turns, undo)
         if plan.sharding != "none":
+            from opensora_accel.fsdp import shard_parameters  # loads torch's FSDP, as long as half of torch
+
             shard_parameters(model, plan, blocks_of(model, policy))
         if is_deferred(model):
             materialize(model, "cpu" if plan.cpu_offload or not has_mesh() else get_mesh().device_type)

@@ -1,21 +1,5 @@
-"""Open-Sora's name and place for the table of T5's encoder, which Open-Sora's own ShardFormer code takes as well."""
+"""The place where Open-Sora's code looks for this name. Nothing but the name: it stands above the tables' room."""
 
-from __future__ import annotations
+from shardformer.colossalai.t5 import T5EncoderPolicy
 
-from dataclasses import dataclass
-
-from shardformer.colossalai import ShardFormerMethods
-from shardformer.policy.base import Blocks, NormSwap, Policy
-from shardformer.policy.t5 import T5_ENCODER
-from shardformer.policy.tensors import TensorRegion
-
-
-@dataclass(frozen=True)
-class T5EncoderPolicy(ShardFormerMethods, Policy):
-    """For `shardformer.shard(model, plan, policy=…)`, and for ColossalAI's `ShardFormer.optimize(model, policy=…)`."""
-
-    models: tuple[str, ...] = T5_ENCODER.models
-    blocks: tuple[Blocks, ...] = T5_ENCODER.blocks
-    tensors: tuple[TensorRegion, ...] = T5_ENCODER.tensors
-    norms: tuple[str, ...] = T5_ENCODER.norms
-    norm_swaps: tuple[NormSwap, ...] = T5_ENCODER.norm_swaps
+__all__ = ["T5EncoderPolicy"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from opensora_accel.dtensors import is_dtensor
 from shardformer.tensor_parallel.cut import Cut
 
 ATTRIBUTE = "_tensor_shards"
@@ -84,7 +84,7 @@ def _whole(tensor: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tenso
     """[..., N/P at the dim that is cut, ...] → [..., N, ...]."""
     tensor = tensor.detach()
     # FSDP2 has cut what the tensor ranks had left, so its mesh is gathered first.
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     # An optimizer's count of steps is a single number, however its parameter is cut.
     if found is None or tensor.dim() == 0:
         return tensor
@@ -166,7 +166,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         # Nothing is copied before all names and shapes have been found to fit.
         value = local[name].to(target.device, target.dtype)
-        if isinstance(target, DTensor):
+        if is_dtensor(target):
+            from torch.distributed.tensor import distribute_tensor
+
             # src_data_rank=None: every rank has the whole, so each cuts its own shard.
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)
@@ -200,4 +202,4 @@ def total_grad_norm(model: nn.Module) -> Tensor:
 def _norm(grads: Iterable[Tensor | None]) -> Tensor:
     """The 2-norm of gradients [...], of DTensors over their mesh."""
     norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm

@@ -6,10 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-import opensora_accel
 from opensora_accel import cli
 from opensora_accel.plan import Plan
-from opensora_accel.planner import command
+from opensora_accel.planner import command, plan_for
 from opensora_accel.planner.candidates import GIB
 from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
@@ -229,10 +228,6 @@ def test_the_help_teaches(capsys):
     assert "  plan " in cli.__doc__
 
 
-def test_plan_for_is_there_without_loading_anything():
-    assert "plan_for" in opensora_accel.__all__ and callable(opensora_accel.plan_for)
-
-
 def test_the_frontier_is_what_nothing_beats():
     points = [(1.0, 5.0), (2.0, 3.0), (2.0, 4.0), (3.0, 3.0), (4.0, 1.0)]
     assert frontier(points) == [(1.0, 5.0), (2.0, 3.0), (4.0, 1.0)]
@@ -319,7 +314,7 @@ def test_plan_for_a_loop(monkeypatch, capsys):
             "return_dict": False,
         }
 
-    plan = opensora_accel.plan_for(
+    plan = plan_for(
         build, inputs, world_size=1, hardware="h100x8", num_tokens=48, num_heads=2, precision="bf16"
     )
     assert plan.world_size == 1 and "the plan, of" in capsys.readouterr().out

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-import opensora_accel
 from opensora_accel import cli
 from opensora_accel.plan import Plan
+from opensora_accel.planner import plan_for
 from opensora_accel.planner.hardware import Hardware
 
 MODEL = ("--model", "wan2.1-1.3b")
@@ -97,7 +97,7 @@ def test_plan_for_wants_a_function():
     import torch
 
     with pytest.raises(ValueError, match="a function that builds the model"):
-        opensora_accel.plan_for(torch.nn.ModuleList(), lambda model, dtype: {})
+        plan_for(torch.nn.ModuleList(), lambda model, dtype: {})
 
 
 def test_calibrate_refuses_before_it_measures(tmp_path, capsys):
