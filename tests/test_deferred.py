@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize, parallel_states
+from opensora_accel.observe.fake_world import fake_world
 from opensora_accel.profiler import LiveBytes
-from opensora_accel.verify.communication.fake_world import fake_world
 from opensora_accel.weights import Stored
 from shardformer.policy import find_policy, model_names
 from shardformer.tensor_parallel import full_state_dict

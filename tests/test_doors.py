@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from opensora_accel import cli
-from opensora_accel.profiler import charts
+from opensora_accel.pages import charts
 from tests.profiler.synthetic import write_run
 from tests.tiers import some
 

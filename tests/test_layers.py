@@ -21,9 +21,13 @@ USE = [
     },
 ]
 TOOLS = [
-    {"opensora_accel.planner"},
-    {"opensora_accel.profiler"},
-    {"opensora_accel.verify", "opensora_accel.sharding_command"},
+    {
+        "opensora_accel.planner",
+        "opensora_accel.profiler",
+        "opensora_accel.verify",
+        "opensora_accel.sharding_command",
+    },
+    {"opensora_accel.observe", "opensora_accel.pages"},
 ]
 LIBRARY = [
     {"shardformer.policy.t5_encoder"},
@@ -65,7 +69,7 @@ LIBRARY = [
 LAYERS = [*USE, *TOOLS, *LIBRARY]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front.
 
-So the library knows no tool, and no tool what users start.
+So the library knows no tool, no tool another one or what users start.
 """
 
 FRONTS = [{"shardformer", "shardformer.engine"}, {"opensora_accel", "opensora_accel.parallel_states"}]
@@ -144,6 +148,9 @@ def test_imports_run_downward(module, path):
         ("opensora_accel.checkpoint", "if TYPE_CHECKING:\n    import opensora_accel.planner"),
         ("opensora_accel", "from opensora_accel.integrations import check_loop"),
         ("opensora_accel.verify.report", "from opensora_accel.proposal import draft"),
+        ("opensora_accel.planner.run", "from opensora_accel.verify import verify"),
+        ("opensora_accel.profiler.page", "from opensora_accel.planner import page"),
+        ("opensora_accel.observe.places", "from opensora_accel.profiler.records import REGIONS"),
         ("opensora_accel.training.loop", "from opensora_accel.cli import main"),
         ("opensora_accel.integrations.diffusers", "from opensora_accel.training.loop import Trainer"),
         ("shardformer.policy.wan", "from shardformer.engine import shard"),

@@ -46,10 +46,10 @@ from opensora_accel.integrations.loop_gradients import (
 )
 from opensora_accel.integrations.loop_inputs import Draws, Repeats, look_at_inputs, mistakes_of_inputs
 from opensora_accel.integrations.loop_weights import TrainedWeights, digests
+from opensora_accel.observe.equality import digest, first_difference, holders_of, local_part
+from opensora_accel.observe.live_bytes import LiveBytes
+from opensora_accel.observe.nonfinite import StepInputs, tensors_in
 from opensora_accel.parallel_states import get_data_parallel_group
-from opensora_accel.profiler.equality import digest, first_difference, holders_of, local_part
-from opensora_accel.profiler.live_bytes import LiveBytes
-from opensora_accel.profiler.nonfinite import StepInputs, tensors_in
 from opensora_accel.verify.watch import before_clipping
 from opensora_accel.watch import named
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.fsdp import reshard
+from opensora_accel.observe.equality import Holders, local_part, norms
+from opensora_accel.observe.nonfinite import Call, as_then, tensors_in
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
-from opensora_accel.profiler.equality import Holders, local_part, norms
-from opensora_accel.profiler.nonfinite import Call, as_then, tensors_in
 from opensora_accel.watch import named
 
 logger = logging.getLogger(__name__)

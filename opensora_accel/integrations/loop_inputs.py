@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_accel.profiler.equality import digest
+from opensora_accel.observe.equality import digest
 from opensora_accel.watch import named
 from shardformer.engine.agreement import Summary, is_real, named_values, summarise
 

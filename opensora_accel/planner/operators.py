@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from opensora_accel.observe.operators import Call
 from opensora_accel.planner.trace import Operation, OperationKind, Stream
-from opensora_accel.verify.communication.operators import Call
 
 # They start no kernel, beside views.
 _WITHOUT_KERNEL = {

@@ -10,8 +10,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opensora_accel.profiler import charts
-from opensora_accel.profiler.markup import (
+from opensora_accel.pages import charts
+from opensora_accel.pages.markup import (
     Value,
     figure,
     frame,

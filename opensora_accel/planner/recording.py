@@ -28,6 +28,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_accel.observe.flops import FlopCounter
+from opensora_accel.observe.kinds import RECOMPUTE
+from opensora_accel.observe.live_bytes import LiveBytes
+from opensora_accel.observe.meshes import MeshShape, group_of
+from opensora_accel.observe.operators import NAMESPACES, calls_of
+from opensora_accel.observe.owners import ELSEWHERE, Owners, arena_memory
+from opensora_accel.observe.places import Place, Places
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
 from opensora_accel.planner.operators import (
     COPY_IN,
@@ -44,13 +51,6 @@ from opensora_accel.planner.operators import (
     traffic,
 )
 from opensora_accel.planner.trace import Operation, Phase, Stream
-from opensora_accel.profiler.flops import FlopCounter
-from opensora_accel.profiler.live_bytes import LiveBytes
-from opensora_accel.profiler.owners import ELSEWHERE, Owners, arena_memory
-from opensora_accel.profiler.places import Place, Places
-from opensora_accel.profiler.records import RECOMPUTE
-from opensora_accel.verify.communication.operators import NAMESPACES, calls_of
-from opensora_accel.verify.meshes import MeshShape, group_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 # Operators of other namespaces are run in parts, where they have any: a ring's are attention and messages.

@@ -13,18 +13,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from opensora_accel.attention.kernels import cpu
 from opensora_accel.checkpoint.blocks import KEEP_LAST
+from opensora_accel.observe.fake_world import OtherRanks, fake_world, without_values
+from opensora_accel.observe.meshes import MeshShape, Run
+from opensora_accel.observe.on_cpu import accelerator_stand_ins, launcher_environment
+from opensora_accel.observe.owners import Owners
+from opensora_accel.observe.places import Places, find_blocks
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine, num_blocks_to_move
 from opensora_accel.plan import Plan
 from opensora_accel.planner.extend import NotRepeated, Stretch, extend
 from opensora_accel.planner.recording import StepRecorder
 from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Pass, Workload
-from opensora_accel.profiler.owners import Owners
-from opensora_accel.profiler.places import Places, find_blocks
-from opensora_accel.verify.communication.fake_world import OtherRanks, fake_world
-from opensora_accel.verify.communication.record_step import without_values
-from opensora_accel.verify.meshes import MeshShape, Run
-from opensora_accel.verify.on_cpu import accelerator_stand_ins, launcher_environment
 from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.observe.meshes import Run
+from opensora_accel.observe.step_file import load_file
 from opensora_accel.parallel_states import init_parallel
-from opensora_accel.verify.command import load_file
-from opensora_accel.verify.meshes import Run
 from shardformer import parallelize
 from shardformer.engine import DTYPES
 

@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opensora_accel.observe.live_bytes import LimitedBytes, LiveBytes
     from opensora_accel.profiler.intervals import exposed_seconds
-    from opensora_accel.profiler.live_bytes import LimitedBytes, LiveBytes
     from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
     from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
     from opensora_accel.profiler.time import profile
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LimitedBytes": "opensora_accel.profiler.live_bytes",
-    "LiveBytes": "opensora_accel.profiler.live_bytes",
+    "LimitedBytes": "opensora_accel.observe.live_bytes",
+    "LiveBytes": "opensora_accel.observe.live_bytes",
     "MemoryPeak": "opensora_accel.profiler.memory",
     "MemoryTimeline": "opensora_accel.profiler.memory",
     "exposed_seconds": "opensora_accel.profiler.intervals",

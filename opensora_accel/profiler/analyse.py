@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.observe.kinds import BACKWARD, FORWARD, KINDS, RECOMPUTE
 from opensora_accel.profiler.analysis import (
     LATE_CAUSES,
     Lane,
@@ -53,16 +54,7 @@ from opensora_accel.profiler.rank_summary import (
     summarise,
     without_collection,
 )
-from opensora_accel.profiler.records import (
-    BACKWARD,
-    FORWARD,
-    KINDS,
-    RECOMPUTE,
-    REGIONS,
-    MemorySample,
-    StepRecord,
-    rank_files,
-)
+from opensora_accel.profiler.records import REGIONS, MemorySample, StepRecord, rank_files
 
 __all__ = ["RunAnalysis", "analyse", "analyse_ranks"]
 

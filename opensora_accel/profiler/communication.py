@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from opensora_accel.interception import intercept, switched_on
+from opensora_accel.observe.operators import Call, calls_of, tensors_in
 from opensora_accel.profiler.clock import HostClock
 from opensora_accel.profiler.intervals import Interval, exposed_seconds
 from opensora_accel.profiler.records import CommunicationCall
-from opensora_accel.verify.communication.operators import Call, calls_of, tensors_in
 
 # Operators that start a transfer; functional collectives call these. A barrier carries nothing, and is waited for.
 _OPERATORS = (

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opensora_accel.profiler.live_bytes import LiveBytes
-from opensora_accel.profiler.owners import (
+from opensora_accel.observe.kinds import KINDS, RECOMPUTE
+from opensora_accel.observe.live_bytes import LiveBytes
+from opensora_accel.observe.owners import (
     DETAILED_KINDS,
     ELSEWHERE,
     GATHERED,
@@ -39,8 +40,8 @@ from opensora_accel.profiler.owners import (
     arena_bytes,
     arena_memory,
 )
-from opensora_accel.profiler.places import OUTSIDE, Place, Places, find_blocks
-from opensora_accel.profiler.records import KINDS, RECOMPUTE, MemorySample
+from opensora_accel.observe.places import OUTSIDE, Place, Places, find_blocks
+from opensora_accel.profiler.records import MemorySample
 
 # A change of live bytes by this share of the peak is seen in a picture.
 _SEEN = 1 / 256

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
+from opensora_accel.observe.kinds import FORWARD, RECOMPUTE
+from opensora_accel.observe.owners import plain_tensors
+from opensora_accel.observe.places import Place
 from opensora_accel.offload.host_memory import default_limit_bytes
 from opensora_accel.plan import Plan
-from opensora_accel.profiler.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
 from opensora_accel.profiler.memory import Holdings, MemoryPeak, MemoryTimeline, by_kind, table_of, unit_of
-from opensora_accel.profiler.owners import plain_tensors
-from opensora_accel.profiler.places import Place
-from opensora_accel.profiler.records import FORWARD, RECOMPUTE
 
 # Kinds that are there whether a step runs or not, and what a block's forward makes.
 _ACTIVATIONS = ("block inputs", "recomputation", "communication", "other")

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from opensora_accel.profiler import charts
-from opensora_accel.profiler.markup import (
+from opensora_accel.pages import charts
+from opensora_accel.pages.markup import (
     UNITS,
     Value,
     figure,

@@ -44,19 +44,6 @@ REGIONS = (
     "save",
     "other",
 )
-# Phases of what a model does; elsewhere the phase is "".
-FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
-# Kinds of memory, in the order in which they are stacked.
-KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "block inputs",
-    "block inputs on the host",
-    "recomputation",
-    "communication",
-    "other",
-)
 
 
 # A step with a million spans has 60 MB.
@@ -79,7 +66,7 @@ class Span(NamedTuple):
 class CommunicationCall(NamedTuple):
     """A collective, or one end of a message, on one rank."""
 
-    # As in `opensora_accel.verify.communication.operators.Call`: "all-reduce", "send", ...
+    # As in `opensora_accel.observe.operators.Call`: "all-reduce", "send", ...
     kind: Name
     # Of the mesh: "ulysses", "dp_shard", "mixed", ...; "" for a group that is none of the registered ones.
     axis: Name

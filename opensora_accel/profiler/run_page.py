@@ -30,7 +30,7 @@ from opensora_accel.documents import (
     read_text,
 )
 from opensora_accel.files import replacing
-from opensora_accel.profiler.markup import figure, frame, integer, number, percent, seconds, table
+from opensora_accel.pages.markup import figure, frame, integer, number, percent, seconds, table
 
 # In the output of a run.
 CONFIG, METRICS, SAMPLES, PAGE = "config.json", "metrics.jsonl", "samples", "run.html"
@@ -150,7 +150,7 @@ def _summary(steps: Sequence[Mapping[str, Any]], num_steps: int) -> str:
 
 
 def _curves(steps: Sequence[Mapping[str, Any]]) -> str:
-    from opensora_accel.profiler import charts
+    from opensora_accel.pages import charts
 
     every = max(1, -(-len(steps) // charts.MAX_STEPS))
     parts = []

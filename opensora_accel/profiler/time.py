@@ -44,6 +44,9 @@ from torch.optim.optimizer import (
 )
 
 from opensora_accel import regions
+from opensora_accel.observe.flops import FlopCounter
+from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.places import find_blocks
 from opensora_accel.parallel_states import (
     get_mesh,
     get_nodes,
@@ -55,14 +58,9 @@ from opensora_accel.plan import Plan
 from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
 from opensora_accel.profiler.findings import MIN_RATIO, MORE_COMPUTE
-from opensora_accel.profiler.flops import FlopCounter
 from opensora_accel.profiler.intervals import length
 from opensora_accel.profiler.memory import MemoryTimeline
-from opensora_accel.profiler.places import find_blocks
 from opensora_accel.profiler.records import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
     CommunicationCall,
     MemorySample,
     RecordWriter,

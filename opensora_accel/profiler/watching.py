@@ -38,11 +38,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opensora_accel.communications.checks import compare_next_forwards, gather_objects
+from opensora_accel.observe.equality import first_difference, holders_of, norms
+from opensora_accel.observe.nonfinite import StepInputs, trace_nonfinite
+from opensora_accel.observe.places import find_blocks
 from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
-from opensora_accel.profiler.equality import first_difference, holders_of, norms
-from opensora_accel.profiler.nonfinite import StepInputs, trace_nonfinite
-from opensora_accel.profiler.places import find_blocks
 from shardformer import blocks_of
 from shardformer.policy import find_policy, has_policy
 from shardformer.policy.base import Policy

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.fsdp_collectives import forget_rounding
+from opensora_accel.observe.flops import peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
 from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
-from opensora_accel.profiler.flops import peak_of
 from opensora_accel.profiler.run_page import write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build

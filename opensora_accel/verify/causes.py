@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from opensora_accel.observe.meshes import MeshShape, compose_axes, subsets
 from opensora_accel.verify.fit import Factor
-from opensora_accel.verify.meshes import MeshShape, compose_axes, subsets
 
 # Which ranks have a gradient, where the single device has one (or, only in parallel, has none).
 Side = Literal["none", "some ranks only", "only in parallel"]

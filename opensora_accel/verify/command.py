@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import importlib.util
 import json
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from opensora_accel.documents import MOST_RANKS, open_plain
+from opensora_accel.documents import MOST_RANKS
 from opensora_accel.files import check_folder_of
-from opensora_accel.flash_attn import flash_attn_stand_in
+from opensora_accel.observe.meshes import MAX_RANKS, MeshShape, ModelFn, Step, meshes_of
+from opensora_accel.observe.step_file import load_file
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
-from opensora_accel.verify.meshes import MAX_RANKS, MeshShape, ModelFn, Step, meshes_of
-from opensora_accel.verify.on_cpu import without_exit
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
 from opensora_accel.verify.verify import Meshes, verify
@@ -337,43 +332,3 @@ class _StepFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         return getattr(load_file(self.path), self.name)(*arguments)
-
-
-def load_file(given: Path) -> ModuleType:
-    """The file as a module, loaded once in each process; what it imports may lie beside it.
-
-    Raises:
-        ValueError: the file cannot be loaded, and why.
-        OSError: it cannot be read.
-    """
-    path = given.resolve()
-    open_plain(path).close()
-    # Files of one name in two folders are two modules.
-    name = f"_step_file_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    # As a script's folder: what the file imports may lie beside it.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{given} cannot be loaded as Python")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        with without_exit(), flash_attn_stand_in():
-            spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        # The innermost line of the file itself, not of what it imports.
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        place, words = f" (line {lines[-1]})" if lines else "", f"{type(error).__name__}: {error}"
-        if isinstance(error, SyntaxError):
-            words = f"{type(error).__name__}: {error.msg}"
-            if error.lineno is not None:
-                place = f" (line {error.lineno} of {Path(error.filename or path).name})"
-        if isinstance(error, SystemExit):
-            words = 'it ends the program while it is imported; put that under `if __name__ == "__main__":`'
-        raise ValueError(f"{given} cannot be loaded{place}: {words}") from error
-    return module

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from opensora_accel.observe.meshes import MeshShape
 from opensora_accel.verify import causes
 from opensora_accel.verify.causes import Cause, Origin, Place, ScaledByShares
 from opensora_accel.verify.fit import (
@@ -38,12 +39,11 @@ from opensora_accel.verify.fit import (
     fit_slices,
     has_remedy,
 )
-from opensora_accel.verify.meshes import MeshShape
 from opensora_accel.verify.results import MeshResult, Results, wrong_shapes
 
 # Errors below it are what fp32 leaves.
 _FP32 = 1e-5
-_NOT_USERS = re.compile("site-packages|opensora_accel/verify")
+_NOT_USERS = re.compile("site-packages|opensora_accel/(verify|observe|precision)")
 _SIZES = re.compile(r"[\d, ()\[\]]+")
 # In which gloo says that one rank sends another number of bytes than the other expects.
 _UNLIKE = re.compile(r"op\.preamble|EnforceNotMet")

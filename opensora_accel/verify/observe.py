@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from opensora_accel.communications.checks import without_comparing_inputs
 from opensora_accel.communications.compressed import held_against_exact
 from opensora_accel.flash_attn import flash_attn_stand_in
-from opensora_accel.verify.meshes import ModelFn, Run, Step
-from opensora_accel.verify.on_cpu import (
+from opensora_accel.observe.meshes import ModelFn, Run, Step
+from opensora_accel.observe.on_cpu import (
     accelerator_stand_ins,
     call_to_its_end,
     casts_lifted,

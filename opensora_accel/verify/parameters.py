@@ -29,9 +29,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from opensora_accel.observe.meshes import PART_AXIS_NAMES, MeshShape, subsets
 from opensora_accel.precision import widest
 from opensora_accel.verify.fit import TOLERANCE, magnitude
-from opensora_accel.verify.meshes import PART_AXIS_NAMES, MeshShape, subsets
 
 # Under which torch's wrappers keep the module that they wrap; DDP and others call it `module`.
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from opensora_accel import parallel_states
+from opensora_accel.observe.meshes import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
 from opensora_accel.verify.causes import Origin, list_names
 from opensora_accel.verify.diagnose import (
@@ -32,7 +33,6 @@ from opensora_accel.verify.diagnose import (
     fit_gradients,
     fit_shares,
 )
-from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report

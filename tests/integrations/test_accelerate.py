@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opensora_accel import Plan, init_parallel
 from opensora_accel.integrations.accelerate import data_parallel_dataloader, gather_for_metrics
+from opensora_accel.observe.on_cpu import launcher_environment
 from opensora_accel.precision import lift_casts
-from opensora_accel.verify.on_cpu import launcher_environment
 from tests.integrations.pages import ROOT, programs, replaced
 from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE, relative_errors

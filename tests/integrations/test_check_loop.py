@@ -15,8 +15,8 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.integrations import LoopMistake, check_loop
 from opensora_accel.integrations.check_loop import REMEDIES
+from opensora_accel.observe.nonfinite import tensors_in
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
-from opensora_accel.profiler.nonfinite import tensors_in
 from opensora_accel.training.flow import generator
 from opensora_accel.training.optim import clip_gradients
 from shardformer.tensor_parallel import full_state_dict, total_grad_norm

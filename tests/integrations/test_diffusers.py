@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.integrations import diffusers as parallel
+from opensora_accel.observe.on_cpu import accelerator_stand_ins
 from opensora_accel.precision import LiftOperations
-from opensora_accel.verify.on_cpu import accelerator_stand_ins
 from shardformer.tensor_parallel import full_tensor
 from tests.models import wan, wan_inputs
 from tests.shardformer.conformance import compare, fp64_model, in_double, step

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from opensora_accel import Plan
+from opensora_accel.observe.on_cpu import launcher_environment
 from opensora_accel.precision import lift_casts
-from opensora_accel.verify.on_cpu import launcher_environment
 from tests.integrations.pages import programs, replaced
 from tests.tiers import some
 from tests.tolerances import relative_errors

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel import parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.observe.meshes import MeshShape, Run, group_of
+from opensora_accel.observe.owners import arena_memory
 from opensora_accel.planner.workload import of_model
 from opensora_accel.profiler import LiveBytes
-from opensora_accel.profiler.owners import arena_memory
 from opensora_accel.verify.communication.record import Recorder
-from opensora_accel.verify.meshes import MeshShape, Run, group_of
 from tests.video_models.case import randn, text_mask
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd

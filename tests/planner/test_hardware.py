@@ -106,7 +106,7 @@ def test_the_bounds_go_around_what_was_measured():
 
 
 def test_peaks_are_those_that_the_profiler_knows():
-    from opensora_accel.profiler import flops
+    from opensora_accel.observe import flops
 
     for device, part in (("h100", "H100"), ("h200", "H200"), ("a100", "A100")):
         bf16, fp32 = flops._PEAKS[part]

@@ -13,12 +13,12 @@ from diffusers import WanTransformer3DModel
 
 from opensora_accel import Plan, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.observe.meshes import MeshShape, Run
 from opensora_accel.planner.candidates import describe
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import communication_buffer_bytes
 from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import of_model
-from opensora_accel.verify.meshes import MeshShape, Run
 
 pytestmark = [
     pytest.mark.prove,

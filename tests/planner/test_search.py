@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opensora_accel.observe.meshes import MeshShape
 from opensora_accel.plan import Plan
 from opensora_accel.planner import estimate
 from opensora_accel.planner import search as search_module
@@ -26,7 +27,6 @@ from opensora_accel.planner.explain import bound_of, change_between, explain, ne
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
 from opensora_accel.planner.trace import Operation, Trace
-from opensora_accel.verify.meshes import MeshShape
 from tests.planner.stand_in import StandInWorkload, reference, trace_step
 
 H100 = Hardware.named("h100x8-ib400")

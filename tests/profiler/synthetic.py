@@ -10,11 +10,9 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.records import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
     CommunicationCall,
     MemorySample,
     RecordWriter,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from opensora_accel import cli
-from opensora_accel.profiler import charts
+from opensora_accel.pages import charts
 from opensora_accel.training.samples import write_video
 from tests.planner.stand_in import use_stand_ins
 from tests.profiler.synthetic import write_run

@@ -9,11 +9,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, checkpoint_blocks
+from opensora_accel.observe.kinds import KINDS
+from opensora_accel.observe.owners import DETAILED_KINDS, ELSEWHERE, Owners
+from opensora_accel.observe.places import OPTIMIZER, Place, Places, find_blocks
 from opensora_accel.profiler import MemoryPeak, MemoryTimeline
 from opensora_accel.profiler.memory import AllocatorCounter, Moment, table_of
-from opensora_accel.profiler.owners import DETAILED_KINDS, ELSEWHERE, Owners
-from opensora_accel.profiler.places import OPTIMIZER, Place, Places, find_blocks
-from opensora_accel.profiler.records import KINDS, MemorySample
+from opensora_accel.profiler.records import MemorySample
 
 WIDTH, ROWS = 16, 100
 # Of a layer's weights and bias, and of what goes in or comes out.

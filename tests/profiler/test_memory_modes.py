@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from opensora_accel import Plan
-from opensora_accel.profiler.records import KINDS
+from opensora_accel.observe.kinds import KINDS
 from tests.profiler.timelines import compare
 from tests.tiers import PROVE
 

@@ -13,9 +13,9 @@ from torch import nn
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, checkpoint_blocks, chunk_tokens
 from opensora_accel.fsdp import shard_parameters
+from opensora_accel.observe.fitting import BlockMemory, StepMemory, changes, smallest_change
+from opensora_accel.observe.owners import plain_tensors
 from opensora_accel.profiler import LimitedBytes, LiveBytes, tell_of_out_of_memory
-from opensora_accel.profiler.fitting import BlockMemory, StepMemory, changes, smallest_change
-from opensora_accel.profiler.owners import plain_tensors
 from tests.tiers import some
 
 WIDTH, TOKENS, LAYERS = 32, 2000, 8

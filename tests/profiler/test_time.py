@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import shardformer
 from opensora_accel import Plan, init_parallel, regions
 from opensora_accel.integrations.accelerate import end_steps_at_log
+from opensora_accel.observe.flops import peak_of
+from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.on_cpu import launcher_environment
 from opensora_accel.profiler import profile, region
 from opensora_accel.profiler.clock import HostClock, agree
-from opensora_accel.profiler.flops import peak_of
-from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE, rank_files, read_rank
-from opensora_accel.verify.on_cpu import launcher_environment
+from opensora_accel.profiler.records import rank_files, read_rank
 from tests.profiler.timelines import one_second_step, share_of_step, shortened
 from tests.tiers import some
 from tests.video_models import CASES

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.observe.equality import digest
 from opensora_accel.profiler import watch
-from opensora_accel.profiler.equality import digest
 from tests.profiler.timelines import one_second_step, share_of_step, shortened
 from tests.tiers import some
 from tests.video_models import CASES

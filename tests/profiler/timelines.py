@@ -7,8 +7,8 @@ import torch
 import shardformer
 from opensora_accel import init_parallel
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.observe.owners import plain_tensors
 from opensora_accel.profiler import LiveBytes, MemoryTimeline
-from opensora_accel.profiler.owners import plain_tensors
 from tests.video_models import CASES
 
 ARENA_BYTES = 4_000_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from opensora_accel import Plan, init_parallel
+from opensora_accel.observe.on_cpu import accelerator_stand_ins
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.precision import LiftOperations
-from opensora_accel.verify.on_cpu import accelerator_stand_ins
 from tests.shardformer.conformance import fp64_model, in_double, step
 from tests.tolerances import relative_error
 from tests.video_models.even import EVEN

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.verify.communication.fake_world import FakeFloats, fake_world
+from opensora_accel.observe.fake_world import FakeFloats, fake_world
 
 ATEN = torch.ops.aten
 # They launch nothing: views, memory that is not filled, and what only copies on strides that are not there.

@@ -6,7 +6,7 @@ import pytest
 from techniques import NONE, TECHNIQUES, WHOLE, compare, main
 
 from opensora_accel import Plan
-from opensora_accel.profiler.fitting import BlockMemory, StepMemory
+from opensora_accel.observe.fitting import BlockMemory, StepMemory
 
 
 def row(name, peak, workers):

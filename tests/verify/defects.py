@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_accel.observe.meshes import Run
 from opensora_accel.parallel_states import get_parallel_group
 from opensora_accel.verify.causes import Cause
-from opensora_accel.verify.meshes import Run
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Reference

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import init_parallel
-from opensora_accel.verify.meshes import Run
+from opensora_accel.observe.meshes import Run
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
 from tests.verify.defects import Patch
 from tests.verify.steps import BATCH, CHANNELS, TOKENS, Attention, draw

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.communications import share_sizes
-from opensora_accel.verify.meshes import Run
+from opensora_accel.observe.meshes import Run
 from tests.verify.defects import Mutant
 from tests.verify.loops import Small, batch, finish, spread
 from tests.verify.meshes import Meshes

@@ -17,7 +17,7 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from opensora_accel.verify.meshes import Run
+from opensora_accel.observe.meshes import Run
 from tests.verify.defects import Mutant
 from tests.verify.meshes import Meshes
 

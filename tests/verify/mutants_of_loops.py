@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from opensora_accel.communications import gather_forward_split_backward, split_forward_gather_backward
-from opensora_accel.verify.meshes import Run
+from opensora_accel.observe.meshes import Run
 from opensora_accel.verify.results import Reference
 from tests.verify import corners, parted_loops, sharded_loops
 from tests.verify.defects import Mutant

@@ -36,8 +36,8 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
+from opensora_accel.observe.meshes import Run
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.meshes import Run
 
 CHANNELS, HEADS, TOKENS, BATCH = 12, 3, 11, 2
 ATTENTION = {"ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}

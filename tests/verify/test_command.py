@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from opensora_accel.cli import main
-from opensora_accel.verify.command import load_file
+from opensora_accel.observe.step_file import load_file
 from opensora_accel.verify.report import to_junit
 from tests.tiers import PROVE
 

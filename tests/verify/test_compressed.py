@@ -10,10 +10,10 @@ import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.communications import alltoall, two_level
 from opensora_accel.communications.compressed import CompressedShards, RoundedSum
+from opensora_accel.observe.meshes import meshes_of
 from opensora_accel.verify import verify
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record_step import record_step
-from opensora_accel.verify.meshes import meshes_of
 from tests.fsdp.steps import batch
 from tests.models import wan
 from tests.tiers import PROVE, some

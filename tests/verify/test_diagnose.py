@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from opensora_accel.observe.meshes import MeshShape
 from opensora_accel.verify import diagnose
 from opensora_accel.verify.causes import (
     Hang,
@@ -16,7 +17,6 @@ from opensora_accel.verify.causes import (
     WrongValues,
     WrongWeights,
 )
-from opensora_accel.verify.meshes import MeshShape
 from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.results import Expected, MeshResult, Results, find_origin
 

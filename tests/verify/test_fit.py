@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan
+from opensora_accel.observe.meshes import MeshShape, meshes_of
 from opensora_accel.verify.causes import Cause, Where, count_names
 from opensora_accel.verify.fit import (
     Factor,
@@ -17,7 +18,6 @@ from opensora_accel.verify.fit import (
     fit_ranks,
     fit_slices,
 )
-from opensora_accel.verify.meshes import MeshShape, meshes_of
 
 SHAPES = [MeshShape.of({"data": d, "sequence": s}) for d, s in ((2, 2), (1, 4), (4, 1), (1, 3))]
 AXES = ("data", "sequence")

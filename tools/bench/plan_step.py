@@ -31,14 +31,14 @@ from torch.nn import functional
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.observe.fitting import BlockMemory, StepMemory
+from opensora_accel.observe.flops import FlopCounter
+from opensora_accel.observe.meshes import MeshShape, Run, group_of
+from opensora_accel.observe.owners import Owner, arena_memory
 from opensora_accel.profiler import LiveBytes, profile, tell_of_out_of_memory
 from opensora_accel.profiler.analyse import analyse
-from opensora_accel.profiler.fitting import BlockMemory, StepMemory
-from opensora_accel.profiler.flops import FlopCounter
-from opensora_accel.profiler.owners import Owner, arena_memory
 from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.record_step import record_step
-from opensora_accel.verify.meshes import MeshShape, Run, group_of
 from shardformer import blocks_of, parallelize
 from shardformer.engine import DTYPES
 from shardformer.paths import find

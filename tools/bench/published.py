@@ -34,6 +34,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
+from opensora_accel.observe.meshes import Run
 from opensora_accel.planner.candidates import Passes, Request
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
@@ -41,7 +42,6 @@ from opensora_accel.planner.models import MODELS, named_workload
 from opensora_accel.planner.search import communication_buffer_bytes, exact, simulated
 from opensora_accel.planner.trace import Trace, trace_step
 from opensora_accel.planner.workload import Pass, Workload
-from opensora_accel.verify.meshes import Run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from opensora_accel.verify.communication.operators import Call
+from opensora_accel.observe.meshes import axes_between, group_of
+from opensora_accel.observe.operators import Call
 from opensora_accel.verify.communication.record_step import Record
-from opensora_accel.verify.meshes import axes_between, group_of
 
 _MOST_SOURCES = 4
 _SAME_BYTES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "gather", "scatter")

@@ -22,18 +22,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from opensora_accel.parallel_states import levels_of
-from opensora_accel.plan import MIXED_AXES, Plan
-from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
-from opensora_accel.verify.communication.operators import AFTER, BACKWARD, FORWARD, RECOMPUTE, Call
-from opensora_accel.verify.communication.record_step import RankRecord, Record
-from opensora_accel.verify.meshes import (
+from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.meshes import (
     MeshShape,
     axes_between,
     group_of,
     name_of,
     promised_groups,
 )
+from opensora_accel.observe.operators import Call
+from opensora_accel.parallel_states import levels_of
+from opensora_accel.plan import MIXED_AXES, Plan
+from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
+from opensora_accel.verify.communication.record_step import RankRecord, Record
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
 _REDUCTIONS = ("all-reduce", "reduce-scatter")

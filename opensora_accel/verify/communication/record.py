@@ -17,17 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_accel.verify.communication.call_site import find_call_site
-from opensora_accel.verify.communication.operators import (
-    AFTER,
-    BACKWARD,
-    FORWARD,
-    NAMESPACES,
-    RECOMPUTE,
-    Call,
-    calls_of,
-    tensors_in,
-)
+from opensora_accel.observe.call_site import find_call_site
+from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.operators import NAMESPACES, Call, calls_of, tensors_in
 from opensora_accel.wrapping import ReplacedParameter
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd

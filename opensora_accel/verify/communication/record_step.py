@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from opensora_accel.communications.checks import without_comparing_inputs
 from opensora_accel.fsdp_collectives import elements_of_messages
-from opensora_accel.plan import Plan
-from opensora_accel.verify.communication.fake_world import (
+from opensora_accel.observe.fake_world import (
     Exchanges,
-    FakeFloats,
     OtherRanks,
     are_settled,
     fake_world,
     merge_exchanges,
+    without_values,
 )
-from opensora_accel.verify.communication.operators import Call
+from opensora_accel.observe.meshes import MeshShape, ModelFn, Run, Step, group_of
+from opensora_accel.observe.on_cpu import accelerator_stand_ins, call_to_its_end, launcher_environment
+from opensora_accel.observe.operators import Call
+from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.record import Recorder
-from opensora_accel.verify.meshes import MeshShape, ModelFn, Run, Step, group_of
-from opensora_accel.verify.on_cpu import accelerator_stand_ins, call_to_its_end, launcher_environment
 
 # Sizes that ranks send each other are known once all have been recorded; then all are recorded again with them.
 _MOST_RECORDINGS = 4
-
-_NOT_FAKE = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
-    fake_tensor.UnsupportedMutationAliasingException,
-)
-_FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot access data pointer")
 
 
 @dataclass(frozen=True)
@@ -195,29 +184,6 @@ def _record_rank(
         parameters = _parameters(model, recorder.with_gradient)
         elements = elements_of_messages(model)
     return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards, elements)
-
-
-@contextlib.contextmanager
-def without_values(are_fake: bool = True) -> Iterator[None]:
-    """Within it tensors have no values, unless told otherwise; what reads one is refused with the remedy.
-
-    Raises:
-        ValueError: a step reads values of fake tensors.
-    """
-    if not are_fake:
-        yield
-        return
-    try:
-        with FakeFloats():
-            yield
-    except (*_NOT_FAKE, RuntimeError) as error:
-        if not isinstance(error, _NOT_FAKE) and not any(text in str(error) for text in _FAKE_MESSAGES):
-            raise
-        raise ValueError(
-            "a step is recorded on tensors without values, and this one reads some "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); keep .item() and .numpy() out of it (return the "
-            "tensor itself), or, in Python, call record_step(..., fake_tensors=False), which needs the model's memory"
-        ) from error
 
 
 def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parameter, ...]:

@@ -69,7 +69,7 @@ def save_model(folder: str) -> None:
     """Weights and configurations as diffusers keeps them, in fp64, none of them with one value throughout."""
     from diffusers import WanTransformer3DModel
 
-    from opensora_accel.verify.on_cpu import prepare_model
+    from opensora_accel.observe.on_cpu import prepare_model
 
     torch.manual_seed(1)
     model = WanTransformer3DModel(**WAN)

@@ -127,7 +127,7 @@ class DataRanks:
 
 def weights_alike(build: Callable[..., Any]) -> Callable[..., Any]:
     """`from_config` that gives the same weights on every rank, none of them with one value throughout."""
-    from opensora_accel.verify.on_cpu import prepare_model
+    from opensora_accel.observe.on_cpu import prepare_model
 
     def built(*args: Any, **kwargs: Any) -> Any:
         with torch.random.fork_rng():

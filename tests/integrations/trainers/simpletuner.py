@@ -110,7 +110,7 @@ def save_model(folder: str) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
     from simpletuner.helpers.models.wan.transformer import WanTransformer3DModel
 
-    from opensora_accel.verify.on_cpu import prepare_model
+    from opensora_accel.observe.on_cpu import prepare_model
 
     torch.manual_seed(1)
     model = WanTransformer3DModel(**WAN)
@@ -156,8 +156,8 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     ModelRegistry._metadata = {"wan": ModelRegistry._metadata["wan"]}
     from simpletuner.helpers.training.state_tracker import StateTracker
 
+    from opensora_accel.observe.on_cpu import prepare_model
     from opensora_accel.precision import LiftOperations
-    from opensora_accel.verify.on_cpu import prepare_model
     from tests.integrations.test_accelerate import fsdp_on_cpu
 
     os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_accel.attention import ring_attention
 from opensora_accel.communications import all_to_all
-from opensora_accel.verify.communication.fake_world import OtherRanks, fake_world
-from opensora_accel.verify.communication.operators import AFTER, BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.fake_world import OtherRanks, fake_world
+from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
 from opensora_accel.verify.communication.record import Recorder
 
 # torch 2.13 wants other names for collectives that torch 2.11 knows only under these.

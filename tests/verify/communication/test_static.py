@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications import all_to_all
+from opensora_accel.observe.fake_world import FakeFloats, LazyChunks
+from opensora_accel.observe.meshes import MeshShape, Run
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
-from opensora_accel.verify.communication.fake_world import FakeFloats, LazyChunks
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.record_step import record_step
-from opensora_accel.verify.meshes import MeshShape, Run
 from tests.tiers import some
 from tests.verify import loops
 from tests.verify.communication.recorded_steps import Attending, attending_step, tiny_wan, wan_step

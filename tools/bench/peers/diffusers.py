@@ -21,7 +21,7 @@ from ranks import World
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from opensora_accel.verify.on_cpu import flash_attention_of_cuda
+from opensora_accel.observe.on_cpu import flash_attention_of_cuda
 from peers import ours
 from peers.side import CROSS, MASK, Attention, Problem, Side, share_of_mask
 

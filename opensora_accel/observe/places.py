@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opensora_accel.profiler.records import BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
 
 
 @dataclass(frozen=True)

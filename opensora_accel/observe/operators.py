@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from opensora_accel.verify.communication.call_site import NOWHERE, CallSite
+from opensora_accel.observe.call_site import NOWHERE, CallSite
+from opensora_accel.observe.kinds import FORWARD
 
 # Where torch keeps operators that communicate.
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
@@ -50,11 +51,6 @@ _OPERATORS = {
 _KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names}
 # Names of what a rank gives, in the schemas.
 _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
-
-
-# Phases. Recompute: within backward, a forward that runs again. After: when a backward has run; gradients that are
-# averaged by hand stand there, and the forward of a second microbatch.
-FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "after backward"
 
 
 @dataclass(frozen=True)

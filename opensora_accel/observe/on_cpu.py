@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.observe.meshes import Run
 from opensora_accel.precision import LiftOperations, widest
-from opensora_accel.verify.meshes import Run
 
 _aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
@@ -36,7 +36,7 @@ def casts_lifted(halves: dict[str, None]) -> Iterator[None]:
 
     def note(dtype: torch.dtype | None, how: str = "") -> None:
         if dtype in _HALVES:
-            from opensora_accel.verify.communication.call_site import find_call_site  # imports this module
+            from opensora_accel.observe.call_site import find_call_site  # imports this module
 
             halves[f"{how}{str(dtype).removeprefix('torch.')} at {find_call_site().caller}"] = None
 

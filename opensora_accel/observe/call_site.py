@@ -13,11 +13,12 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # opensora_accel
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))  # opensora_accel
 _TOOLKIT = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "shardformer") + os.sep)
 # Files outside of torch that pass a call on.
 _PLUMBING = (
     _HERE,
+    os.path.join(_PACKAGE, "verify", "communication") + os.sep,
     *(
         os.path.join(_PACKAGE, "communications", f"{name}.py")
         for name in ("transport", "two_level", "compressed")

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,14 @@ from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 
 _REAL_DTYPES = (torch.int64, torch.int32, torch.bool)
 _GIVE_WHOLE_NUMBERS = ("aten::full", "aten::arange", "aten::randint", "aten::randperm")
+_NOT_FAKE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedMutationAliasingException,
+)
+_FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot access data pointer")
 
 
 class FakeFloats(FakeTensorMode):
@@ -275,3 +284,26 @@ def are_settled(found: Exchanges, known: Exchanges) -> bool:
             if any(rank not in told or not torch.equal(told[rank], each) for rank, each in tensors.items()):
                 return False
     return True
+
+
+@contextlib.contextmanager
+def without_values(are_fake: bool = True) -> Iterator[None]:
+    """Within it tensors have no values, unless told otherwise; what reads one is refused with the remedy.
+
+    Raises:
+        ValueError: a step reads values of fake tensors.
+    """
+    if not are_fake:
+        yield
+        return
+    try:
+        with FakeFloats():
+            yield
+    except (*_NOT_FAKE, RuntimeError) as error:
+        if not isinstance(error, _NOT_FAKE) and not any(text in str(error) for text in _FAKE_MESSAGES):
+            raise
+        raise ValueError(
+            "a step is recorded on tensors without values, and this one reads some "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); keep .item() and .numpy() out of it (return the "
+            "tensor itself), or, in Python, call record_step(..., fake_tensors=False), which needs the model's memory"
+        ) from error

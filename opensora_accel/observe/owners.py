@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from opensora_accel.observe.kinds import KINDS
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.profiler.records import KINDS
 
 # A kind of the detail alone; everywhere else these are parameters.
 GATHERED = "gathered parameters"

@@ -1,0 +1,1 @@
+"""Pages that tools write: figures, tables and charts in one file that needs no network."""
