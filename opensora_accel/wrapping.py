@@ -1,9 +1,10 @@
-"""Changing one module's forward, or an optimizer's closure, and refusing what would go unnoticed after that."""
+"""Changing one module's forward, or an attribute for a while, and refusing what would go unnoticed after that."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,21 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Calla
                 setattr(module, name, value)
 
     return undo
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it `owner.name` is `value`; afterwards it is what it was, or inherited where it was."""
+    own = vars(owner)  # of a class as it stands there: a static method, a property
+    was_own, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 def refuse_pickle(_protocol: int) -> None:

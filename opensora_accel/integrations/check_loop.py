@@ -26,7 +26,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ from opensora_accel.observe.nonfinite import StepInputs, tensors_in
 from opensora_accel.parallel_states import get_data_parallel_group
 from opensora_accel.verify.watch import before_clipping
 from opensora_accel.watch import named
-from opensora_accel.wrapping import StepArguments, when_gradients_are_there
+from opensora_accel.wrapping import StepArguments, replaced, when_gradients_are_there
 from shardformer.engine.hooks import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -301,7 +300,7 @@ class check_loop:
             self._outputs = [each for each in tensors_in(output) if each.requires_grad]
             return output
 
-        with mock.patch.object(DistributedDataParallel, "forward", met):
+        with replaced(DistributedDataParallel, "forward", met):
             yield
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

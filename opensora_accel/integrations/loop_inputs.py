@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_accel.observe.equality import digest
 from opensora_accel.watch import named
+from opensora_accel.wrapping import replaced
 from shardformer.engine.agreement import Summary, is_real, named_values, summarise
 
 _RANDOM = (
@@ -76,7 +76,7 @@ class Draws:
         self._thread = threading.get_ident()
         with ExitStack() as undo:
             for owner, name in _RANDOM:
-                undo.enter_context(mock.patch.object(owner, name, self._noted(getattr(owner, name))))
+                undo.enter_context(replaced(owner, name, self._noted(getattr(owner, name))))
             self._undo = undo.pop_all()
         return self
 

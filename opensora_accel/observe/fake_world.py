@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from opensora_accel import parallel_states
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
+from opensora_accel.wrapping import replaced
 
 _REAL_DTYPES = (torch.int64, torch.int32, torch.bool)
 _GIVE_WHOLE_NUMBERS = ("aten::full", "aten::arange", "aten::randint", "aten::randperm")
@@ -174,8 +174,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     with (
         # A recording draws numbers, and the caller's must go on as if it had not.
         torch.random.fork_rng(devices=[]),
-        mock.patch.object(_fsdp_param, "_chunk_with_empty", LazyChunks),  # it is indexed only
-        mock.patch.object(_fsdp_collectives, "torch", _TorchWithoutPieces()),
+        replaced(_fsdp_param, "_chunk_with_empty", LazyChunks),  # it is indexed only
+        replaced(_fsdp_collectives, "torch", _TorchWithoutPieces()),
         # The arena that a model opens here may be made of fake tensors: nobody else may meet it.
         GLOBAL_ACTIVATION_MANAGER.show(OffloadEngine()),
         warnings.catch_warnings(),

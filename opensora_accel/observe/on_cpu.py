@@ -15,13 +15,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from opensora_accel.observe.meshes import Run
 from opensora_accel.precision import LiftOperations, widest
+from opensora_accel.wrapping import replaced
 
 _aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
@@ -47,7 +47,7 @@ def casts_lifted(halves: dict[str, None]) -> Iterator[None]:
             note(region.fast_dtype, "autocast to ")
         return enter(region)
 
-    with mock.patch.object(torch.autocast, "__enter__", noted), LiftOperations(note):
+    with replaced(torch.autocast, "__enter__", noted), LiftOperations(note):
         yield
 
 
@@ -92,7 +92,7 @@ def accelerator_stand_ins() -> Iterator[None]:
     if torch.accelerator.is_available():
         yield
         return
-    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+    with replaced(torch.accelerator, "device_count", lambda: 1):
         kernels = flash_attention_of_cuda()
         try:
             yield
@@ -140,7 +140,7 @@ def without_loss_scaling() -> Iterator[None]:
 
     # A property of the class stands before what an instance has under the same name.
     never = property(lambda scaler: False, ignore)
-    with mock.patch.object(torch.amp.GradScaler, "_enabled", never, create=True):
+    with replaced(torch.amp.GradScaler, "_enabled", never):
         yield
 
 
@@ -170,7 +170,7 @@ def without_exit() -> Iterator[None]:
             leave(2)
         raise ProcessExit(f"os._exit({status})")
 
-    with mock.patch.object(os, "_exit", refuse):
+    with replaced(os, "_exit", refuse):
         yield
 
 
@@ -201,11 +201,15 @@ def launcher_environment(run: Run) -> Iterator[None]:
     place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
     rest = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     _forget_accelerate()  # what was found by whoever had this process before
-    with mock.patch.dict(os.environ, place | rest):
-        try:
-            yield
-        finally:
-            _forget_accelerate()
+    before = dict(os.environ)
+    os.environ.update(place | rest)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        _forget_accelerate()
 
 
 def _forget_accelerate() -> None:

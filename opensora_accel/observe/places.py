@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.wrapping import replaced
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Places:
             generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
             # torch looks it up for each checkpoint. It is given the function that backward then recomputes.
             stops.enter_context(
-                mock.patch.object(
+                replaced(
                     torch.utils.checkpoint,
                     "_checkpoint_without_reentrant_generator",
                     lambda function, *args, **kwargs: self._checkpoint(generator, function, *args, **kwargs),

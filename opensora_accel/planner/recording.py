@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -51,6 +50,7 @@ from opensora_accel.planner.operators import (
     traffic,
 )
 from opensora_accel.planner.trace import Operation, Phase, Stream
+from opensora_accel.wrapping import replaced
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
 # Operators of other namespaces are run in parts, where they have any: a ring's are attention and messages.
@@ -160,7 +160,7 @@ class StepRecorder(LiveBytes):
         self._host_bytes = _bytes_on_host()
         with ExitStack() as entered:
             group = _fsdp_param_group.FSDPParamGroup
-            entered.enter_context(mock.patch.object(group, "post_backward", self._post_backward()))
+            entered.enter_context(replaced(group, "post_backward", self._post_backward()))
             for name, parameter in owners.model.named_parameters():
                 block = next((each for each in blocks if name.startswith(f"{each}.")), "")
                 if parameter.requires_grad and not isinstance(parameter, DTensor):

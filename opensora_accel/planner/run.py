@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from opensora_accel.planner.extend import NotRepeated, Stretch, extend
 from opensora_accel.planner.recording import StepRecorder
 from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Pass, Workload
+from opensora_accel.wrapping import replaced
 from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
@@ -214,7 +214,7 @@ class _Session:
 
 def _attention_as_on_a_gpu() -> AbstractContextManager[Any]:
     """The kernel for CPUs computes bf16 in fp32. A GPU's does not: half the memory, and a tenth of the time."""
-    return mock.patch.object(cpu, "_heads_first", lambda tensor: tensor.transpose(1, 2))
+    return replaced(cpu, "_heads_first", lambda tensor: tensor.transpose(1, 2))
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from opensora_accel.verify.parameters import named_parameters
+from opensora_accel.wrapping import replaced
 
 How = Literal["norm", "value"]
 
@@ -74,7 +74,7 @@ def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iter
             (cell,) = (c for c in function.__closure__ if c.cell_contents is function.__wrapped__)
             stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
             cell.cell_contents = seen_first(how, cell.cell_contents)
-        stack.enter_context(mock.patch.object(FullyShardedDataParallel, "clip_grad_norm_", by_fsdp1))
+        stack.enter_context(replaced(FullyShardedDataParallel, "clip_grad_norm_", by_fsdp1))
         yield
 
 
@@ -128,7 +128,7 @@ def fsdp1_modules() -> Iterator[list[FullyShardedDataParallel]]:
         make(module, *args, **kwargs)
         made.append(module)
 
-    with mock.patch.object(FullyShardedDataParallel, "__init__", init):
+    with replaced(FullyShardedDataParallel, "__init__", init):
         yield made
 
 
@@ -172,7 +172,7 @@ def reached_parameters() -> Iterator[dict[int, nn.Parameter]]:
             ahead += following
         backward(tensors, *args, **kwargs)
 
-    with mock.patch.object(torch.autograd, "backward", watched):
+    with replaced(torch.autograd, "backward", watched):
         yield reached
 
 
