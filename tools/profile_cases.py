@@ -35,7 +35,8 @@ from torch.utils.data import DataLoader, Dataset
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
-from opensora_accel.profiler import charts, profile, region
+from opensora_accel.pages import charts
+from opensora_accel.profiler import profile, region
 from opensora_accel.profiler.report import write_report
 from opensora_accel.verify.pool import RankPool
 

@@ -246,6 +246,7 @@ def test_changes_drawn_at_random_are_never_stale_and_never_lost(materials, tmp_p
 CARRIERS = {
     "opensora_accel.deferred",
     "opensora_accel.documents",
+    "opensora_accel.dtensors",
     "opensora_accel.training.buckets",
     "opensora_accel.files",
     "opensora_accel.weights",
