@@ -150,7 +150,10 @@ def test_a_step_that_fails_on_every_mesh_is_not_told_to_be_wrong(tmp_path):
             "import sys\nsys.exit(0)\n", "it ends the program while it is imported; put that under `if __name__",
             marks=PROVE,
         ),
-        ("def step(model, run):\n    1 / 0\n\n\ndef model_fn():\n    1 / 0\n", "fails on a single device"),
+        pytest.param(
+            "def step(model, run):\n    1 / 0\n\n\ndef model_fn():\n    1 / 0\n", "fails on a single device",
+            marks=PROVE,
+        ),
     ],
     ids=["syntax", "name", "import", "exit", "single device"],
 )  # fmt: skip
