@@ -7,7 +7,7 @@ gather takes 1.5 s, each block's forward waits 0.5 s for the next one's.
 
     seconds   compute of every operation by its shape, what communication and copies last longer than the compute that
               they run beside, the optimizer, and the host's time where it is the longer one
-    memory    profiler.fitting.StepMemory, whose blocks are read from the reference steps
+    memory    observe.fitting.StepMemory, whose blocks are read from the reference steps
 
 What is chosen in the end was traced under its own Plan (search.py); these numbers carry a wider interval.
 """
