@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.observe.call_site import find_call_site
 from opensora_accel.observe.meshes import Run
 from opensora_accel.precision import LiftOperations, widest
 from opensora_accel.wrapping import replaced
@@ -36,8 +37,6 @@ def casts_lifted(halves: dict[str, None]) -> Iterator[None]:
 
     def note(dtype: torch.dtype | None, how: str = "") -> None:
         if dtype in _HALVES:
-            from opensora_accel.observe.call_site import find_call_site  # imports this module
-
             halves[f"{how}{str(dtype).removeprefix('torch.')} at {find_call_site().caller}"] = None
 
     enter = torch.autocast.__enter__
