@@ -25,10 +25,11 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 # What torch 2.13.0 requires on Linux, where its default build brings it. No pin: torch has one.
 TRITON := triton==3.7.1
 
-.PHONY: help train test prove bench faults gpu resolve versions lint clean
+.PHONY: help train test test-core prove bench faults gpu resolve versions lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine: its GPUs, or CPU cores"
 	@echo "make test    run every behaviour once"
+	@echo "make test-core run those of the library alone, without what takes long, in two minutes"
 	@echo "make prove   run every test: all matrices, defects, peers and launchers (PART=verify: those of tests/verify)"
 	@echo "make bench   measure on this machine: collectives, norms, offload, attention (BENCH=offload: one of them)"
 	@echo "             and how a step scales over ranks, and what each technique saves: BENCH='scaling techniques'"
@@ -44,6 +45,13 @@ train: .venv/.train data/bunny/metadata.jsonl
 
 test: .venv/.dev data/bunny/metadata.jsonl
 	$(PYTEST) -m "not prove and not alone" $(ARGS)
+
+# Tests of the rooms that a training loop imports, and of how they stand together.
+CORE = attention checkpoint communications fsdp offload opensora_models shardformer sharding \
+  $(addsuffix .py,$(addprefix test_,arguments deferred flash_attn layers names parallel_states plan precision wrapping))
+
+test-core: .venv/.dev
+	$(PYTEST) -m "not prove and not alone and not slow" $(addprefix tests/,$(CORE)) $(ARGS)
 
 prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.peers .venv/.trackers .venv/.uv data/bunny/metadata.jsonl
 	$(PYTEST) -m "not alone" tests/$(PART) $(ARGS)

@@ -1,0 +1,105 @@
+"""The recipes of CONTRIBUTING.md, followed literally in a copy of the tree: its files, its diffs, its commands."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+RECIPES = dict(re.findall(r"^## (\d)\. .*?\n(.*?)(?=^## )", PAGE, re.M | re.S))
+# A file with its name before it, a diff, or commands; "fails" where they say that something is wrong.
+BLOCKS = re.compile(r"(?:^`([\w./]+)`:\n\n)?^```(python|diff|sh|sh fails)\n(.*?)^```$", re.M | re.S)
+
+
+def follow(recipe: str, tree: Path) -> list[str]:
+    """What the commands printed."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    printed = []
+    for file, kind, text in BLOCKS.findall(recipe):
+        if kind == "python":
+            assert file, "a file of a recipe has its name before it"
+            (tree / file).write_text(text, encoding="utf-8")
+        elif kind == "diff":
+            change(text, tree)
+        else:
+            for command in text.splitlines():
+                program, *arguments = command.split(" ", 1)
+                run = [
+                    sys.executable,
+                    "-m",
+                    {"pytest": "pytest"}.get(Path(program).name, "opensora_accel.cli"),
+                ]
+                done = subprocess.run(
+                    " ".join([*run, *arguments]), shell=True, cwd=tree, env=environment,
+                    capture_output=True, text=True, timeout=600,
+                )  # fmt: skip
+                assert (done.returncode == 1) if kind == "sh fails" else (done.returncode == 0), (
+                    done.stdout + done.stderr
+                )
+                printed.append(done.stdout)
+    return printed
+
+
+def change(diff: str, tree: Path) -> None:
+    """Makes the changes of a diff, whose hunks say where by what stands around them."""
+    for name, hunks in re.findall(r"^\+\+\+ (\S+)\n(.*?)(?=^\+\+\+ |\Z)", diff, re.M | re.S):
+        text = (tree / name).read_text(encoding="utf-8")
+        for hunk in re.split(r"^@@.*\n", hunks, flags=re.M)[1:]:
+            lines = hunk.splitlines(keepends=True)
+            before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+            assert text.count(before) == 1, f"{name} has this {text.count(before)} times:\n{before}"
+            text = text.replace(before, after)
+        (tree / name).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The files that git knows, as they stand."""
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    for name in files.rstrip("\0").split("\0"):
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    return tmp_path
+
+
+def test_there_are_three_recipes_with_files_diffs_and_commands():
+    assert sorted(RECIPES) == ["1", "2", "3"]
+    for recipe in RECIPES.values():
+        assert {kind.split()[0] for _, kind, _ in BLOCKS.findall(recipe)} == {"python", "diff", "sh"}
+
+
+@pytest.mark.prove
+def test_a_model_is_added(tree):
+    proposed, tested = follow(RECIPES["1"], tree)
+    assert "57 gradients are those of one device" in proposed and "[100%]" in tested
+
+
+@pytest.mark.prove
+def test_a_field_is_added_to_the_plan(tree):
+    tested, verified = follow(RECIPES["2"], tree)
+    assert "[100%]" in tested and "those of a single device" in verified
+
+
+@pytest.mark.prove
+def test_a_wrong_gradient_is_found(tree):
+    first, second, right = follow(RECIPES["3"], tree)
+    assert "scale sequence⁻¹ on 4 of 6 parameters (mlp.weight, mlp.bias, out.weight, out.bias)" in first
+    assert "2 of 6 parameters (embed.weight, embed.bias)" in second
+    assert "those of a single device" in right
+
+
+@pytest.mark.prove
+def test_a_recipe_with_a_step_left_out_fails(tree):
+    with pytest.raises(AssertionError):
+        follow(RECIPES["1"].replace('+    "pixart": ("PixArtTransformer2DModel",),\n', ""), tree)
