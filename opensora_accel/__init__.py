@@ -5,9 +5,9 @@ Importing this package starts nothing: no process group, no device query, no env
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from opensora_accel import lazy
 from opensora_accel.plan import Plan
 
 if TYPE_CHECKING:
@@ -28,18 +28,5 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-
-_LAZY = {
-    "init_parallel": "opensora_accel.parallel_states",
-    "install_as": "opensora_accel.aliases",
-    "deferred_init": "opensora_accel.deferred",
-    "load_weights": "opensora_accel.weights",
-    "materialize": "opensora_accel.deferred",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """`init_parallel` brings torch, a second that commands which need none should not wait for."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+# `init_parallel` brings torch, a second that commands which need none should not wait for.
+__getattr__ = lazy.attach(__name__, __file__)

@@ -15,7 +15,20 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 Arguments = dict[str, Any]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors, of any shape, in nested lists, tuples and dicts, outputs of diffusers' models among them."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
 
 
 def value_at(arguments: Arguments, path: str) -> Any:

@@ -30,115 +30,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from opensora_accel.plan import Plan
-    from opensora_accel.planner.command import Job
-    from opensora_accel.training.config import TrainConfig
+    from opensora_accel.planner import Job
+    from opensora_accel.verify import Proof
 
 
 def _train(arguments: Sequence[str]) -> int:
-    from opensora_accel.training.run import run
+    from opensora_accel.training import command
 
-    return run(arguments, choose_plan=_choose_plan)
+    return command.main(arguments)
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    from opensora_accel.planner.command import main as plan
+    from opensora_accel.planner import command
 
     def job_of_config(path: Path) -> Job:
-        from opensora_accel.training.config import load_config
+        from opensora_accel.training import job_of, load_config
 
-        return _job_of(load_config(path))
+        return job_of(load_config(path))
 
-    return plan(arguments, job_of_config)
-
-
-def _job_of(config: TrainConfig) -> Job:
-    """A configured run, as the planner takes it."""
-    from opensora_accel.planner.candidates import Frozen, Residents
-    from opensora_accel.planner.command import Job
-    from opensora_accel.planner.workload import Workload, of_model
-    from opensora_accel.training.planned import frozen_parts, planned_sizes
-
-    sizes = {size.name: size for size in planned_sizes(config)}
-
-    def with_batch(name: str, batch: int) -> Workload:
-        size = sizes[name]
-        return of_model(
-            name,
-            size.true.model,
-            size.inputs(batch),
-            batch=batch,
-            num_tokens=size.num_tokens,
-            text_tokens=size.text_tokens,
-            num_heads=size.num_heads,
-        )
-
-    moments = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
-    return Job(
-        tuple((with_batch(name, 1), 1.0) for name in sizes),
-        config.plan.precision,
-        Residents(
-            moments[config.optim.state],
-            bool(config.optim.ema_decay),
-            {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
-        ),
-        config.data.batch_size,
-        config.optim.accumulation,
-        lambda workload, batch: with_batch(workload.name, batch),
-    )
-
-
-def _choose_plan(config: TrainConfig) -> Plan:
-    """For `plan = "auto"`: the best that fits this machine, or a calibrated file of it."""
-    from opensora_accel.planner.command import choose
-
-    return choose(_job_of(config), int(os.environ.get("WORLD_SIZE", "1")))
+    return command.main(arguments, job_of_config)
 
 
 def _shard(arguments: Sequence[str]) -> int:
-    from opensora_accel.sharding_command.command import main as shard
+    from opensora_accel.sharding_command import command
 
-    return shard(arguments)
+    return command.main(arguments)
 
 
 def _verify(arguments: Sequence[str]) -> int:
     import tempfile
 
-    from opensora_accel.verify.command import Proof
-    from opensora_accel.verify.command import main as verify
+    from opensora_accel.verify import command
 
     def proof_of_config(options: Sequence[str], folder: Path, max_ranks: int) -> Proof:
-        from opensora_accel.training.run import parse
-        from opensora_accel.training.tiny_run import (
-            TrainerStep,
-            TrueSize,
-            proof_meshes,
-            tiny_config,
-            write_clips,
-        )
+        from opensora_accel.training import command, proof_of
 
-        config, _, _ = parse(options, needs_plan=True)
-        tiny = tiny_config(config, write_clips(folder / "clips"))
-        true = TrueSize.of(config)
-        return Proof(
-            step=TrainerStep(tiny),
-            model_fn=None,
-            meshes=proof_meshes(config, max_ranks),
-            reference="whole",
-            preload=("diffusers.models.transformers", "opensora_accel.training.loop"),
-            world=true.plan if true.plan.world_size > 1 else None,
-            true_step=true.step,
-            true_model_fn=true.model,
-        )
+        config, _, _ = command.parse(options, needs_plan=True)
+        return proof_of(config, folder, max_ranks)
 
     with tempfile.TemporaryDirectory(prefix="opensora-accel-") as folder:
-        return verify(arguments, proof_of_config, Path(folder))
+        return command.main(arguments, proof_of_config, Path(folder))
 
 
 def _policy(arguments: Sequence[str]) -> int:
-    from opensora_accel.proposal.command import main as policy
+    from opensora_accel.proposal import command
 
-    return policy(arguments)
+    return command.main(arguments)
 
 
 def _profile(arguments: Sequence[str]) -> int:
@@ -186,39 +123,38 @@ def _profile(arguments: Sequence[str]) -> int:
             )
     if own.peak_flops is not None and not 0 < own.peak_flops < float("inf"):
         raise ValueError(f"--peak-flops is a number of operations a second, as 989e12; got {own.peak_flops}")
-    from opensora_accel.training.config import ProfileOptions
-    from opensora_accel.training.run import parse, run
+    from opensora_accel.training import ProfileOptions, command
 
-    config, _, _ = parse(options)
+    config, _, _ = command.parse(options)
     output = config.output
     if not any(option.partition("=")[0] == "--output" for option in options):
         output = f"{output.rstrip('/')}_profile"
         options += ["--output", output]
-    status = run(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops), _choose_plan)
+    status = command.main(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops))
     if own.report and status == 0 and os.environ.get("RANK", "0") == "0":
         return _report([f"{output}/profile", "--out", own.report])
     return status
 
 
 def _report(arguments: Sequence[str]) -> int:
-    from opensora_accel.profiler.report import main as report
+    from opensora_accel.profiler import report
 
-    return report(arguments)
+    return report.main(arguments)
 
 
 def _cache(arguments: Sequence[str]) -> int:
-    from opensora_accel.training.cache_command import main as cache
+    from opensora_accel.training import cache_command
 
-    return cache(arguments)
+    return cache_command.main(arguments)
 
 
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
     def calibrate(path: Path) -> None:
-        from opensora_accel.planner.calibrate import write
+        from opensora_accel.planner import calibrate
 
-        write(path)
+        calibrate.write(path)
 
     return doctor(arguments, calibrate)
 

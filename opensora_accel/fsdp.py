@@ -16,8 +16,7 @@ every gathered bf16 weight alive until the forward ends. Modules that the model 
 `_keep_in_fp32_modules`) are gathered and computed in fp32. The model is then called as one that was loaded in bf16,
 but hidden states may come in fp32. A timestep is never rounded: bf16 has no number between 996 and 1000.
 
-A rank's own shard has another norm than the whole gradient. Clip by the whole one: `training.optim.clip_gradients`, or
-`shardformer.tensor_parallel.total_grad_norm` in a loop of your own.
+A rank's own shard has another norm than the whole gradient. Clip by the whole one: `shardformer.clip_grad_norm_`.
 """
 
 from __future__ import annotations

@@ -26,13 +26,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from opensora_accel.communications import transport, two_level
-from opensora_accel.communications.compressed import (
+from opensora_accel.communications import (
     WIRE_DTYPES,
     CompressedShards,
     RoundedSum,
     holds_against_exact,
     replace_by_exact,
+    transport,
+    two_level,
 )
 from opensora_accel.parallel_states import get_nodes
 from opensora_accel.plan import Plan

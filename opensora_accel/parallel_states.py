@@ -33,17 +33,27 @@ from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES,
 from opensora_accel.watch import BACKGROUND, start_watch, stop_watch
 
 __all__ = [
+    "Nodes",
     "get_data_parallel_group",
     "get_mesh",
+    "get_nodes",
     "get_parallel_group",
     "get_sequence_parallel_group",
     "get_tensor_parallel_group",
+    "has_mesh",
+    "has_parallel_group",
+    "host_group",
     "init_parallel",
+    "levels_of",
+    "limit_waiting",
+    "make_mesh",
     "reset",
     "set_data_parallel_group",
     "set_mixed_parallel_group",
     "set_sequence_parallel_group",
     "set_tensor_parallel_group",
+    "splits_by_node",
+    "start_distributed",
 ]
 
 logger = logging.getLogger(__name__)

@@ -1,16 +1,24 @@
 """Applies a Plan to a model from outside: sequence parallelism, checkpointing, sharding, norms."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opensora_accel import lazy
 from shardformer.engine import blocks_of, norms_of, parallelize, run_blocks, shard, unshard
 from shardformer.engine.decisions import sum_over_tokens
 from shardformer.engine.tokens import local_tokens
-from shardformer.lora import save_lora
-from shardformer.modeling import SwapReport, swap_norms
-from shardformer.policy.base import Policy
+from shardformer.policy import Policy
+
+if TYPE_CHECKING:
+    from shardformer.clipping import clip_grad_norm_
+    from shardformer.lora import save_lora
+    from shardformer.modeling import swap_norms
 
 __all__ = [
     "Policy",
-    "SwapReport",
     "blocks_of",
+    "clip_grad_norm_",
     "local_tokens",
     "norms_of",
     "parallelize",
@@ -21,3 +29,6 @@ __all__ = [
     "swap_norms",
     "unshard",
 ]
+
+# What every model needs is loaded here, what a Plan may ask for where it does.
+__getattr__ = lazy.attach(__name__, __file__)

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opensora_accel.observe.fake_world import FakeFloats
+from opensora_accel.observe.fakes import FakeFloats
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "standin"  # letters only: a mesh takes a digit for an index

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize, parallel_states
-from opensora_accel.observe.fake_world import fake_world
+from opensora_accel.observe.fakes import fake_world
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.weights import Stored
 from shardformer.policy import find_policy, model_names
@@ -150,6 +150,7 @@ def whole_values(plan, folder=None):
     return [key for key in expected if not torch.equal(found[key], expected[key])], live.peak_bytes - held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some(PLANS, PLANS[3], PLANS[4]), ids=str)
 @pytest.mark.parametrize("from_files", some([True, False]))
 def test_values_are_those_of_one_device_on_every_mesh(ranks, plan, from_files, tmp_path):
@@ -197,6 +198,7 @@ def values_of_every_strategy(kind, num_ranks):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [
@@ -242,6 +244,7 @@ def cut_values(name):
     return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
+@pytest.mark.slow
 def test_layers_are_cut_before_they_have_values(ranks):
     name = next(name for name, case in CASES.items() if find_policy(case.make()).tensors)
     assert ranks(4, cut_values, name) == [[]] * 4

@@ -1,12 +1,14 @@
 """Imports run downward between the layers of the house, and importing it starts nothing."""
 
-import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import house
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +34,8 @@ TOOLS = [
 LIBRARY = [
     {"shardformer.policy.t5_encoder"},
     {"shardformer.colossalai"},
-    {"shardformer", "shardformer.engine"},
-    {"shardformer.lora", "shardformer.comfyui"},
+    {"shardformer.engine"},
+    {"shardformer.clipping", "shardformer.lora", "shardformer.comfyui"},
     {"shardformer.tensor_parallel"},
     {"shardformer.policy", "shardformer.modeling"},
     {"shardformer.paths", "shardformer.functions"},
@@ -45,7 +47,7 @@ LIBRARY = [
     },
     {"opensora_accel.offload", "opensora_accel.fsdp_collectives"},
     {"opensora_accel.communications"},
-    {"opensora_accel", "opensora_accel.parallel_states"},
+    {"opensora_accel.parallel_states"},
     {"opensora_accel.weights"},
     {
         "opensora_accel.plan",
@@ -64,6 +66,7 @@ LIBRARY = [
         "opensora_accel.wrapping",
         "opensora_accel.dtensors",
         "opensora_accel.aliases",
+        "opensora_accel.lazy",
     },
 ]
 LAYERS = [*USE, *TOOLS, *LIBRARY]
@@ -71,19 +74,6 @@ LAYERS = [*USE, *TOOLS, *LIBRARY]
 
 So the library knows no tool, no tool another one or what users start.
 """
-
-FRONTS = [{"shardformer", "shardformer.engine"}, {"opensora_accel", "opensora_accel.parallel_states"}]
-
-
-def room(module: str) -> str:
-    """The room that a module or an imported name belongs to."""
-    parts = module.split(".")
-    known = set().union(*LAYERS)
-    for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        if name in known and not (name in ("opensora_accel", "shardformer") and length < len(parts)):
-            return name
-    return ".".join(parts[:2])
 
 
 def level(name: str) -> int:
@@ -93,45 +83,20 @@ def level(name: str) -> int:
     raise AssertionError(f"{name} has no place in the layers: give it one in DESIGN and here")
 
 
-def imported_modules(source: str) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports here are absolute"
-            # `from opensora_accel import plan` imports the module plan.
-            found |= {f"{node.module}.{a.name}" if node.module in TOP else node.module for a in node.names}
-    return {name for name in found if name.split(".")[0] in TOP}
-
-
-TOP = ("opensora_accel", "shardformer")
-
-
 def violations(module: str, source: str) -> list[str]:
-    mine, found = room(module), []
-    level(mine)
-    for imported in sorted(imported_modules(source)):
-        other = room(imported) if room(imported) in set().union(*LAYERS) else room(imported.rsplit(".", 1)[0])
-        if other == mine or any({mine, other} <= front for front in FRONTS):
-            continue
-        if level(other) <= level(mine):
-            found.append(f"{module} imports {imported}: {other} is not below {mine}")
-    return found
-
-
-def modules():
-    for top in TOP:
-        for path in sorted((ROOT / top).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+    """Imports that run upward or sideways."""
+    mine = house.room(module)
+    others = sorted({house.room(imported) for imported, _ in house.imports_of(source)} - {mine})
+    return [f"{module} imports {other}" for other in others if level(other) <= level(mine)]
 
 
 @pytest.mark.parametrize(
-    ("module", "path"), list(modules()), ids=lambda value: str(value).removeprefix(str(ROOT))
+    ("module", "path"), list(house.modules().items()), ids=lambda value: str(value).removeprefix(str(ROOT))
 )
-def test_imports_run_downward(module, path):
-    assert violations(module, path.read_text(encoding="utf-8")) == []
+def test_imports_run_downward_and_stop_at_faces(module, path):
+    source = path.read_text(encoding="utf-8")
+    assert violations(module, source) == []
+    assert house.past_the_face(module, source) == set()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +146,37 @@ def test_a_downward_import_is_allowed(module, source):
     assert violations(module, source) == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from opensora_accel.attention.ring import ring_attention",
+        "def f():\n    from opensora_accel.communications import sizes",
+        "import opensora_accel.offload.arena",
+        "from opensora_accel.links import _slow",
+        "if TYPE_CHECKING:\n    from opensora_accel.offload.calls import Ticket",
+    ],
+)
+def test_an_import_past_a_face_would_be_found(source):
+    assert len(house.past_the_face("shardformer.engine.apply", source)) == 1
+
+
+def test_what_a_face_names_is_there():
+    named = [(module, name) for module, names in house.faces().items() for name in names or ()]
+    assert len(named) > 300
+    for module, name in named:
+        if module != "shardformer.colossalai":  # which imports ColossalAI
+            exec(f"from {module} import {name}")
+
+
+def test_no_name_that_is_loaded_on_use_is_that_of_a_module_which_would_take_its_place():
+    lazy = [module for module, path in house.modules().items() if "lazy.attach(" in path.read_text("utf-8")]
+    assert len(lazy) > 4
+    for module in lazy:
+        for name in house.faces().get(module) or ():
+            if f"{module}.{name}" in house.modules():
+                assert isinstance(getattr(importlib.import_module(module), name), types.ModuleType), name
+
+
 # All of the library's modules, but for a plugin that is ColossalAI's own and kernels that need Triton.
 LIBRARY_CHECK = """
 import importlib, sys
@@ -193,11 +189,13 @@ print(*sorted(name for name in sys.modules if name.startswith("opensora_accel"))
 def test_the_library_loads_no_tool():
     needs = ("shardformer.colossalai.plugin", "shardformer.modeling.kernels.")
     everywhere = set().union(*LIBRARY)
-    names = [name for name, _ in modules() if room(name) in everywhere and not name.startswith(needs)]
+    names = [
+        name for name in house.modules() if house.room(name) in everywhere and not name.startswith(needs)
+    ]
     assert len(names) > 100
     done = subprocess.run([sys.executable, "-c", LIBRARY_CHECK, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [name for name in done.stdout.split() if room(name) not in everywhere] == []
+    assert [name for name in done.stdout.split() if house.room(name) not in everywhere] == []
 
 
 # What torch's sharded tensors and FSDP load takes as long as torch itself: they are loaded where a Plan asks for them.

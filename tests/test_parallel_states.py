@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications.sizes import exchange_integers
-from opensora_accel.observe.fake_world import fake_world
+from opensora_accel.observe.fakes import fake_world
 
 
 def members(group):

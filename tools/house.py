@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import subprocess
 import sys
@@ -33,12 +34,15 @@ DOORS = {"opensora_accel": "opensora_accel.parallel_states", "shardformer": "sha
 FRONTS = {"shardformer.policy.t5_encoder"}
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    """Every module's dotted name and its file."""
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Every module's file, by its dotted name."""
+    found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
 def room(module: str) -> str:
@@ -47,36 +51,11 @@ def room(module: str) -> str:
     return module if module in FRONTS else ".".join(module.split(".")[:2])
 
 
-def rooms() -> tuple[dict[str, list[int]], dict[str, set[str]]]:
-    """For every room the number of its files and of their lines, and the rooms that it imports."""
-    known = dict(modules())
-    size: dict[str, list[int]] = {}
-    imports: dict[str, set[str]] = {}
-    for module, path in known.items():
-        source = path.read_text(encoding="utf-8")
-        if module in DOORS:
-            continue
-        here = room(module)
-        counted = size.setdefault(here, [0, 0])
-        counted[0] += 1
-        counted[1] += len(source.splitlines())
-        for node in ast.walk(ast.parse(source)):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                # `from opensora_accel import plan` imports the module plan.
-                inner = [f"{node.module}.{alias.name}" for alias in node.names]
-                names = [name if name in known else node.module for name in inner]
-            found = {room(name) for name in names if name in known}
-            imports.setdefault(here, set()).update(found - {here})
-    return size, imports
-
-
+@functools.cache
 def faces() -> dict[str, set[str] | None]:
     """The names of every room's face; None where a file has no list of its own."""
     found: dict[str, set[str] | None] = {}
-    for module, path in modules():
+    for module, path in modules().items():
         if module != room(module) and module not in DOORS:
             continue
         listed = None
@@ -87,23 +66,48 @@ def faces() -> dict[str, set[str] | None]:
     return found
 
 
-def past_the_face() -> dict[tuple[str, str], set[str]]:
-    """Names that one room imports from another beside its face, by importing and imported module."""
-    known, face = dict(modules()), faces()
-    found: dict[tuple[str, str], set[str]] = {}
-    for module, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
+def imports_of(source: str) -> Iterator[tuple[str, str]]:
+    """Our modules that a source imports, in functions and under TYPE_CHECKING too, each with a name out of it.
+
+    The name is empty where a module itself is imported that is not on the face of its package.
+    """
+    known, face = modules(), faces()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                source, name = (inner, "") if inner in known else (node.module, alias.name)
-                if source not in known or room(source) == room(module):
-                    continue
-                listed = face.get(source)
-                is_listed = name in listed if listed is not None else not name.startswith("_")
-                if source not in face or (name and not is_listed):
-                    found.setdefault((module, source), set()).add(name or source)
+                is_on_face = alias.name in (face.get(node.module) or ())
+                yield (inner, "") if inner in known and not is_on_face else (node.module, alias.name)
+
+
+def rooms() -> tuple[dict[str, list[int]], dict[str, set[str]]]:
+    """For every room the number of its files and of their lines, and the rooms that it imports."""
+    size: dict[str, list[int]] = {}
+    imports: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        if module in DOORS:
+            continue
+        here, source = room(module), path.read_text(encoding="utf-8")
+        counted = size.setdefault(here, [0, 0])
+        counted[0] += 1
+        counted[1] += len(source.splitlines())
+        imports.setdefault(here, set()).update({room(other) for other, _ in imports_of(source)} - {here})
+    return size, imports
+
+
+def past_the_face(module: str, source: str) -> set[tuple[str, str]]:
+    """What the source of a module imports from other rooms beside their faces: a module of theirs, and a name of it."""
+    found = set()
+    for other, name in imports_of(source):
+        if room(other) == room(module):
+            continue
+        listed = faces().get(other)
+        is_hidden = name not in listed if listed is not None else name.startswith("_")
+        is_on_face = other in faces() and not (name and is_hidden)  # a room itself may be imported
+        if not is_on_face:
+            found.add((other, name))
     return found
 
 
@@ -113,7 +117,7 @@ def loaded_by(module: str) -> dict[str, int]:
     printed = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    paths = dict(modules())
+    paths = modules()
     return {
         name: len(paths[name].read_text(encoding="utf-8").splitlines())
         for name in printed.stdout.split()
@@ -126,7 +130,7 @@ def files_of_fields() -> dict[str, set[str]]:
     from opensora_accel.plan import Plan
 
     found: dict[str, set[str]] = {field.name: set() for field in dataclasses.fields(Plan)}
-    for module, path in modules():
+    for module, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name: Any = None
             if isinstance(node, ast.Attribute):
@@ -161,7 +165,7 @@ def stops() -> list[str]:
         "text_dim": 16,
     }
     model = WanTransformer3DModel(**sizes, in_channels=4, out_channels=4, freq_dim=32)
-    files = {str(path): module for module, path in modules()}
+    files = {str(path): module for module, path in modules().items()}
     found: list[str] = []
     seen: set[CodeType] = set()
 
@@ -192,7 +196,9 @@ def turns(places: Sequence[str]) -> int:
 def tell() -> None:
     """Prints the numbers."""
     loaded, size, way = loaded_by("shardformer"), rooms()[0], stops()
-    past = {(source, name) for (_, source), names in past_the_face().items() for name in names}
+    past = set[tuple[str, str]]()
+    for module, path in modules().items():
+        past |= past_the_face(module, path.read_text(encoding="utf-8"))
     visited = [room(module) for module in way]
     fields = sorted(files_of_fields().items(), key=lambda item: -len(item[1]))
     print(f"import shardformer loads {len(loaded)} modules, {sum(loaded.values()):,} lines")

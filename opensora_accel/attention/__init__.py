@@ -3,13 +3,17 @@
 from opensora_accel.attention.call import torch_attention
 from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
+from opensora_accel.attention.kernels.cpu import cpu_kernel_as_on_a_gpu
 from opensora_accel.attention.linear import linear_attention
 from opensora_accel.attention.local import explain_kernel, local_attention
 from opensora_accel.attention.ring import ring_attention
 from opensora_accel.attention.ulysses import switch_sharded_dim, ulysses_attention
-from opensora_accel.attention.usp import usp_attention
+from opensora_accel.attention.usp import SequenceGroups, usp_attention
 
 __all__ = [
+    "SequenceGroups",
+    "balance",
+    "cpu_kernel_as_on_a_gpu",
     "explain_kernel",
     "gathered_attention",
     "joint_attention",

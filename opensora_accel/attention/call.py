@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.attention.balance import TokenLayout, check_layout
-from opensora_accel.communications.checks import debug_enabled, gather_objects
-from opensora_accel.communications.sizes import Sizes, exchange_integers
+from opensora_accel.communications import Sizes, debug_enabled, exchange_integers, gather_objects
 
 # torch's own, whatever a program has bound to the name in torch.nn.functional.
 torch_attention = torch._C._nn.scaled_dot_product_attention

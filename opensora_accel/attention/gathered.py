@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.attention.call import autocast, torch_attention
-from opensora_accel.communications import gather_forward_reduce_scatter_backward
-from opensora_accel.communications.checks import check_group
+from opensora_accel.communications import check_group, gather_forward_reduce_scatter_backward
 from opensora_accel.parallel_states import get_parallel_group
 
 

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.communications import copy_forward_reduce_backward, reduce_forward_copy_backward
-from opensora_accel.communications.checks import check_group
+from opensora_accel.communications import (
+    check_group,
+    copy_forward_reduce_backward,
+    reduce_forward_copy_backward,
+)
 from opensora_accel.parallel_states import get_parallel_group
 
 

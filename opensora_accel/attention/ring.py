@@ -29,7 +29,7 @@ from opensora_accel.attention.call import AttentionCall, autocast, enter_call
 from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.local import accumulator_dtype, attend, attend_backward, attend_whole, merge_
 from opensora_accel.attention.ring_pipeline import RingPipeline
-from opensora_accel.communications.checks import check_group
+from opensora_accel.communications import check_group
 from opensora_accel.parallel_states import get_parallel_group
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.communications.transport import finish, start_shift
+from opensora_accel.communications import finish, start_shift
 
 logger = logging.getLogger(__name__)
 

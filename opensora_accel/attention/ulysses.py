@@ -27,10 +27,15 @@ from torch import Tensor
 from opensora_accel.attention.call import autocast, enter_call
 from opensora_accel.attention.local import attend_whole
 from opensora_accel.attention.ulysses_pipeline import attend_in_groups, heads_divide
-from opensora_accel.communications import all_to_all_packed, gather_forward_split_backward, share_sizes
-from opensora_accel.communications.alltoall import Cut, all_to_all_unchecked
-from opensora_accel.communications.checks import check_group
-from opensora_accel.communications.sizes import Sizes
+from opensora_accel.communications import (
+    Cut,
+    Sizes,
+    all_to_all_packed,
+    all_to_all_unchecked,
+    check_group,
+    gather_forward_split_backward,
+    share_sizes,
+)
 from opensora_accel.parallel_states import get_nodes, get_parallel_group
 
 

@@ -30,8 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from opensora_accel.attention.call import AttentionCall, autocast
 from opensora_accel.attention.local import attend_whole
-from opensora_accel.communications.sizes import Sizes
-from opensora_accel.communications.transport import finish, start_all_to_all
+from opensora_accel.communications import Sizes, finish, start_all_to_all
 
 # More groups hide more, and make kernels of fewer heads, which fill a GPU less.
 _MAX_GROUPS = 8

@@ -25,7 +25,7 @@ from opensora_accel.attention.balance import TokenLayout, check_layout
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call
 from opensora_accel.attention.ring import ring_attend
 from opensora_accel.attention.ulysses import gather_heads, scatter_heads
-from opensora_accel.communications.sizes import Sizes
+from opensora_accel.communications import Sizes
 from opensora_accel.parallel_states import get_parallel_group, has_parallel_group
 
 

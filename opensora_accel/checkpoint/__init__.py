@@ -1,6 +1,6 @@
 """Activation checkpointing with offload. Open-Sora's names, on torch's non-reentrant engine."""
 
-from opensora_accel.checkpoint.blocks import checkpoint_blocks
+from opensora_accel.checkpoint.blocks import KEEP_LAST, checkpoint_blocks
 from opensora_accel.checkpoint.chunked import chunk_tokens
 from opensora_accel.checkpoint.recompute import (
     CheckpointFunctionWithOffload,
@@ -14,6 +14,7 @@ from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, ActivationManager
 
 __all__ = [
     "GLOBAL_ACTIVATION_MANAGER",
+    "KEEP_LAST",
     "ActivationManager",
     "CheckpointFunctionWithOffload",
     "auto_grad_checkpoint",

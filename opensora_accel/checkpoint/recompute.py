@@ -23,9 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from opensora_accel.checkpoint.selective import attention_contexts
-from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
-from opensora_accel.offload.choose import Measurement
-from opensora_accel.offload.packing import can_move, is_plain
+from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Measurement, OffloadEngine, can_move, is_plain
 from opensora_accel.regions import region
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -37,8 +37,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map_only
 
 from opensora_accel.interception import intercept, switched_on
-from opensora_accel.offload import Call, OffloadEngine
-from opensora_accel.offload.calls import Kept, Saved
+from opensora_accel.offload import Call, Kept, OffloadEngine, Saved
 
 logger = logging.getLogger(__name__)
 

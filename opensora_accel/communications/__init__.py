@@ -9,7 +9,7 @@ rank can know is checked before it communicates, so that all ranks fail together
 ranks compare shapes, dtypes and options first as well.
 """
 
-from opensora_accel.communications.alltoall import all_to_all, all_to_all_packed
+from opensora_accel.communications.alltoall import Cut, all_to_all, all_to_all_packed, all_to_all_unchecked
 from opensora_accel.communications.along_dim import (
     copy_forward_reduce_backward,
     gather_forward_reduce_scatter_backward,
@@ -18,19 +18,63 @@ from opensora_accel.communications.along_dim import (
     reduce_scatter_forward_gather_backward,
     split_forward_gather_backward,
 )
+from opensora_accel.communications.checks import (
+    check_group,
+    compare_next_forwards,
+    debug_enabled,
+    every_forward_is_compared,
+    gather_objects,
+    inputs_are_compared,
+    without_comparing_inputs,
+)
+from opensora_accel.communications.compressed import (
+    WIRE_DTYPES,
+    CompressedShards,
+    RoundedSum,
+    held_against_exact,
+    holds_against_exact,
+    replace_by_exact,
+)
+from opensora_accel.communications.missing_ranks import MissingRankError, report_failure, waiting
 from opensora_accel.communications.neighbours import exchange_halo, ring_exchange
-from opensora_accel.communications.sizes import share_sizes
+from opensora_accel.communications.sizes import Sizes, exchange_integers, share_sizes
+from opensora_accel.communications.transport import finish, start_all_to_all, start_shift
 
 __all__ = [
+    "WIRE_DTYPES",
+    "CompressedShards",
+    "Cut",
+    "MissingRankError",
+    "RoundedSum",
+    "Sizes",
     "all_to_all",
     "all_to_all_packed",
+    "all_to_all_unchecked",
+    "check_group",
+    "compare_next_forwards",
     "copy_forward_reduce_backward",
+    "debug_enabled",
+    "every_forward_is_compared",
     "exchange_halo",
+    "exchange_integers",
+    "finish",
     "gather_forward_reduce_scatter_backward",
     "gather_forward_split_backward",
+    "gather_objects",
+    "held_against_exact",
+    "holds_against_exact",
+    "inputs_are_compared",
     "reduce_forward_copy_backward",
     "reduce_scatter_forward_gather_backward",
+    "replace_by_exact",
+    "report_failure",
     "ring_exchange",
     "share_sizes",
     "split_forward_gather_backward",
+    "start_all_to_all",
+    "start_shift",
+    "transport",
+    "two_level",
+    "waiting",
+    "without_comparing_inputs",
 ]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_accel.communications.missing_ranks import report_failure
 from opensora_accel.communications.transport import all_gather
-from opensora_accel.communications.waiting import report_failure
 from opensora_accel.parallel_states import host_group
 
 Sizes = tuple[int, ...]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.communications.waiting import waiting
+from opensora_accel.communications.missing_ranks import waiting
 from opensora_accel.interception import seen_anyway
 
 

@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from opensora_accel.communications.checks import gather_objects, without_comparing_inputs
+from opensora_accel.arguments import tensors_in
+from opensora_accel.communications import gather_objects, without_comparing_inputs
 from opensora_accel.fsdp import reshard
 from opensora_accel.integrations.loop_gradients import (
     Losses,
@@ -45,14 +46,19 @@ from opensora_accel.integrations.loop_gradients import (
 )
 from opensora_accel.integrations.loop_inputs import Draws, Repeats, look_at_inputs, mistakes_of_inputs
 from opensora_accel.integrations.loop_weights import TrainedWeights, digests
-from opensora_accel.observe.equality import digest, first_difference, holders_of, local_part
-from opensora_accel.observe.live_bytes import LiveBytes
-from opensora_accel.observe.nonfinite import StepInputs, tensors_in
+from opensora_accel.observe import (
+    LiveBytes,
+    StepInputs,
+    digest,
+    first_difference,
+    holders_of,
+    local_part,
+)
 from opensora_accel.parallel_states import get_data_parallel_group
-from opensora_accel.verify.watch import before_clipping
+from opensora_accel.verify import before_clipping
 from opensora_accel.watch import named
 from opensora_accel.wrapping import StepArguments, replaced, when_gradients_are_there
-from shardformer.engine.hooks import uncompiled
+from shardformer.engine import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +86,7 @@ REMEDIES = {
     "parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)",
     "reduction": "average gradients once over all ranks, as DDP and FSDP2 do; sum over none, divide by nothing more",
     "clipping": "clip by the norm of all shards, when gradients are averaged: "
-    "shardformer.tensor_parallel.total_grad_norm, or torch.nn.utils.clip_grad_norm_ on DTensors",
+    "shardformer.clip_grad_norm_(model, max_norm), or torch.nn.utils.clip_grad_norm_ on DTensors",
     "optimizer": "make the optimizer after shardformer.shard(model, plan), from model.parameters()",
     "unmoved weight": "give it a learning rate and write no old value back, or freeze it: requires_grad_(False)",
     "ema": "update it on every rank that was given one, after the optimizer's step",

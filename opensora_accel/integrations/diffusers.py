@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 import shardformer
-from opensora_accel.communications.checks import gather_objects
+from opensora_accel.communications import gather_objects
 from opensora_accel.parallel_states import (
     get_mesh,
     get_parallel_group,
@@ -41,7 +41,7 @@ from opensora_accel.parallel_states import (
     init_parallel,
 )
 from opensora_accel.plan import Plan
-from shardformer.engine.hooks import uncompiled
+from shardformer.engine import uncompiled
 from shardformer.policy import find_policy, has_policy
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opensora_accel.arguments import tensors_in
 from opensora_accel.fsdp import reshard
-from opensora_accel.observe.equality import Holders, local_part, norms
-from opensora_accel.observe.nonfinite import Call, as_then, tensors_in
+from opensora_accel.observe import ForwardCall, Holders, as_then, local_part, norms
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
 from opensora_accel.watch import named
 
@@ -196,7 +196,7 @@ def _are_alike(factors: Collection[float]) -> bool:
 def mistakes_of_gradients(
     model: nn.Module,
     holders: Mapping[str, Holders],
-    calls: Sequence[Call],
+    calls: Sequence[ForwardCall],
     scaled: Sequence[Scaled | None],
     keeps_direction: bool,
 ) -> Iterator[tuple[str, str]]:
@@ -274,7 +274,9 @@ def _told_count(size: float, counts: Mapping[str, int]) -> str:
 
 
 @torch.no_grad()
-def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Sequence[Call]) -> float | None:
+def size_of_gradient(
+    model: nn.Module, holders: Mapping[str, Holders], calls: Sequence[ForwardCall]
+) -> float | None:
     """How many times the gradient of what was backwarded `parameter.grad` is: 1 where it is right and not clipped.
 
     Weights are left as they were, bit for bit. All ranks call it together, when the gradients of a step are there.
@@ -319,7 +321,7 @@ def size_of_gradient(model: nn.Module, holders: Mapping[str, Holders], calls: Se
     return None
 
 
-def _loss(model: nn.Module, calls: Sequence[Call]) -> float:
+def _loss(model: nn.Module, calls: Sequence[ForwardCall]) -> float:
     """Σ ⟨∂loss/∂output, output⟩ of the calls, the mean over all ranks: its changes are those of the loss."""
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for call in calls:

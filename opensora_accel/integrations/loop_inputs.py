@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_accel.observe.equality import digest
+from opensora_accel.observe import digest
 from opensora_accel.watch import named
 from opensora_accel.wrapping import replaced
-from shardformer.engine.agreement import Summary, is_real, named_values, summarise
+from shardformer.engine import Summary, is_real, named_values, summarise
 
 _RANDOM = (
     *((torch, name) for name in ("randn", "rand", "randn_like", "rand_like", "normal", "bernoulli")),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from opensora_accel.observe.equality import digest, local_part
+from opensora_accel.observe import digest, local_part
 
 logger = logging.getLogger(__name__)
 

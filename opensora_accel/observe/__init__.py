@@ -3,3 +3,142 @@
 Verifier, profiler and planner read a step through this room: where it is, what it computes, sends and holds, whether
 ranks agree, and the stand-ins under which it runs without a GPU or without other ranks.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opensora_accel import lazy
+
+if TYPE_CHECKING:
+    from opensora_accel.observe.call_site import find_call_site
+    from opensora_accel.observe.equality import (
+        Holders,
+        digest,
+        first_difference,
+        holders_of,
+        local_part,
+        norms,
+    )
+    from opensora_accel.observe.fakes import (
+        Exchanges,
+        OtherRanks,
+        are_settled,
+        fake_world,
+        merge_exchanges,
+        without_values,
+    )
+    from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
+    from opensora_accel.observe.flops import FlopCounter, peak_of
+    from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
+    from opensora_accel.observe.live_bytes import LimitedBytes, LiveBytes
+    from opensora_accel.observe.meshes import (
+        MAX_RANKS,
+        PART_AXIS_NAMES,
+        MeshShape,
+        ModelFn,
+        Run,
+        Step,
+        axes_between,
+        compose_axes,
+        group_of,
+        meshes_of,
+        name_of,
+        promised_groups,
+        subsets,
+    )
+    from opensora_accel.observe.nonfinite import ForwardCall, StepInputs, as_then, trace_nonfinite
+    from opensora_accel.observe.on_cpu import (
+        accelerator_stand_ins,
+        call_to_its_end,
+        casts_lifted,
+        launcher_environment,
+        prepare_model,
+        without_loss_scaling,
+    )
+    from opensora_accel.observe.operators import NAMESPACES, CollectiveCall, calls_of
+    from opensora_accel.observe.owners import (
+        DETAILED_KINDS,
+        ELSEWHERE,
+        GATHERED,
+        OFFLOAD,
+        Owner,
+        Owners,
+        arena_bytes,
+        arena_memory,
+        plain_tensors,
+    )
+    from opensora_accel.observe.places import OUTSIDE, Place, Places, find_blocks
+    from opensora_accel.observe.step_file import load_file
+
+__all__ = [
+    "AFTER",
+    "BACKWARD",
+    "DETAILED_KINDS",
+    "ELSEWHERE",
+    "FORWARD",
+    "GATHERED",
+    "KINDS",
+    "MAX_RANKS",
+    "NAMESPACES",
+    "OFFLOAD",
+    "OUTSIDE",
+    "PART_AXIS_NAMES",
+    "RECOMPUTE",
+    "BlockMemory",
+    "Change",
+    "CollectiveCall",
+    "Exchanges",
+    "FlopCounter",
+    "ForwardCall",
+    "Holders",
+    "LimitedBytes",
+    "LiveBytes",
+    "MeshShape",
+    "ModelFn",
+    "OtherRanks",
+    "Owner",
+    "Owners",
+    "Place",
+    "Places",
+    "Run",
+    "Step",
+    "StepInputs",
+    "StepMemory",
+    "accelerator_stand_ins",
+    "are_settled",
+    "arena_bytes",
+    "arena_memory",
+    "as_then",
+    "axes_between",
+    "call_to_its_end",
+    "calls_of",
+    "casts_lifted",
+    "changes",
+    "compose_axes",
+    "digest",
+    "fake_world",
+    "find_blocks",
+    "find_call_site",
+    "first_difference",
+    "group_of",
+    "holders_of",
+    "launcher_environment",
+    "load_file",
+    "local_part",
+    "merge_exchanges",
+    "meshes_of",
+    "name_of",
+    "norms",
+    "peak_of",
+    "plain_tensors",
+    "prepare_model",
+    "promised_groups",
+    "smallest_change",
+    "subsets",
+    "trace_nonfinite",
+    "without_loss_scaling",
+    "without_values",
+]
+
+__getattr__ = lazy.attach(__name__, __file__)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opensora_accel.communications.checks import gather_objects
+from opensora_accel.communications import gather_objects
 from opensora_accel.parallel_states import get_data_parallel_group, get_mesh, has_mesh
 from opensora_accel.watch import named
 from shardformer.tensor_parallel import group_of_cut

@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from opensora_accel.checkpoint.blocks import KEEP_LAST
+from opensora_accel.checkpoint import KEEP_LAST
 from opensora_accel.offload import num_blocks_to_move
 from opensora_accel.plan import Plan
 

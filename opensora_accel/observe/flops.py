@@ -26,7 +26,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-import opensora_accel.attention.ring  # defines the operators  # noqa: F401
+import opensora_accel.attention  # defines the operators  # noqa: F401
 
 # By a part of the device's name, the most telling first: operations a second of dense products in bf16 with fp32
 # accumulation, and in fp32 without TF32; NVIDIA's data sheets.

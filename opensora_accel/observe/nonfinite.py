@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from opensora_accel.communications.checks import gather_objects
+from opensora_accel.arguments import tensors_in
+from opensora_accel.communications import gather_objects
 from opensora_accel.watch import named
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """One forward of the model: what it was called with, and the gradients of what it returned."""
 
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class StepInputs:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self.calls: list[Call] = []
+        self.calls: list[ForwardCall] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> StepInputs:
@@ -57,7 +57,7 @@ class StepInputs:
             if torch.is_grad_enabled() and model is self._model:
                 parameter = next(self._model.parameters())
                 on_gpu = torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else None
-                self.calls.append(Call(args, kwargs, (torch.get_rng_state(), on_gpu), {}))
+                self.calls.append(ForwardCall(args, kwargs, (torch.get_rng_state(), on_gpu), {}))
 
         @torch.compiler.disable(reason="keeps the gradients of a step's outputs")
         def after(model: nn.Module, _args: Any, output: Any) -> None:
@@ -82,7 +82,7 @@ class StepInputs:
         self.calls.clear()
 
 
-def _keeper(call: weakref.ref[Call], index: int) -> Any:
+def _keeper(call: weakref.ref[ForwardCall], index: int) -> Any:
     def keep(gradient: Tensor) -> None:
         known = call()
         if known is not None:
@@ -91,7 +91,7 @@ def _keeper(call: weakref.ref[Call], index: int) -> Any:
     return keep
 
 
-def trace_nonfinite(model: nn.Module, calls: list[Call]) -> str:
+def trace_nonfinite(model: nn.Module, calls: list[ForwardCall]) -> str:
     """Runs a step's forwards and backwards again, and names the first module and rank that is not finite.
 
     Gradients, buffers' random state and the model's hooks are left as they were. All ranks call it together.
@@ -148,7 +148,7 @@ def trace_nonfinite(model: nn.Module, calls: list[Call]) -> str:
 
 
 @contextmanager
-def as_then(model: nn.Module, call: Call) -> Iterator[None]:
+def as_then(model: nn.Module, call: ForwardCall) -> Iterator[None]:
     """Within it, random numbers are those of the call."""
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -183,9 +183,3 @@ def _looking(model: nn.Module, look: Any) -> Iterator[None]:
             if name:
                 undo.callback(module.register_forward_hook(hook(name)).remove)
         yield
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Tensors [...] in nested lists, tuples, dicts, and outputs of models that are dataclasses."""
-    leaves = tree_leaves(values if not hasattr(values, "to_tuple") else values.to_tuple())
-    return [value for value in leaves if isinstance(value, Tensor)]

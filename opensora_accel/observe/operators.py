@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from opensora_accel.arguments import tensors_in
 from opensora_accel.observe.call_site import NOWHERE, CallSite
 from opensora_accel.observe.kinds import FORWARD
 
@@ -54,7 +55,7 @@ _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "te
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective, or one end of a message, on one rank. Ranks are global."""
 
     # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter, send, recv, barrier,
@@ -99,7 +100,7 @@ class Call:
 
 def calls_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
+) -> Iterator[tuple[CollectiveCall, tuple[Tensor, ...]]]:
     """The calls in one operator (`batch_p2p_ops` holds several), each with the tensors [...] that this rank gives.
 
     Of a recv they are what it fills. An operator that is not in the table gives one call of the kind "unknown", whose
@@ -120,13 +121,13 @@ def calls_of(
 
     def call(
         kind: str, tensors: Sequence[Tensor], sent_bytes: int, peer: int | None = None, **chunks: Any
-    ) -> tuple[Call, tuple[Tensor, ...]]:
+    ) -> tuple[CollectiveCall, tuple[Tensor, ...]]:
         """One call, and the tensors [...] that this rank gives to it."""
         input_bytes, num_elements = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
         root = None if peer is None else ranks[peer]
         sizes = (sent_bytes, input_bytes, num_elements)
-        return Call(kind, func._schema.name, ranks, root, *sizes, dtype, **chunks), tuple(tensors)
+        return CollectiveCall(kind, func._schema.name, ranks, root, *sizes, dtype, **chunks), tuple(tensors)
 
     # Sends and receives that are started together come as one operator.
     if name == "batch_p2p_ops":
@@ -136,9 +137,9 @@ def calls_of(
         return
     kind = _KIND_OF.get(name, "unknown")
     if kind == "unknown" or group is None:
-        yield call("unknown", [*tensors_in([*values.values()])], 0)
+        yield call("unknown", tensors_in(values), 0)
         return
-    tensors = [*tensors_in(next((values[each] for each in _INPUTS if each in values), ()))]
+    tensors = tensors_in(next((values[each] for each in _INPUTS if each in values), ()))
     if kind == "all-to-all":
         if name == "alltoall_":
             sent_to = tuple(tensor.nbytes for tensor in tensors)
@@ -153,7 +154,7 @@ def calls_of(
         yield call(kind, tensors, sent_bytes, sent_to=sent_to, received_from=received_from)
         return
     if kind == "scatter" and not tensors:  # all but the root give nothing
-        tensors = [*tensors_in(values["output_tensors"])]
+        tensors = tensors_in(values["output_tensors"])
     # The other end of a send or recv, or the root of a broadcast, reduce, gather or scatter.
     peer = next((values[each] for each in ("root_rank", "dst", "src") if each in values), None)
     is_root, others, size_bytes = peer == group.rank(), len(ranks) - 1, sum(t.nbytes for t in tensors)
@@ -169,15 +170,6 @@ def calls_of(
         "gather": 0 if is_root else size_bytes,
     }
     yield call(kind, tensors, sent.get(kind, 0), peer)  # a recv and a barrier send nothing
-
-
-def tensors_in(given: Any) -> Iterator[Tensor]:
-    """The tensors [...] in nested lists and tuples."""
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for item in given:
-            yield from tensors_in(item)
 
 
 def _chunk_bytes(tensor: Tensor, splits: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:

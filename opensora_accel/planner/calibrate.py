@@ -44,7 +44,7 @@ from opensora_accel.planner.cost import kernel_s
 from opensora_accel.planner.hardware import Efficiency, Hardware
 from opensora_accel.planner.kernel_speeds import Meter, attention, products, traffic
 from opensora_accel.planner.trace import trace_step
-from opensora_accel.planner.workload import Workload, of_model
+from opensora_accel.planner.workload import Workload, workload_of_model
 
 Show = Callable[[str, float], None]
 # What remains uncertain of a measured figure, beside other programs: assumed.
@@ -218,7 +218,7 @@ def _small_step(
         }
 
     fused = device.type == "cuda"
-    workload = of_model(
+    workload = workload_of_model(
         "small", build, inputs, num_tokens=side * side, num_heads=heads, fused_optimizer=fused
     )
     model = build().to(device)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ from opensora_accel.planner.candidates import (
     passes_of,
 )
 from opensora_accel.planner.explain import Explanation, explain
-from opensora_accel.planner.hardware import Hardware, hardware_names, this_machine
+from opensora_accel.planner.hardware import Hardware, hardware_names
+from opensora_accel.planner.jobs import Job, JobOfConfig, nothing_fits, progress
 from opensora_accel.planner.models import MODELS, PARTS, named_workload
 from opensora_accel.planner.search import Show, exact, search
 from opensora_accel.planner.workload import Workload, step_file
@@ -55,21 +54,6 @@ simulated; the others are estimated. Samples a second is of all GPUs together.
 hardware: DEVICE, DEVICExCOUNT or DEVICExCOUNT-NETWORK: h100x8-ib400 is nodes of 8 H100, each with a port of 400 Gb/s.
 Devices are {devices}; networks ib, roce, efa, eth. `opensora-accel doctor --calibrate FILE` measures
 this machine into a .json file that --hardware takes."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is planned for: sizes of clips with how often each comes, and what the run itself says."""
-
-    mix: tuple[tuple[Workload, float], ...]
-    precision: str = "bf16"
-    residents: Residents = field(default_factory=Residents)
-    global_batch: int | None = None
-    accumulation: int = 1
-    resize: Callable[[Workload, int], Workload] | None = None
-
-
-JobOfConfig = Callable[[Path], Job]
 
 
 def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> int:
@@ -122,36 +106,6 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
 def _write(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
-    """The best Plan for a job; prints why. For `plan = "auto"` and `plan_for`.
-
-    Args:
-        hardware_name: by default this machine. There the environment variable OPENSORA_ACCEL_HARDWARE names other
-            hardware, or a file of `doctor --calibrate`.
-
-    Raises:
-        ValueError: nothing fits, and what would help.
-    """
-    hardware = Hardware.named(hardware_name) if hardware_name else this_machine(world_size)
-    request = Request(
-        job.mix,
-        hardware,
-        world_size,
-        job.precision,
-        job.residents,
-        job.global_batch,
-        job.resize,
-        job.accumulation,
-    )
-    with progress() as show:
-        outcome = search(request, show)
-    if outcome.best is None:
-        raise ValueError(nothing_fits(outcome))
-    print(f"the plan, of {len(outcome.candidates)} for {world_size} × {hardware.name}:")
-    print(explain(outcome.best, outcome).text(), flush=True)
-    return outcome.best.plan
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -304,24 +258,6 @@ def _fixed(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def progress() -> Iterator[Show]:
-    """A bar on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda what, share: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    bar = Progress(
-        BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True),
-        transient=True,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
-
-
 # ---- what is said
 
 
@@ -388,19 +324,6 @@ def _print(outcome: Outcome, told: Explanation | None, top: int) -> None:
         print(f"\nthe best: {told.text()}")
     else:
         print(f"\n{nothing_fits(outcome)}")
-
-
-def nothing_fits(outcome: Outcome) -> str:
-    """What is missing, and what would help."""
-    request = outcome.request
-    if not outcome.candidates:
-        rules = "; ".join(outcome.excluded) or "what is fixed by --set leaves none"
-        return f"no plan uses {request.world_size} ranks: {rules}. Choose another number of GPUs, or fix fewer fields"
-    nearest: Candidate = outcome.candidates[0]
-    return (
-        f"nothing fits: the least is {describe(nearest.plan)}, which {nearest.reason}. Use more GPUs, smaller or fewer "
-        "frames, a smaller --micro-batch, --optimizer adamw-8bit, or hardware with more memory"
-    )
 
 
 def document_of(outcome: Outcome, told: Explanation | None) -> dict[str, Any]:

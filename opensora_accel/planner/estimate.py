@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opensora_accel.links import two_levels_s
-from opensora_accel.observe.fitting import BlockMemory, StepMemory
+from opensora_accel.observe import BlockMemory, StepMemory
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import Placement, collective_s, core_share, host_s, kernel_s
 from opensora_accel.planner.hardware import Hardware

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.planner.candidates import Frozen
-from opensora_accel.planner.workload import Workload, of_model
+from opensora_accel.planner.workload import Workload, workload_of_model
 
 # Encoders of captions, as transformers builds them: numbers of parameters. LLaMA is the one of LLaVA, without its head.
 _UMT5_XXL = {"UMT5-XXL": 5_680_910_336}
@@ -308,7 +308,7 @@ def named_workload(
     tokens = clip.frames * clip.height * clip.width
     for size in published.patch:
         tokens //= size
-    return of_model(
+    return workload_of_model(
         name,
         published.build,
         partial(published.inputs, clip),

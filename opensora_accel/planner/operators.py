@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from opensora_accel.observe.operators import Call
+from opensora_accel.arguments import tensors_in
+from opensora_accel.observe import CollectiveCall
 from opensora_accel.planner.trace import Operation, OperationKind, Stream
 
 # They start no kernel, beside views.
@@ -145,11 +145,6 @@ def reads_and_writes(
     return reads, writes if written else tensors_in(outputs)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors [...] in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 # ---- collectives
 
 
@@ -188,7 +183,7 @@ def caller_of_collective() -> str:
     return ""
 
 
-def stream_of(call: Call, caller: str) -> Stream:
+def stream_of(call: CollectiveCall, caller: str) -> Stream:
     """Where a collective runs beside others."""
     if call.is_point_to_point:
         return "ring"

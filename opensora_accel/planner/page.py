@@ -10,18 +10,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opensora_accel.pages import charts
-from opensora_accel.pages.markup import (
-    Value,
-    figure,
-    frame,
-    integer,
-    number,
-    percent,
-    seconds,
-    size,
-    table,
-)
+from opensora_accel.pages import Value, charts, figure, frame, integer, number, percent, seconds, size, table
 
 # Points and rows of many: the JSON has all.
 MAX_POINTS, MAX_ROWS = 600, 40

@@ -27,13 +27,21 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_accel.observe.flops import FlopCounter
-from opensora_accel.observe.kinds import RECOMPUTE
-from opensora_accel.observe.live_bytes import LiveBytes
-from opensora_accel.observe.meshes import MeshShape, group_of
-from opensora_accel.observe.operators import NAMESPACES, calls_of
-from opensora_accel.observe.owners import ELSEWHERE, Owners, arena_memory
-from opensora_accel.observe.places import Place, Places
+from opensora_accel.arguments import tensors_in
+from opensora_accel.observe import (
+    ELSEWHERE,
+    NAMESPACES,
+    RECOMPUTE,
+    FlopCounter,
+    LiveBytes,
+    MeshShape,
+    Owners,
+    Place,
+    Places,
+    arena_memory,
+    calls_of,
+    group_of,
+)
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
 from opensora_accel.planner.operators import (
     COPY_IN,
@@ -46,7 +54,6 @@ from opensora_accel.planner.operators import (
     shard_bytes,
     starts_kernel,
     stream_of,
-    tensors_in,
     traffic,
 )
 from opensora_accel.planner.trace import Operation, Phase, Stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,20 +10,26 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from opensora_accel.attention.kernels import cpu
-from opensora_accel.checkpoint.blocks import KEEP_LAST
-from opensora_accel.observe.fake_world import OtherRanks, fake_world, without_values
-from opensora_accel.observe.meshes import MeshShape, Run
-from opensora_accel.observe.on_cpu import accelerator_stand_ins, launcher_environment
-from opensora_accel.observe.owners import Owners
-from opensora_accel.observe.places import Places, find_blocks
+from opensora_accel.attention import cpu_kernel_as_on_a_gpu
+from opensora_accel.checkpoint import KEEP_LAST
+from opensora_accel.observe import (
+    MeshShape,
+    OtherRanks,
+    Owners,
+    Places,
+    Run,
+    accelerator_stand_ins,
+    fake_world,
+    find_blocks,
+    launcher_environment,
+    without_values,
+)
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine, num_blocks_to_move
 from opensora_accel.plan import Plan
 from opensora_accel.planner.extend import NotRepeated, Stretch, extend
 from opensora_accel.planner.recording import StepRecorder
 from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Pass, Workload
-from opensora_accel.wrapping import replaced
 from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
@@ -72,7 +78,7 @@ class _Session:
             recorder,
             launcher_environment(run),
             accelerator_stand_ins(),
-            _attention_as_on_a_gpu() if self.workload.fused_optimizer else nullcontext(),
+            cpu_kernel_as_on_a_gpu() if self.workload.fused_optimizer else nullcontext(),
         ):
             if plan.offload:
                 engine.setup_arena(limit_bytes=_UNLIMITED_BYTES)
@@ -210,11 +216,6 @@ class _Session:
         if not self.plan.offload:
             return self.plan
         return self.plan.replace(offload=min(1.0, moved / num_blocks))
-
-
-def _attention_as_on_a_gpu() -> AbstractContextManager[Any]:
-    """The kernel for CPUs computes bf16 in fp32. A GPU's does not: half the memory, and a tenth of the time."""
-    return replaced(cpu, "_heads_first", lambda tensor: tensor.transpose(1, 2))
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:

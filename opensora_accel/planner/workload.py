@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel.fsdp import set_last_microbatch
-from opensora_accel.observe.meshes import Run
-from opensora_accel.observe.step_file import load_file
+from opensora_accel.observe import Run, load_file
 from opensora_accel.parallel_states import init_parallel
 from shardformer import parallelize
 from shardformer.engine import DTYPES
@@ -86,7 +85,7 @@ class _GivenStep:
         return lambda _is_last: self.step(model, run)
 
 
-def of_model(
+def workload_of_model(
     name: str,
     model_fn: Callable[[], nn.Module],
     inputs: Callable[[nn.Module, torch.dtype], Mapping[str, Any]],

@@ -8,19 +8,25 @@ with profile(model, plan, "profile") as run:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from opensora_accel import lazy
 
 if TYPE_CHECKING:
-    from opensora_accel.observe.live_bytes import LimitedBytes, LiveBytes
+    from opensora_accel.observe import LimitedBytes, LiveBytes
     from opensora_accel.profiler.intervals import exposed_seconds
     from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
     from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
+    from opensora_accel.profiler.run_page import CONFIG, METRICS, PAGE, SAMPLES, write_run_page
     from opensora_accel.profiler.time import profile
     from opensora_accel.profiler.watching import watch
     from opensora_accel.regions import region
 
 __all__ = [
+    "CONFIG",
+    "METRICS",
+    "PAGE",
+    "SAMPLES",
     "LimitedBytes",
     "LiveBytes",
     "MemoryPeak",
@@ -28,25 +34,11 @@ __all__ = [
     "exposed_seconds",
     "profile",
     "region",
+    "report",
     "tell_of_out_of_memory",
     "watch",
+    "write_run_page",
 ]
 
-_HOMES = {
-    "LimitedBytes": "opensora_accel.observe.live_bytes",
-    "LiveBytes": "opensora_accel.observe.live_bytes",
-    "MemoryPeak": "opensora_accel.profiler.memory",
-    "MemoryTimeline": "opensora_accel.profiler.memory",
-    "exposed_seconds": "opensora_accel.profiler.intervals",
-    "profile": "opensora_accel.profiler.time",
-    "region": "opensora_accel.regions",
-    "tell_of_out_of_memory": "opensora_accel.profiler.out_of_memory",
-    "watch": "opensora_accel.profiler.watching",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """What runs beside a model brings torch, which a report, and each process that reads records for it, need not."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+# A report, and each process that reads records for it, need no torch, which all that runs beside a model brings.
+__getattr__ = lazy.attach(__name__, __file__)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.observe.kinds import BACKWARD, FORWARD, KINDS, RECOMPUTE
+from opensora_accel.observe import BACKWARD, FORWARD, KINDS, RECOMPUTE
 from opensora_accel.profiler.analysis import (
     LATE_CAUSES,
     Lane,

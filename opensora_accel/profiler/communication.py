@@ -24,8 +24,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from opensora_accel.arguments import tensors_in
 from opensora_accel.interception import intercept, switched_on
-from opensora_accel.observe.operators import Call, calls_of, tensors_in
+from opensora_accel.observe import CollectiveCall, calls_of
 from opensora_accel.profiler.clock import HostClock
 from opensora_accel.profiler.intervals import Interval, exposed_seconds
 from opensora_accel.profiler.records import CommunicationCall
@@ -43,7 +44,7 @@ _OPERATORS = (
 class _Transfer:
     """One call of an operator, until its times are known."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[CollectiveCall, ...]
     started: Any
     # None until the future's callback has run, and always where there is no future.
     done: Any = None
@@ -139,7 +140,7 @@ class Transfers:
 
     def _call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         # A compiler that looks at an operator sends nothing.
-        tensors = [*tensors_in([*args, *kwargs.values()])]
+        tensors = tensors_in((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return operator(*args, **kwargs)
         calls = tuple(call for call, _tensors in calls_of(operator, args, kwargs))
@@ -175,7 +176,7 @@ class Transfers:
         return result
 
 
-def _sent_to(call: Call) -> dict[int, int]:
+def _sent_to(call: CollectiveCall) -> dict[int, int]:
     """The bytes that each other rank gets, by global rank."""
     if call.is_point_to_point:
         return {call.peer: call.sent_bytes} if call.kind == "send" and call.peer is not None else {}

@@ -28,19 +28,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opensora_accel.observe.kinds import KINDS, RECOMPUTE
-from opensora_accel.observe.live_bytes import LiveBytes
-from opensora_accel.observe.owners import (
+from opensora_accel.observe import (
     DETAILED_KINDS,
     ELSEWHERE,
     GATHERED,
+    KINDS,
     OFFLOAD,
+    OUTSIDE,
+    RECOMPUTE,
+    LiveBytes,
     Owner,
     Owners,
+    Place,
+    Places,
     arena_bytes,
     arena_memory,
+    find_blocks,
 )
-from opensora_accel.observe.places import OUTSIDE, Place, Places, find_blocks
 from opensora_accel.profiler.records import MemorySample
 
 # A change of live bytes by this share of the peak is seen in a picture.

@@ -21,11 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
-from opensora_accel.observe.kinds import FORWARD, RECOMPUTE
-from opensora_accel.observe.owners import plain_tensors
-from opensora_accel.observe.places import Place
-from opensora_accel.offload.host_memory import default_limit_bytes
+from opensora_accel.observe import (
+    FORWARD,
+    RECOMPUTE,
+    BlockMemory,
+    Change,
+    Place,
+    StepMemory,
+    changes,
+    plain_tensors,
+    smallest_change,
+)
+from opensora_accel.offload import default_limit_bytes
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.memory import Holdings, MemoryPeak, MemoryTimeline, by_kind, table_of, unit_of
 

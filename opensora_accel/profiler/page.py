@@ -12,10 +12,10 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from opensora_accel.pages import charts
-from opensora_accel.pages.markup import (
+from opensora_accel.pages import (
     UNITS,
     Value,
+    charts,
     figure,
     frame,
     integer,

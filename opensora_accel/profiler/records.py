@@ -66,7 +66,7 @@ class Span(NamedTuple):
 class CommunicationCall(NamedTuple):
     """A collective, or one end of a message, on one rank."""
 
-    # As in `opensora_accel.observe.operators.Call`: "all-reduce", "send", ...
+    # As in `opensora_accel.observe.operators.CollectiveCall`: "all-reduce", "send", ...
     kind: Name
     # Of the mesh: "ulysses", "dp_shard", "mixed", ...; "" for a group that is none of the registered ones.
     axis: Name

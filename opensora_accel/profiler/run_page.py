@@ -30,7 +30,7 @@ from opensora_accel.documents import (
     read_text,
 )
 from opensora_accel.files import replacing
-from opensora_accel.pages.markup import figure, frame, integer, number, percent, seconds, table
+from opensora_accel.pages import figure, frame, integer, number, percent, seconds, table
 
 # In the output of a run.
 CONFIG, METRICS, SAMPLES, PAGE = "config.json", "metrics.jsonl", "samples", "run.html"

@@ -44,9 +44,7 @@ from torch.optim.optimizer import (
 )
 
 from opensora_accel import regions
-from opensora_accel.observe.flops import FlopCounter
-from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
-from opensora_accel.observe.places import find_blocks
+from opensora_accel.observe import BACKWARD, FORWARD, RECOMPUTE, FlopCounter, find_blocks
 from opensora_accel.parallel_states import (
     get_mesh,
     get_nodes,
@@ -70,8 +68,7 @@ from opensora_accel.profiler.records import (
 )
 from shardformer import blocks_of
 from shardformer.paths import find
-from shardformer.policy import find_policy, has_policy
-from shardformer.policy.base import Policy
+from shardformer.policy import Policy, find_policy, has_policy
 
 logger = logging.getLogger(__name__)
 

@@ -37,15 +37,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from opensora_accel.communications.checks import compare_next_forwards, gather_objects
-from opensora_accel.observe.equality import first_difference, holders_of, norms
-from opensora_accel.observe.nonfinite import StepInputs, trace_nonfinite
-from opensora_accel.observe.places import find_blocks
+from opensora_accel.communications import compare_next_forwards, gather_objects
+from opensora_accel.observe import (
+    StepInputs,
+    find_blocks,
+    first_difference,
+    holders_of,
+    norms,
+    trace_nonfinite,
+)
 from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
 from shardformer import blocks_of
-from shardformer.policy import find_policy, has_policy
-from shardformer.policy.base import Policy
+from shardformer.policy import Policy, find_policy, has_policy
 
 logger = logging.getLogger(__name__)
 

@@ -2,4 +2,4 @@
 
 from opensora_accel.proposal.propose import Attempt, Proposal, as_code, propose_policy
 
-__all__ = ["Attempt", "Proposal", "as_code", "propose_policy"]
+__all__ = ["Attempt", "Proposal", "as_code", "command", "propose_policy"]

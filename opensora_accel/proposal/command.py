@@ -13,9 +13,9 @@ from typing import Any
 
 from opensora_accel.files import check_folder_of
 from opensora_accel.flash_attn import flash_attn_stand_in
-from opensora_accel.observe.step_file import load_file
+from opensora_accel.observe import load_file
 from opensora_accel.proposal.propose import Proposal, propose_policy
-from opensora_accel.verify.command import show_on_terminal
+from opensora_accel.verify import show_on_terminal
 from shardformer.policy import find_policy
 
 _DESCRIPTION = """\

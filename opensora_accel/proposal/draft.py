@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.proposal.trace import AttentionCall, Call, Leaf, Noise, Trace, trace
-from shardformer.policy.base import (
+from shardformer.policy import (
     Blocks,
     CountInput,
     GatherOutput,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from opensora_accel.arguments import tensors_in
 from opensora_accel.parallel_states import init_parallel
 from opensora_accel.plan import Plan
 from opensora_accel.proposal.draft import Draft, draft
 from opensora_accel.verify import RankPool, Report, Run, verify
 from shardformer.engine import shard
-from shardformer.modeling.origins import tensors_in
-from shardformer.policy.base import Policy, Positions
+from shardformer.policy import Policy, Positions
 
 # Two ways to attend, one of them on a number of ranks that hardly anything divides by.
 MESHES = (Plan(ulysses=2), Plan(ring=3))
@@ -178,7 +178,7 @@ def as_code(policy: Policy) -> str:
         for entry in _entries(getattr(policy, field.name))
     }
     lines = [
-        f"from shardformer.policy.base import {', '.join(sorted({'Policy', *entries}))}",
+        f"from shardformer.policy import {', '.join(sorted({'Policy', *entries}))}",
         "",
         "POLICY = Policy(",
     ]

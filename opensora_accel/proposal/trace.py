@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from opensora_accel.arguments import tensors_in
 from opensora_accel.attention import torch_attention
 from shardformer.functions import packages_of, replace_function
-from shardformer.modeling.origins import tensors_in
 
 # Names of the first three parameters of functions that attend, as kernels have them.
 _QUERY_NAMES, _KEY_NAMES = ("q", "query", "query_states"), ("k", "key", "key_states")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from opensora_accel.links import Link
-from opensora_accel.sharding.collectives import Collective
+from opensora_accel.sharding import Collective
 
 # Compute over communication below which a step is likely to wait: nothing overlaps all of the time.
 LEAST_RATIO = 3.0

@@ -20,9 +20,7 @@ from typing import Any
 
 from opensora_accel.documents import read_text
 from opensora_accel.links import Link
-from opensora_accel.sharding.chain import Chain
-from opensora_accel.sharding.collectives import FREE, Collective
-from opensora_accel.sharding.placement import Placement, parse_placement
+from opensora_accel.sharding import FREE, Chain, Collective, Placement, parse_placement
 from opensora_accel.sharding_command.balance import balance_of
 
 _LINE = re.compile(

@@ -12,10 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel.links import Link
-from opensora_accel.sharding.collectives import Figures, Pending, einsum_flops, local_sizes
-from opensora_accel.sharding.einsum import Derivation, derive, derive_gradients
-from opensora_accel.sharding.equation import Equation
-from opensora_accel.sharding.placement import Partial, Placement, Replicate, parse_placement
+from opensora_accel.sharding import (
+    Derivation,
+    Equation,
+    Figures,
+    Partial,
+    Pending,
+    Placement,
+    Replicate,
+    derive,
+    derive_gradients,
+    einsum_flops,
+    local_sizes,
+    parse_placement,
+)
 from opensora_accel.sharding_command.balance import Balance, balance_of
 from opensora_accel.sharding_command.chain_file import chain_dict, chain_text, parse_numbers, read_chain
 

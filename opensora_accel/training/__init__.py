@@ -1,1 +1,16 @@
 """The reference trainer: real video files, a real diffusers transformer, any launcher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opensora_accel import lazy
+
+if TYPE_CHECKING:
+    from opensora_accel.training.config import ProfileOptions, TrainConfig, load_config
+    from opensora_accel.training.planned import job_of
+    from opensora_accel.training.tiny_run import proof_of
+
+__all__ = ["ProfileOptions", "TrainConfig", "cache_command", "command", "job_of", "load_config", "proof_of"]
+
+__getattr__ = lazy.attach(__name__, __file__)

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.fsdp_collectives import forget_rounding
-from opensora_accel.observe.flops import peak_of
+from opensora_accel.observe import peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
-from opensora_accel.profiler import profile, tell_of_out_of_memory, watch
-from opensora_accel.profiler.run_page import write_run_page
+from opensora_accel.profiler import profile, tell_of_out_of_memory, watch, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
 from opensora_accel.training.config import ProfileOptions, TrainConfig
@@ -46,7 +45,6 @@ from opensora_accel.training.optim import (
     FreeAverage,
     build_optimizer,
     check_schedule_free,
-    clip_gradients,
     learning_rate,
     numbers_of,
     set_learning_rate,
@@ -67,11 +65,11 @@ from opensora_accel.training.saved_state import (
 )
 from opensora_accel.training.stored import Stored, open_disk_cache
 from shardformer import blocks_of, parallelize, save_lora
+from shardformer.clipping import clip_grad_norm_, total_grad_norm
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.engine import DTYPES
 from shardformer.paths import find
 from shardformer.policy import find_policy
-from shardformer.tensor_parallel import total_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -380,7 +378,7 @@ class Trainer:
         norm = whole_norm.item()
         if self.watch is not None:
             self.watch.check(norm, files)  # before clipping hides a spike
-        clip_gradients(state.model, config.clip_norm, whole_norm)
+        clip_grad_norm_(state.model, config.clip_norm, whole_norm)
         # The norm is equal on all ranks, so that all of them step, or none.
         reason = self._why_skip(norm)
         if reason is None:

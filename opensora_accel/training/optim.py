@@ -58,20 +58,6 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     return config.lr * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
 
 
-def clip_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
-    """Scales gradients down to `max_norm`, in place.
-
-    A norm of what this rank holds alone would differ between ranks and clip each by another factor. With `max_norm` 0
-    nothing is scaled. Gradients whose norm is not finite are left alone, and the caller skips the step.
-
-    Args:
-        norm: a scalar, of all gradients on all ranks: `shardformer.tensor_parallel.total_grad_norm`, which is right for
-            whole parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers.
-    """
-    if max_norm > 0 and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-
-
 class EMA:
     """Exponentially averaged weights, in the parameters' own sharding and precision.
 

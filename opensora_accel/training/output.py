@@ -20,7 +20,7 @@ from typing import IO
 
 from opensora_accel.documents import read_text
 from opensora_accel.files import replacing
-from opensora_accel.profiler.run_page import CONFIG, METRICS, PAGE, SAMPLES
+from opensora_accel.profiler import CONFIG, METRICS, PAGE, SAMPLES
 from opensora_accel.training import saved_state
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.ranks import from_first_rank

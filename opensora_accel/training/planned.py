@@ -1,11 +1,9 @@
-"""A configured run as the planner asks for it: its transformer and inputs at true size, and what stays beside them.
-
-The planner is on the same row of the house as the trainer, so the command line carries these to it.
-"""
+"""A configured run as the planner asks for it: its transformer and inputs at true size, and what stays beside them."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from opensora_accel.plan import Plan
+from opensora_accel.planner import Frozen, Job, Residents, Workload, choose, workload_of_model
 from opensora_accel.training import build
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.encoders import VideoVAE, build_codec, build_text_encoder
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.tiny_run import TrueSize
+
+_MOMENTS = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
 
 Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 
@@ -51,6 +53,49 @@ def _inputs(true: TrueSize, batch: int, _model: nn.Module, dtype: torch.dtype) -
         "encoder_hidden_states": torch.randn(batch, true.config.text.length, true.text_width, dtype=dtype),
         "return_dict": False,
     }
+
+
+def job_of(config: TrainConfig) -> Job:
+    """The run, as the planner takes it.
+
+    Raises:
+        ValueError, FileNotFoundError: as `planned_sizes` and `frozen_parts`.
+    """
+    sizes = {size.name: size for size in planned_sizes(config)}
+
+    def with_batch(name: str, batch: int) -> Workload:
+        size = sizes[name]
+        return workload_of_model(
+            name,
+            size.true.model,
+            size.inputs(batch),
+            batch=batch,
+            num_tokens=size.num_tokens,
+            text_tokens=size.text_tokens,
+            num_heads=size.num_heads,
+        )
+
+    return Job(
+        tuple((with_batch(name, 1), 1.0) for name in sizes),
+        config.plan.precision,
+        Residents(
+            _MOMENTS[config.optim.state],
+            bool(config.optim.ema_decay),
+            {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
+        ),
+        config.data.batch_size,
+        config.optim.accumulation,
+        lambda workload, batch: with_batch(workload.name, batch),
+    )
+
+
+def choose_plan(config: TrainConfig) -> Plan:
+    """For `plan = "auto"`: the best that fits this machine, or a calibrated file of it. Call it before any group.
+
+    Raises:
+        ValueError: no plan fits, and what would help.
+    """
+    return choose(job_of(config), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def planned_sizes(config: TrainConfig) -> list[PlannedSize]:

@@ -36,7 +36,7 @@ from opensora_accel.training.encoders import build_codec, latent_shape, text_wid
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.ranks import from_all_ranks
-from opensora_accel.verify import Run, meshes_of
+from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
 
 # Sizes of the transformer: heads that divide by neither 2 nor 4.
@@ -48,6 +48,26 @@ TINY = {
     "freq_dim": 32,
     "rope_max_seq_len": 32,
 }
+
+
+def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
+    """What `opensora-accel verify` proves of a run, whose clips are written to `folder`.
+
+    Raises:
+        ValueError, OSError: the run cannot be built, as the trainer would say it.
+    """
+    tiny = tiny_config(config, write_clips(folder / "clips"))
+    true = TrueSize.of(config)
+    return Proof(
+        step=TrainerStep(tiny),
+        model_fn=None,
+        meshes=proof_meshes(config, max_ranks),
+        reference="whole",
+        preload=("diffusers.models.transformers", "opensora_accel.training.loop"),
+        world=true.plan if true.plan.world_size > 1 else None,
+        true_step=true.step,
+        true_model_fn=true.model,
+    )
 
 
 def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:

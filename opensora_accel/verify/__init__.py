@@ -1,10 +1,24 @@
 """Proof that a parallel run has the gradients of one device."""
 
-from opensora_accel.observe.meshes import Run, meshes_of
+from opensora_accel.observe import Run, meshes_of
 from opensora_accel.verify.causes import Cause
+from opensora_accel.verify.command import Proof, show_on_terminal
 from opensora_accel.verify.diagnose import diagnose
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.verify import verify
+from opensora_accel.verify.watch import before_clipping
 
-__all__ = ["Cause", "RankPool", "Report", "Run", "diagnose", "meshes_of", "verify"]
+__all__ = [
+    "Cause",
+    "Proof",
+    "RankPool",
+    "Report",
+    "Run",
+    "before_clipping",
+    "command",
+    "diagnose",
+    "meshes_of",
+    "show_on_terminal",
+    "verify",
+]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from opensora_accel.observe.meshes import MeshShape, compose_axes, subsets
+from opensora_accel.observe import MeshShape, compose_axes, subsets
 from opensora_accel.verify.fit import Factor
 
 # Which ranks have a gradient, where the single device has one (or, only in parallel, has none).

@@ -15,8 +15,7 @@ from typing import Any
 
 from opensora_accel.documents import MOST_RANKS
 from opensora_accel.files import check_folder_of
-from opensora_accel.observe.meshes import MAX_RANKS, MeshShape, ModelFn, Step, meshes_of
-from opensora_accel.observe.step_file import load_file
+from opensora_accel.observe import MAX_RANKS, MeshShape, ModelFn, Step, load_file, meshes_of
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.report import Report, to_junit

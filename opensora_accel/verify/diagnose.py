@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from opensora_accel.observe.meshes import MeshShape
+from opensora_accel.observe import MeshShape
 from opensora_accel.verify import causes
 from opensora_accel.verify.causes import Cause, Origin, Place, ScaledByShares
 from opensora_accel.verify.fit import (

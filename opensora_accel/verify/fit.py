@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from opensora_accel.observe.meshes import MeshShape, compose_axes, subsets
+from opensora_accel.observe import MeshShape, compose_axes, subsets
 
 # Largest difference over the largest magnitude, in fp64. Correct plans on the models of the tests reach 1e-13.
 TOLERANCE = 1e-8

@@ -16,11 +16,12 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from opensora_accel.communications.checks import without_comparing_inputs
-from opensora_accel.communications.compressed import held_against_exact
+from opensora_accel.communications import held_against_exact, without_comparing_inputs
 from opensora_accel.flash_attn import flash_attn_stand_in
-from opensora_accel.observe.meshes import ModelFn, Run, Step
-from opensora_accel.observe.on_cpu import (
+from opensora_accel.observe import (
+    ModelFn,
+    Run,
+    Step,
     accelerator_stand_ins,
     call_to_its_end,
     casts_lifted,

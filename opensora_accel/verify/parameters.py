@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from opensora_accel.observe.meshes import PART_AXIS_NAMES, MeshShape, subsets
+from opensora_accel.observe import PART_AXIS_NAMES, MeshShape, subsets
 from opensora_accel.precision import widest
 from opensora_accel.verify.fit import TOLERANCE, magnitude
 

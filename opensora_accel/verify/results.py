@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from opensora_accel.observe.meshes import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
+from opensora_accel.observe import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
 from opensora_accel.verify.causes import Cause, Origin, Side, Where
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, relative_error
 from opensora_accel.verify.observe import Observation

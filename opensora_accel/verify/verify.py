@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from opensora_accel import parallel_states
-from opensora_accel.observe.meshes import MeshShape, ModelFn, Run, Step, meshes_of
+from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
 from opensora_accel.verify.causes import Origin, list_names
 from opensora_accel.verify.diagnose import (

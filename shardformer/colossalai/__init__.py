@@ -5,5 +5,11 @@ ColossalAI is imported when a policy is made, not before: its import sets CUDA_D
 
 from shardformer.colossalai.groups import register_groups
 from shardformer.colossalai.policy import ShardFormerMethods, colossalai_policy
+from shardformer.colossalai.t5 import T5EncoderPolicy
 
-__all__ = ["ShardFormerMethods", "colossalai_policy", "register_groups"]
+__all__ = [
+    "ShardFormerMethods",
+    "T5EncoderPolicy",
+    "colossalai_policy",
+    "register_groups",
+]

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardformer.modeling import NORMS
 from shardformer.paths import find
-from shardformer.policy.base import Policy
+from shardformer.policy import Policy
 
 
 def norm_replacements(model: nn.Module, table: Policy) -> dict[type, dict[str, type]]:

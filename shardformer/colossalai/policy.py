@@ -12,8 +12,7 @@ from opensora_accel.plan import Plan
 from shardformer.colossalai.config import NO_PIPELINE, check_config, check_group, plan_of
 from shardformer.colossalai.norms import norm_replacements
 from shardformer.engine import shard
-from shardformer.policy import find_policy
-from shardformer.policy.base import Policy
+from shardformer.policy import Policy, find_policy
 
 # What ColossalAI 0.5.0 calls on the policy it is given; it asks for no class.
 _METHODS = (

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardformer.colossalai.policy import ShardFormerMethods
-from shardformer.policy.base import Blocks, NormSwap, Policy
-from shardformer.policy.t5 import T5_ENCODER
-from shardformer.policy.tensors import TensorRegion
+from shardformer.policy import Blocks, NormSwap, Policy, TensorRegion, tables_named
+
+(_TABLE,) = tables_named("T5EncoderModel")
 
 
 @dataclass(frozen=True)
 class T5EncoderPolicy(ShardFormerMethods, Policy):
     """For `shardformer.shard(model, plan, policy=…)`, and for ColossalAI's `ShardFormer.optimize(model, policy=…)`."""
 
-    models: tuple[str, ...] = T5_ENCODER.models
-    blocks: tuple[Blocks, ...] = T5_ENCODER.blocks
-    tensors: tuple[TensorRegion, ...] = T5_ENCODER.tensors
-    norms: tuple[str, ...] = T5_ENCODER.norms
-    norm_swaps: tuple[NormSwap, ...] = T5_ENCODER.norm_swaps
+    models: tuple[str, ...] = _TABLE.models
+    blocks: tuple[Blocks, ...] = _TABLE.blocks
+    tensors: tuple[TensorRegion, ...] = _TABLE.tensors
+    norms: tuple[str, ...] = _TABLE.norms
+    norm_swaps: tuple[NormSwap, ...] = _TABLE.norm_swaps

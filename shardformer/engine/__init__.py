@@ -1,5 +1,20 @@
 """Applies a policy table to a model, and undoes it. Knows nothing of any one model."""
 
+from shardformer.engine.agreement import Summary, is_real, named_values, summarise
 from shardformer.engine.apply import DTYPES, blocks_of, norms_of, parallelize, run_blocks, shard, unshard
+from shardformer.engine.hooks import uncompiled
 
-__all__ = ["DTYPES", "blocks_of", "norms_of", "parallelize", "run_blocks", "shard", "unshard"]
+__all__ = [
+    "DTYPES",
+    "Summary",
+    "blocks_of",
+    "is_real",
+    "named_values",
+    "norms_of",
+    "parallelize",
+    "run_blocks",
+    "shard",
+    "summarise",
+    "uncompiled",
+    "unshard",
+]

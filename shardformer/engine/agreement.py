@@ -23,11 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_accel.communications.checks import (
-    every_forward_is_compared,
-    gather_objects,
-    inputs_are_compared,
-)
+from opensora_accel.communications import every_forward_is_compared, gather_objects, inputs_are_compared
 
 NUM_COMPARED_FORWARDS = 3
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain, zip_longest
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ from opensora_accel.precision import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.splits import spread_tokens
 from shardformer.engine.tokens import Tokens
-from shardformer.modeling import NORMS, SwapReport, swap_norms
 from shardformer.paths import children, find
-from shardformer.policy import find_policy, has_policy
-from shardformer.policy.base import NormSwap, Policy
-from shardformer.tensor_parallel import shard_tensors
+from shardformer.policy import NormSwap, Policy, find_policy, has_policy
+
+if TYPE_CHECKING:
+    from shardformer.modeling import SwapReport
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE = "_shardformer"
@@ -151,7 +151,11 @@ def shard(
         with resume_recording(model):  # of a deferred model what becomes of its parameters is noted
             for swap in policy.norm_swaps:
                 _swap_norms(model, swap, undo)
-        report = None if norms is None else swap_norms(model, norms, within=policy.norms)
+        report = None
+        if norms is not None:
+            from shardformer.modeling import swap_norms
+
+            report = swap_norms(model, norms, within=policy.norms)
         if report is not None:
             undo.callback(report.undo)
         if plan.tp > 1:
@@ -328,6 +332,8 @@ def _shard_tensors(model: nn.Module, plan: Plan, policy: Policy, undo: ExitStack
             f"tp={plan.tp} needs a policy that says where the layers of {type(model).__name__} are cut, and its policy "
             "does not; use tp=1 and put its ranks on ulysses"
         )
+    from shardformer.tensor_parallel import shard_tensors
+
     group = _registered("tensor", get_tensor_parallel_group(), plan.tp)
     undo.callback(shard_tensors(model, policy.tensors, group))
 
@@ -391,6 +397,8 @@ def _chunk_mlps(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack
 
 
 def _swap_norms(model: nn.Module, swap: NormSwap, undo: ExitStack) -> None:
+    from shardformer.modeling import NORMS
+
     target = NORMS[swap.target]
     parents = [each for _name, module in find(model, swap.module) for each in module.modules()]
     # Every module below with its parent and its name there, because a norm is replaced in its parent.

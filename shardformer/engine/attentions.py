@@ -21,26 +21,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_accel.attention import (
+    SequenceGroups,
     gathered_attention,
     joint_attention,
     torch_attention,
     ulysses_attention,
     usp_attention,
 )
-from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
 from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.functions import replace_function
-from shardformer.modeling import redirect_attention
-from shardformer.modeling.attention import Attention, running_attention
-from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
-from shardformer.modeling.late_values import LateTensor, computed, project_late
-from shardformer.modeling.linear_attention import redirect_linear_attention
-from shardformer.modeling.masks import Extent, Mask, MaskReader
+from shardformer.modeling import (
+    Attention,
+    Extent,
+    LateTensor,
+    Lengths,
+    Mask,
+    MaskReader,
+    computed,
+    project_late,
+    redirect_attention,
+    redirect_flash_attn,
+    redirect_linear_attention,
+    running_attention,
+)
 from shardformer.paths import find
-from shardformer.policy.base import JointAttention, Policy
+from shardformer.policy import JointAttention, Policy
 
 # q, k and v.
 Projected = tuple[Tensor, Tensor, Tensor]

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from opensora_accel.arguments import tensors_in
 from shardformer.engine.tokens import Tokens, is_own, mark_own, running_tokens
-from shardformer.modeling.origins import tensors_in
 
 # What makes one answer of two tensors.
 _COMPARES = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
@@ -124,7 +124,7 @@ class _Reads(TorchFunctionMode):
         state = self._tokens.state
         if state.splits is None or state.have_ended:
             return False
-        tensor = next(tensors_in((args, kwargs or {})))
+        tensor = tensors_in((args, kwargs or {}))[0]
         is_few = function in _COMPARES or tensor.numel() <= _MOST_NUMBERS
         return is_few and (tensor.is_floating_point() or tensor.dtype == torch.bool)
 

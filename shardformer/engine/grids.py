@@ -33,7 +33,7 @@ from opensora_accel.communications import (
 from shardformer.engine.hooks import change_arguments, change_output
 from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.paths import check_argument, find
-from shardformer.policy.base import GatherGrid, Grid, Policy
+from shardformer.policy import GatherGrid, Grid, Policy
 
 
 @dataclass(frozen=True)

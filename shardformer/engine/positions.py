@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from shardformer.engine.hooks import uncompiled
 from shardformer.engine.tokens import Tokens, running_tokens
 from shardformer.functions import check_function, replace_function
-from shardformer.modeling.attention import running_redirection
-from shardformer.policy.base import Policy, Positions
+from shardformer.modeling import running_redirection
+from shardformer.policy import Policy, Positions
 
 
 def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:

@@ -29,17 +29,9 @@ from shardformer.engine.hooks import change_arguments, change_output, follow_for
 from shardformer.engine.positions import keep_positions
 from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.engine.whole_sequences import exchange_heads
-from shardformer.modeling.halo import add_halo
+from shardformer.modeling import add_halo
 from shardformer.paths import check_argument, find, names_several
-from shardformer.policy.base import (
-    CountInput,
-    Frames,
-    GatherOutput,
-    Halo,
-    Policy,
-    SplitInput,
-    SplitOutput,
-)
+from shardformer.policy import CountInput, Frames, GatherOutput, Halo, Policy, SplitInput, SplitOutput
 
 
 def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:

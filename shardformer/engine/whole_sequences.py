@@ -21,11 +21,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opensora_accel.communications import share_sizes
-from opensora_accel.communications.alltoall import Cut, all_to_all_unchecked
+from opensora_accel.communications import Cut, all_to_all_unchecked, share_sizes
 from shardformer.engine.tokens import Tokens
 from shardformer.paths import find
-from shardformer.policy.base import Policy
+from shardformer.policy import Policy
 
 
 def exchange_heads(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:

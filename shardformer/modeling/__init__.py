@@ -1,10 +1,45 @@
 """What a policy puts into a model: norms, and attention over a split sequence."""
 
-from shardformer.modeling.attention import redirect_attention
-from shardformer.modeling.norms import SwapReport, swap_norms
-from shardformer.modeling.t5 import T5LayerNorm
+from __future__ import annotations
 
-__all__ = ["NORMS", "SwapReport", "T5LayerNorm", "redirect_attention", "swap_norms"]
+from typing import TYPE_CHECKING
 
-# By the names that a policy's `NormSwap.target` may have.
-NORMS = {"T5LayerNorm": T5LayerNorm}
+from opensora_accel import lazy
+
+if TYPE_CHECKING:
+    from shardformer.modeling.attention import (
+        Attention,
+        redirect_attention,
+        running_attention,
+        running_redirection,
+    )
+    from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
+    from shardformer.modeling.halo import add_halo
+    from shardformer.modeling.late_values import LateTensor, computed, project_late
+    from shardformer.modeling.linear_attention import redirect_linear_attention
+    from shardformer.modeling.masks import Extent, Mask, MaskReader
+    from shardformer.modeling.norms import SwapReport, swap_norms
+    from shardformer.modeling.t5 import NORMS, T5LayerNorm
+
+__all__ = [
+    "NORMS",
+    "Attention",
+    "Extent",
+    "LateTensor",
+    "Lengths",
+    "Mask",
+    "MaskReader",
+    "SwapReport",
+    "T5LayerNorm",
+    "add_halo",
+    "computed",
+    "project_late",
+    "redirect_attention",
+    "redirect_flash_attn",
+    "redirect_linear_attention",
+    "running_attention",
+    "running_redirection",
+    "swap_norms",
+]
+
+__getattr__ = lazy.attach(__name__, __file__)

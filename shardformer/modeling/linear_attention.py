@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opensora_accel.attention.linear import linear_attention
+from opensora_accel.attention import linear_attention
 
 _KNOWN = ("SanaLinearAttnProcessor3_0",)
 

@@ -12,7 +12,7 @@ counts: `torch.ones(3)` is as right on rank 1 as anywhere, `torch.arange(3) < le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from opensora_accel.arguments import tensors_in
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Origins:
         Raises:
             ValueError: a tensor that was made to measure meets the tokens here.
         """
-        tensors = list(tensors_in(inputs))
+        tensors = tensors_in(inputs)
         origins = [self._of(each) for each in tensors]
         if any(origin.is_of_tokens for origin in origins):
             # The function has tokens among its inputs: whatever else goes in must not count from a rank's own first.
@@ -78,7 +80,7 @@ class Origins:
                 made, sizes=sizes, is_of_tokens=self._of(target).is_of_tokens, counts=True
             )
             return
-        outputs = list(tensors_in(output))
+        outputs = tensors_in(output)
         is_filled = function in _CONSTANT or function is F.pad
         # A view of all elements, in one piece or several, cuts dims that its input has: heads of as many channels as
         # there are tokens are no positions. A range may be cut to measure.
@@ -129,14 +131,3 @@ class Origins:
 
 def _size(tensor: Tensor) -> int:
     return math.prod(tensor.shape)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in a tensor, tuple, list or dict, however deep."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)

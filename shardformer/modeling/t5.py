@@ -61,3 +61,7 @@ class T5LayerNorm(nn.Module):
         norm.weight = weight  # type: ignore[assignment]
         norm.train(module.training)
         return norm
+
+
+NORMS = {"T5LayerNorm": T5LayerNorm}
+"""By the names that a policy's `NormSwap.target` may have."""

@@ -3,119 +3,117 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 
 from torch import nn
 
-from shardformer.policy.allegro import ALLEGRO
-from shardformer.policy.anyflow import ANYFLOW, ANYFLOW_FAR
-from shardformer.policy.base import Policy
-from shardformer.policy.cogvideox import COGVIDEOX
-from shardformer.policy.cosmos import COSMOS
-from shardformer.policy.cosmos3 import COSMOS3
-from shardformer.policy.easyanimate import EASYANIMATE
-from shardformer.policy.flux import FLUX, FLUX2
-from shardformer.policy.helios import HELIOS
-from shardformer.policy.hunyuan_video import FRAMEPACK, HUNYUAN_VIDEO, HUNYUAN_VIDEO_AUTHORS
-from shardformer.policy.hunyuan_video15 import HUNYUAN_VIDEO15
+from shardformer.policy.base import (
+    Blocks,
+    CountInput,
+    Frames,
+    GatherGrid,
+    GatherOutput,
+    Grid,
+    Halo,
+    JointAttention,
+    NormSwap,
+    Policy,
+    Positions,
+    SplitInput,
+    SplitOutput,
+    Text,
+)
 from shardformer.policy.identity import is_meant_for, misfit
-from shardformer.policy.joyimage import JOYIMAGE_EDIT, JOYIMAGE_EDIT_PLUS
-from shardformer.policy.kandinsky import KANDINSKY5, KANDINSKY5_AUTHORS, KANDINSKY6, KANDINSKY6_SR
-from shardformer.policy.latte import LATTE, LATTE_AUTHORS
-from shardformer.policy.ltx import (
-    LTX,
-    LTX2,
-    LTX2_AUTHORS,
-    LTX2_AUTHORS_VIDEO,
-    LTX2_VIDEOX,
-    LTX_AUTHORS,
-    SANA_WM_REFINER,
-    SANA_WM_REFINER_GATED,
-)
-from shardformer.policy.minimax_h3 import MINIMAX_H3
-from shardformer.policy.mochi import MOCHI
-from shardformer.policy.motif_video import MOTIF_VIDEO
-from shardformer.policy.open_sora import MMDIT, STDIT3, STDIT3_SPATIAL
-from shardformer.policy.open_sora_plan import OPEN_SORA_PLAN
-from shardformer.policy.qwen_image import QWEN_IMAGE
-from shardformer.policy.sana_video import SANA_VIDEO
-from shardformer.policy.skyreels_v2 import SKYREELS_V2, SKYREELS_V2_AUTHORS
-from shardformer.policy.stable_diffusion3 import SD3, SD35
-from shardformer.policy.step_video import STEP_VIDEO
-from shardformer.policy.t5 import T5_ENCODER
+from shardformer.policy.tensors import ColumnParallel, TensorLayer, TensorRegion
 from shardformer.policy.unsupported import UNSUPPORTED
-from shardformer.policy.wan import (
-    WAN,
-    WAN_ANIMATE,
-    WAN_ANIMATE2,
-    WAN_AUTHORS,
-    WAN_MUSUBI,
-    WAN_VACE,
-    WAN_VIDEOX,
-)
-from shardformer.policy.z_image import Z_IMAGE
 
-__all__ = ["UNSUPPORTED", "Policy", "find_policy", "has_policy", "model_names", "tables_named"]
+__all__ = [
+    "FAMILIES",
+    "UNSUPPORTED",
+    "Blocks",
+    "ColumnParallel",
+    "CountInput",
+    "Frames",
+    "GatherGrid",
+    "GatherOutput",
+    "Grid",
+    "Halo",
+    "JointAttention",
+    "NormSwap",
+    "Policy",
+    "Positions",
+    "SplitInput",
+    "SplitOutput",
+    "TensorLayer",
+    "TensorRegion",
+    "Text",
+    "find_policy",
+    "has_policy",
+    "model_names",
+    "tables_named",
+    "tables_of",
+]
 
-_POLICIES = (
-    WAN,
-    WAN_VACE,
-    WAN_ANIMATE,
-    WAN_ANIMATE2,
-    WAN_MUSUBI,
-    WAN_VIDEOX,
-    SKYREELS_V2_AUTHORS,
-    WAN_AUTHORS,
-    SKYREELS_V2,
-    ANYFLOW,
-    ANYFLOW_FAR,
-    HELIOS,
-    HUNYUAN_VIDEO,
-    HUNYUAN_VIDEO15,
-    FRAMEPACK,
-    HUNYUAN_VIDEO_AUTHORS,
-    COGVIDEOX,
-    LTX,
-    LTX2,
-    LTX2_VIDEOX,
-    LTX2_AUTHORS,
-    LTX2_AUTHORS_VIDEO,
-    LTX_AUTHORS,
-    SANA_WM_REFINER_GATED,
-    SANA_WM_REFINER,
-    MOCHI,
-    MOTIF_VIDEO,
-    ALLEGRO,
-    COSMOS,
-    COSMOS3,
-    EASYANIMATE,
-    KANDINSKY5,
-    KANDINSKY5_AUTHORS,
-    KANDINSKY6,
-    KANDINSKY6_SR,
-    MINIMAX_H3,
-    LATTE,
-    LATTE_AUTHORS,
-    SANA_VIDEO,
-    STDIT3,
-    STDIT3_SPATIAL,
-    MMDIT,
-    OPEN_SORA_PLAN,
-    STEP_VIDEO,
-    FLUX,
-    FLUX2,
-    QWEN_IMAGE,
-    JOYIMAGE_EDIT,
-    JOYIMAGE_EDIT_PLUS,
-    SD35,
-    SD3,
-    Z_IMAGE,
-    T5_ENCODER,
-)
+FAMILIES = {
+    "skyreels_v2": ("WanModel", "SkyReelsV2Transformer3DModel"),
+    "wan": (
+        "WanTransformer3DModel",
+        "ChronoEditTransformer3DModel",
+        "WanVACETransformer3DModel",
+        "WanAnimateTransformer3DModel",
+        "WanAnimate2Transformer3DModel",
+        "WanModel",
+        "Wan2_2Transformer3DModel",
+    ),
+    "anyflow": ("AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel"),
+    "helios": ("HeliosTransformer3DModel",),
+    "hunyuan_video": (
+        "HunyuanVideoTransformer3DModel",
+        "HunyuanVideoFramepackTransformer3DModel",
+        "HYVideoDiffusionTransformer",
+    ),
+    "hunyuan_video15": ("HunyuanVideo15Transformer3DModel",),
+    "cogvideox": ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+    "ltx": (
+        "LTXVideoTransformer3DModel",
+        "LTX2VideoTransformer3DModel",
+        "LTXModel",
+        "Transformer3DModel",
+        "SanaWMLTX2RefinerTransformer3DModel",
+    ),
+    "mochi": ("MochiTransformer3DModel",),
+    "motif_video": ("MotifVideoTransformer3DModel",),
+    "allegro": ("AllegroTransformer3DModel",),
+    "cosmos": ("CosmosTransformer3DModel",),
+    "cosmos3": ("Cosmos3OmniTransformer",),
+    "easyanimate": ("EasyAnimateTransformer3DModel",),
+    "kandinsky": (
+        "Kandinsky5Transformer3DModel",
+        "DiffusionTransformer3D",
+        "Kandinsky6Transformer3DModel",
+        "Kandinsky6SRTransformer3DModel",
+    ),
+    "minimax_h3": ("MiniMaxH3Transformer3DModel",),
+    "latte": ("LatteTransformer3DModel", "Latte"),
+    "sana_video": ("SanaVideoTransformer3DModel",),
+    "open_sora": ("STDiT3", "MMDiTModel"),
+    "open_sora_plan": ("OpenSoraT2V_v1_3",),
+    "step_video": ("StepVideoModel",),
+    "flux": ("FluxTransformer2DModel", "Flux2Transformer2DModel"),
+    "qwen_image": ("QwenImageTransformer2DModel",),
+    "joyimage": ("JoyImageEditTransformer3DModel", "JoyImageEditPlusTransformer3DModel"),
+    "stable_diffusion3": ("SD3Transformer2DModel",),
+    "z_image": ("ZImageTransformer2DModel",),
+    "t5": ("T5EncoderModel", "UMT5EncoderModel"),
+}
+"""Class names of the models whose tables a module of this folder has. It is loaded when one of them is asked for.
+"""
 
 
 def model_names() -> tuple[str, ...]:
     """Class names of the models that have a policy."""
-    return tuple(dict.fromkeys(name for policy in _POLICIES for name in policy.models))
+    return tuple(dict.fromkeys(name for names in FAMILIES.values() for name in names))
 
 
 def tables_named(name: str) -> tuple[Policy, ...]:
@@ -123,7 +121,14 @@ def tables_named(name: str) -> tuple[Policy, ...]:
 
     Whoever passes a table says that the model computes what the table speaks of.
     """
-    return tuple(policy for policy in _POLICIES if name in policy.models)
+    families = [family for family, names in FAMILIES.items() if name in names]
+    return tuple(policy for family in families for policy in tables_of(family) if name in policy.models)
+
+
+def tables_of(family: str) -> list[Policy]:
+    """All tables of a module of this folder, in its order."""
+    module = importlib.import_module(f"{__name__}.{family}")
+    return [value for value in vars(module).values() if isinstance(value, Policy)]
 
 
 def find_policy(model: nn.Module) -> Policy:
@@ -138,9 +143,12 @@ def find_policy(model: nn.Module) -> Policy:
     """
     named = _policies_of(model)
     misfits = {policy: misfit(model, policy) for policy in named}
-    for policy, reason in misfits.items():
-        if reason is None:
-            return policy
+    fitting = [policy for policy, reason in misfits.items() if reason is None]
+    if fitting:
+        # Copies of one model differ in what their forward takes: the table that was made for these arguments, and of
+        # several the one that names most of the model's modules.
+        taken = set(inspect.signature(model.forward).parameters)
+        return min(fitting, key=lambda p: (len(taken ^ set(p.arguments.split())), -len(p.paths)))
     name = type(model).__name__
     if named:
         reasons = "; or ".join(dict.fromkeys(str(reason) for reason in misfits.values()))
@@ -176,5 +184,5 @@ def has_policy(model: nn.Module) -> bool:
 
 def _policies_of(model: nn.Module) -> list[Policy]:
     # A user's subclass computes what its base does, unless its structure or its code says otherwise.
-    classes = {cls.__name__ for cls in type(model).__mro__}
-    return [policy for policy in _POLICIES if classes & set(policy.models)]
+    tables = [policy for cls in type(model).__mro__ for policy in tables_named(cls.__name__)]
+    return list(dict.fromkeys(tables))

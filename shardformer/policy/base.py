@@ -13,8 +13,8 @@ second one: `blocks.*.attn1`, `blocks.-1`. Arguments are named by paths too, int
         blocks=(Blocks("blocks"),),                                # what is checkpointed, offloaded, sharded
     )
 
-A table of this package stands in the list `_POLICIES` of `policy/__init__.py`. One of your own is passed on:
-`shardformer.shard(model, plan, policy=…)`.
+A table of this package stands in a module of its family, and its models' names in `FAMILIES` of `policy/__init__.py`.
+One of your own is passed on: `shardformer.shard(model, plan, policy=…)`.
 """
 
 from __future__ import annotations

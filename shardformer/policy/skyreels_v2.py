@@ -5,8 +5,8 @@ Text- and image-to-video, and diffusion forcing.
 
 from dataclasses import replace
 
+from shardformer.policy import wan
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
-from shardformer.policy.wan import WAN_AUTHORS
 
 SKYREELS_V2 = Policy(
     models=("SkyReelsV2Transformer3DModel",),
@@ -30,7 +30,7 @@ SKYREELS_V2 = Policy(
 # Built like its ancestor, the Wan of Wan's authors, but clips have one length and come as one tensor, and with
 # diffusion forcing the embedding of time is [B, 6, S, C].
 SKYREELS_V2_AUTHORS = replace(
-    WAN_AUTHORS,
+    wan.WAN_AUTHORS,
     arguments="x t context clip_fea y fps",
     split_inputs=(
         SplitInput("blocks.0", "x"),

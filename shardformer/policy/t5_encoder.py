@@ -1,5 +1,5 @@
 """The place where Open-Sora's code looks for this name. Nothing but the name: it stands above the tables' room."""
 
-from shardformer.colossalai.t5 import T5EncoderPolicy
+from shardformer.colossalai import T5EncoderPolicy
 
 __all__ = ["T5EncoderPolicy"]

@@ -103,7 +103,7 @@ WAN_AUTHORS = Policy(
 )
 
 # musubi-tuner's copy turns queries and keys in place, and hands them to its kernels in one list. It has the function of
-# the authors' copy as well, which it does not call: this table is looked at first.
+# the authors' copy as well, which it does not call.
 WAN_MUSUBI = replace(
     WAN_AUTHORS,
     arguments=f"{WAN_AUTHORS.arguments} skip_block_indices f_indices",

@@ -5,19 +5,28 @@ from where its weight is cut (`derive`), where it is cut is data (`shardformer.p
 forward runs on the shares.
 """
 
-from shardformer.tensor_parallel.apply import shard_tensors
-from shardformer.tensor_parallel.state import (
-    full_shape,
-    full_state_dict,
-    full_tensor,
-    full_tensors,
-    group_of_cut,
-    load_full_state_dict,
-    local_tensor,
-    total_grad_norm,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opensora_accel import lazy
+
+if TYPE_CHECKING:
+    from shardformer.tensor_parallel.apply import shard_tensors
+    from shardformer.tensor_parallel.state import (
+        cuts_of,
+        full_shape,
+        full_state_dict,
+        full_tensor,
+        full_tensors,
+        group_of_cut,
+        load_full_state_dict,
+        local_tensor,
+        whole_name,
+    )
 
 __all__ = [
+    "cuts_of",
     "full_shape",
     "full_state_dict",
     "full_tensor",
@@ -26,5 +35,7 @@ __all__ = [
     "load_full_state_dict",
     "local_tensor",
     "shard_tensors",
-    "total_grad_norm",
+    "whole_name",
 ]
+
+__getattr__ = lazy.attach(__name__, __file__)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.policy.tensors import TensorRegion
+from shardformer.policy import TensorRegion
 from shardformer.tensor_parallel.cut import Cut
 from shardformer.tensor_parallel.derive import derive_shared
 from shardformer.tensor_parallel.layers import (

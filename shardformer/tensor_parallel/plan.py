@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from shardformer.policy.tensors import ColumnParallel, TensorLayer, TensorRegion
+from shardformer.policy import ColumnParallel, TensorLayer, TensorRegion
 from shardformer.tensor_parallel.cut import Cut, share
 from shardformer.tensor_parallel.derive import Flow, derive_path
 

@@ -10,7 +10,7 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,12 @@ class TensorShards:
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
-def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
+def whole_name(name: str) -> str:
+    """A parameter's name without the wrappers of torch.compile and checkpointing."""
+    return _WRAPPERS.sub("", name)
+
+
+def cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
     """By parameter name, without wrappers: of the model itself, of what DDP holds, of each part that was sharded.
 
     Raises:
@@ -47,10 +52,8 @@ def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
         if shards is None:
             continue
         for name, cut in shards.cuts.items():
-            cuts[_WRAPPERS.sub("", f"{path}.{name}" if path else name)] = cut, shards.group
-    lost = cuts.keys() - {
-        _WRAPPERS.sub("", name) for name, _ in model.named_parameters(remove_duplicate=False)
-    }
+            cuts[whole_name(f"{path}.{name}" if path else name)] = cut, shards.group
+    lost = cuts.keys() - {whole_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     if lost:
         raise ValueError(
             f"{min(lost)} was cut by shard_tensors and has another name now: a layer was wrapped since (an adapter?); "
@@ -60,14 +63,14 @@ def _cuts_of(model: nn.Module) -> dict[str, tuple[Cut, dist.ProcessGroup]]:
 
 
 def _cut_of(model: nn.Module, name: str) -> tuple[Cut, dist.ProcessGroup] | None:
-    return _cuts_of(model).get(_WRAPPERS.sub("", name))
+    return cuts_of(model).get(whole_name(name))
 
 
 def group_of_cut(model: nn.Module) -> dict[str, dist.ProcessGroup]:
     """The tensor ranks that hold the other shares of a parameter, by its name, for those that are cut."""
-    cuts = _cuts_of(model)
+    cuts = cuts_of(model)
     names = (name for name, _ in model.named_parameters())
-    return {name: cuts[key][1] for name in names if (key := _WRAPPERS.sub("", name)) in cuts}
+    return {name: cuts[key][1] for name in names if (key := whole_name(name)) in cuts}
 
 
 def full_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -124,16 +127,16 @@ def _local(name: str, whole: Tensor, found: tuple[Cut, dist.ProcessGroup] | None
 
 def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """`full_tensor` of each [...], by name, one after another; all ranks call it with the same names, and take all."""
-    cuts = _cuts_of(model)
+    cuts = cuts_of(model)
     for name, tensor in tensors.items():
-        yield name, _whole(tensor, cuts.get(_WRAPPERS.sub("", name)))
+        yield name, _whole(tensor, cuts.get(whole_name(name)))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the state dict of the model on one device, on every rank. All ranks call it."""
-    found, cuts = {}, _cuts_of(model)
+    found, cuts = {}, cuts_of(model)
     for name, tensor in model.state_dict().items():
-        cut = cuts.get(_WRAPPERS.sub("", name))
+        cut = cuts.get(whole_name(name))
         whole = _whole(tensor, cut)
         # What was gathered is a copy already.
         found[name] = whole.clone() if cut is None else whole
@@ -156,8 +159,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"the state dict does not fit the {type(model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}"
         )
-    cuts = _cuts_of(model)
-    local = {name: _local(name, whole, cuts.get(_WRAPPERS.sub("", name))) for name, whole in state.items()}
+    cuts = cuts_of(model)
+    local = {name: _local(name, whole, cuts.get(whole_name(name))) for name, whole in state.items()}
     for name, target in targets.items():
         if local[name].shape != target.shape:
             raise ValueError(
@@ -172,34 +175,3 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             # src_data_rank=None: every rank has the whole, so each cuts its own shard.
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)
-
-
-@torch.no_grad()
-def total_grad_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of all gradients, the same on every rank: of the shares on all ranks, and once of what is whole.
-
-    The norm of the gradients that a rank holds differs from rank to rank, so that clipping by it would let the
-    parameters that all ranks hold drift apart. Communication: one all-reduce of a number over the tensor ranks, for
-    each group of them where parts of a model were sharded by themselves.
-    """
-    cuts = _cuts_of(model)
-    # Parameters that are not cut count once: every rank holds the same gradient of them.
-    by_group: dict[dist.ProcessGroup | None, list[Tensor | None]] = {group: [] for _, group in cuts.values()}
-    for name, parameter in model.named_parameters():
-        group = cuts[key][1] if (key := _WRAPPERS.sub("", name)) in cuts else None
-        by_group.setdefault(group, []).append(parameter.grad)
-    total = _norm(by_group.pop(None, [])).square()
-    for group, grads in by_group.items():
-        of_shares = (
-            _norm(grads).square().to(next(model.parameters()).device)
-        )  # of no gradients it is on the CPU
-        # Squares of norms may be added up over ranks, norms may not.
-        dist.all_reduce(of_shares, group=group)
-        total = total + of_shares
-    return total.sqrt()
-
-
-def _norm(grads: Iterable[Tensor | None]) -> Tensor:
-    """The 2-norm of gradients [...], of DTensors over their mesh."""
-    norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
-    return norm.full_tensor() if is_dtensor(norm) else norm

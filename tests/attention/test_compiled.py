@@ -11,6 +11,8 @@ from opensora_accel.communications import all_to_all_packed, share_sizes
 from tests.attention.reference import random_inputs, weights_like, worst_error
 from tests.tiers import PROVE, some
 
+pytestmark = pytest.mark.slow
+
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without needing a C++ compiler
 
 

@@ -112,6 +112,7 @@ def absent():
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 @PROVE
 def test_a_rank_that_never_comes_is_a_timeout(ranks):
     waited = ranks(2, absent)[0]

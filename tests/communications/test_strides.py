@@ -196,6 +196,7 @@ def test_the_gradient_of_a_sum_goes_back_through_uneven_shares(ranks, num_ranks)
     ranks(num_ranks, the_simplest_loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", some([2, 3]))
 def test_collectives_take_any_strides(ranks, num_ranks):
     """Both layouts at once, each one with each."""

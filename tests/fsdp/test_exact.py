@@ -62,6 +62,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "accumulation", "clip"), CASES)
 def test_training_is_that_of_one_device(ranks, name, accumulation, clip):
     plan = PLANS[name]
@@ -113,6 +114,7 @@ def test_the_verifier_finds_them_right(sharding):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     some(

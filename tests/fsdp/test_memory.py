@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.fsdp import set_last_microbatch
-from opensora_accel.observe.fake_world import fake_world
+from opensora_accel.observe.fakes import fake_world
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record import Recorder

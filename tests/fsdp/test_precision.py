@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, materialize, parallel_states
-from opensora_accel.observe.fake_world import fake_world
+from opensora_accel.observe.fakes import fake_world
 from tests.fsdp.autocast import CastByAutocast
 from tests.fsdp.steps import batch, whole
 from tests.models import wan, wan_inputs
@@ -86,6 +86,7 @@ def bf16_beside_one_device(what, plan):
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", some(MODELS_IN_BF16))
 @pytest.mark.parametrize(
     "plan",

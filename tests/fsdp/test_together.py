@@ -70,6 +70,7 @@ def trained_in_fp64(name, plan):
     return errors(name, partial(exact, name), plan, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

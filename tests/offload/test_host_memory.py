@@ -255,6 +255,7 @@ assert torch.equal(engine.onload(ticket), torch.arange(1000))
 """
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_forked_process_does_not_see_the_pages():
     """Nor does it give back what it does not have; the parent reads on. What is alive at the end does no harm."""

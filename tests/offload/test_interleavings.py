@@ -87,6 +87,7 @@ def offloaded(queues, mode, room, actions):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", some(["full", "selective"], "selective"))
 @settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(

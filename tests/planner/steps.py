@@ -14,7 +14,7 @@ from opensora_accel import parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.observe.meshes import MeshShape, Run, group_of
 from opensora_accel.observe.owners import arena_memory
-from opensora_accel.planner.workload import of_model
+from opensora_accel.planner.workload import workload_of_model
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.verify.communication.record import Recorder
 from tests.video_models.case import randn, text_mask
@@ -75,7 +75,7 @@ def inputs_of(name, _model, dtype):
 
 
 def small(name="Wan", fused_optimizer=False, accumulation=1, **sizes):
-    return of_model(
+    return workload_of_model(
         name,
         partial(MODELS[name], **sizes),
         partial(inputs_of, name),

@@ -12,6 +12,7 @@ from opensora_accel.planner import command, plan_for
 from opensora_accel.planner.candidates import GIB
 from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
+from opensora_accel.training import job_of
 from tests.planner.stand_in import use_stand_ins
 
 CLIP = ("--model", "wan2.1-14b", "--frames", "81", "--height", "720", "--width", "1280")
@@ -272,7 +273,7 @@ def test_encoders_of_a_configured_run_are_counted_while_they_are_there(tmp_path)
 
     def counted(**changes):
         sizes = {"data.height": 32, "data.width": 48}
-        return cli._job_of(tiny_config(tmp_path, tmp_path / "run", **sizes, **changes)).residents.frozen
+        return job_of(tiny_config(tmp_path, tmp_path / "run", **sizes, **changes)).residents.frozen
 
     def path(kind):
         return str(tmp_path / kind)
@@ -321,16 +322,16 @@ def test_plan_for_a_loop(monkeypatch, capsys):
 
 
 def test_the_trainer_takes_a_plans_file_or_has_one_chosen(tmp_path, monkeypatch):
-    from opensora_accel.training import run as run_module
+    from opensora_accel.training import command as training
+    from opensora_accel.training import planned
 
     Plan(ulysses=2, checkpoint="full").save(tmp_path / "plan.json")
-    config, _, _ = run_module.parse(["--plan", str(tmp_path / "plan.json"), "--plan.mlp_chunks", "2"])
+    config, _, _ = training.parse(["--plan", str(tmp_path / "plan.json"), "--plan.mlp_chunks", "2"])
     assert config.plan == Plan(ulysses=2, checkpoint="full", mlp_chunks=2)
     started, chosen = [], Plan(dp_replicate=1, mlp_chunks=4)
-    monkeypatch.setattr(run_module, "_train", lambda config, *_rest: started.append(config.plan) or 0)
+    monkeypatch.setattr(planned, "choose_plan", lambda config: chosen)
+    monkeypatch.setattr(training, "_train", lambda config, *_rest: started.append(config.plan) or 0)
     (tmp_path / "run.toml").write_text('plan = "auto"\n')
     for arguments in (["--plan", "auto"], ["--config", str(tmp_path / "run.toml")]):
-        assert run_module.run(arguments, choose_plan=lambda config: chosen) == 0
+        assert training.main(arguments) == 0
     assert started == [chosen, chosen]
-    with pytest.raises(ValueError, match="only the command line chooses a plan"):
-        run_module.run(["--plan", "auto"])

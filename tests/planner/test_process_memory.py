@@ -18,7 +18,7 @@ from opensora_accel.planner.candidates import describe
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import communication_buffer_bytes
 from opensora_accel.planner.trace import trace_step
-from opensora_accel.planner.workload import of_model
+from opensora_accel.planner.workload import workload_of_model
 
 pytestmark = [
     pytest.mark.prove,
@@ -47,7 +47,9 @@ def inputs_of(side, _model, dtype):
 
 def workload(layers, channels, side):
     """4 · side² tokens."""
-    return of_model("Wan", partial(wan, layers, channels), partial(inputs_of, side), fused_optimizer=False)
+    return workload_of_model(
+        "Wan", partial(wan, layers, channels), partial(inputs_of, side), fused_optimizer=False
+    )
 
 
 SMALL, LARGE = (1, 64, 4), (6, 512, 16)

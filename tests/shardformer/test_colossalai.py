@@ -54,6 +54,7 @@ for use in (shardformer.colossalai.colossalai_policy, lambda: policy.set_model(N
 """
 
 
+@pytest.mark.slow
 def test_it_is_imported_on_use_only_and_its_absence_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

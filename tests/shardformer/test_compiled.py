@@ -19,6 +19,8 @@ from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE
 from tests.video_models import CASES
 
+pytestmark = pytest.mark.slow
+
 CLOSE = RELATIVE[torch.float32]
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without needing a C++ compiler
 NAMES = ["Wan", "HunyuanVideo", "LTX-Video", "MMDiT", "MMDiT, flash-attn"]

@@ -123,6 +123,7 @@ assert seen == names, seen
 """
 
 
+@pytest.mark.slow
 def test_arguments_are_split_in_the_tables_order():
     """A set's order would be each rank's own: processes of torchrun have hash seeds of their own."""
     environment = {**os.environ, "PYTHONHASHSEED": "0"}

@@ -2,12 +2,13 @@
 
 import collections
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.observe.fake_world import FakeFloats, fake_world
+from opensora_accel.observe.fakes import FakeFloats, fake_world
 
 ATEN = torch.ops.aten
 # They launch nothing: views, memory that is not filled, and what only copies on strides that are not there.
@@ -62,6 +63,7 @@ def of_a_block(plan):
     return launches(plan, 2) - launches(plan, 1)
 
 
+@pytest.mark.slow
 def test_ulysses_adds_nine_kernels_to_a_block():
     plain, sharded = of_a_block(Plan()), of_a_block(Plan(ulysses=4))
     added = {name: n - plain[name] for name, n in (sharded | plain).items() if sharded[name] != plain[name]}

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.attention import ulysses_pipeline
-from opensora_accel.observe.fake_world import FakeFloats, fake_world
+from opensora_accel.observe.fakes import FakeFloats, fake_world
 from shardformer.policy import find_policy
 from tests.shardformer.conformance import fp64_model, in_double, step
 from tests.tiers import PROVE
@@ -62,6 +62,7 @@ HAVE_SELF_ATTENTION = [name for name, case in CASES.items() if find_policy(case.
 MODES = list(zip(HAVE_SELF_ATTENTION, itertools.cycle(["full", "selective", "none"]), strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "checkpoint"), [MODES[0], *(pytest.param(*each, marks=PROVE) for each in MODES[1:])]
 )

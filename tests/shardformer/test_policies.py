@@ -1,6 +1,7 @@
 """Every policy against its real model: output, input gradients and all parameter gradients of one device, in fp64."""
 
 import inspect
+import pkgutil
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.arguments import value_at
 from opensora_accel.precision import LiftOperations
-from shardformer.policy import UNSUPPORTED, find_policy, model_names
+from shardformer.policy import FAMILIES, UNSUPPORTED, find_policy, model_names, tables_of
 from tests.models import wan, wan_inputs
 from tests.opensora_models import stdit3
 from tests.opensora_models.stdit3 import v13
@@ -87,6 +88,16 @@ def test_blocks_whose_mlp_cannot_run_in_chunks_are_told(parallel_registry, caplo
         shardformer.shard(CASES[name].make(), Plan(mlp_chunks=2))
     (told,) = [record.getMessage() for record in caplog.records if record.name == "shardformer.engine.apply"]
     assert "leaves 2 of 4 blocks as they are (HunyuanVideoSingleTransformerBlock)" in told
+
+
+def test_the_index_names_every_table_and_no_other():
+    found = {
+        module.name: {name for policy in tables_of(module.name) for name in policy.models}
+        for module in pkgutil.iter_modules(shardformer.policy.__path__)
+    }
+    assert {family: names for family, names in found.items() if names} == {
+        family: set(names) for family, names in FAMILIES.items()
+    }
 
 
 def test_every_policy_has_a_case():

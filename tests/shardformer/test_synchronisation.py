@@ -24,6 +24,7 @@ OVERLAPPED = pytest.param(["Wan"], "overlapped", marks=pytest.mark.prove)
 EVERY = [pytest.param(ALL, plan, marks=pytest.mark.prove) for plan in ("both", "ulysses")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "plan"), [(FEW, "both"), OVERLAPPED, *EVERY])
 def test_no_policy_waits_for_the_device(names, plan):
     # In a process of its own, because the device stays defined.

@@ -15,6 +15,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import checkpoint_blocks, set_grad_checkpoint
 from opensora_accel.precision import lift_casts
 from opensora_accel.sharding import Chain, Invariant, Shard
+from shardformer.clipping import total_grad_norm
 from shardformer.modeling.norms import KERNELS
 from shardformer.policy.open_sora import MMDIT_TENSORS
 from shardformer.policy.t5 import T5_TENSORS
@@ -26,7 +27,6 @@ from shardformer.tensor_parallel import (
     load_full_state_dict,
     local_tensor,
     shard_tensors,
-    total_grad_norm,
 )
 from shardformer.tensor_parallel.apply import _cuts_by_name
 from shardformer.tensor_parallel.derive import add_bias, derive_path

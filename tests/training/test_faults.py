@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel import Plan
-from opensora_accel.communications.waiting import waiting
+from opensora_accel.communications.missing_ranks import waiting
 from opensora_accel.training import loop
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import find_saved_state, list_saved_states, read_record, save

@@ -317,9 +317,9 @@ def test_a_step_is_given_up_between_its_batches_and_comes_again(ranks, folder, t
 
 def profile_stopped(file):
     """The status of a profile of four steps that is asked to stop in the second."""
+    from opensora_accel.training.command import main
     from opensora_accel.training.config import ProfileOptions
     from opensora_accel.training.objective import Objective
-    from opensora_accel.training.run import run
 
     original, count = Objective.loss, itertools.count(1)
 
@@ -332,7 +332,7 @@ def profile_stopped(file):
         patch.setattr(Objective, "loss", loss)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            return run(["--config", str(file)], ProfileOptions(4)), out.getvalue()
+            return main(["--config", str(file)], ProfileOptions(4)), out.getvalue()
 
 
 def test_a_profile_that_was_stopped_is_no_success(ranks, folder, tmp_path):

@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from opensora_accel.observe.meshes import axes_between, group_of
-from opensora_accel.observe.operators import Call
+from opensora_accel.observe import CollectiveCall, axes_between, group_of
 from opensora_accel.verify.communication.record_step import Record
 
 _MOST_SOURCES = 4
@@ -38,7 +37,7 @@ class Violation:
         return "\n".join([text, *(f"    at {line}" for line in self.sources)])
 
 
-def sources_of(calls: Iterable[Call]) -> tuple[str, ...]:
+def sources_of(calls: Iterable[CollectiveCall]) -> tuple[str, ...]:
     """Each line once, the first few."""
     found = list(dict.fromkeys(call.source for call in calls))
     more = len(found) - _MOST_SOURCES
@@ -60,7 +59,7 @@ def disagreements(record: Record) -> list[Violation]:
 
 def unlike_collectives(record: Record) -> Iterator[Violation]:
     """The first call of each group in which two of its ranks differ."""
-    queues: dict[int, dict[tuple[int, ...], list[Call]]] = {}
+    queues: dict[int, dict[tuple[int, ...], list[CollectiveCall]]] = {}
     for rank in record.ranks:
         queues[rank.rank] = defaultdict(list)
         for call in rank.calls:
@@ -90,7 +89,7 @@ def unlike_collectives(record: Record) -> Iterator[Violation]:
                 break
 
 
-def _fit(one: Call, two: Call, first: int, other: int) -> bool:
+def _fit(one: CollectiveCall, two: CollectiveCall, first: int, other: int) -> bool:
     """Whether two ranks' calls are the two sides of one collective."""
     if one.kind != two.kind:
         return False
@@ -109,7 +108,7 @@ def _fit(one: Call, two: Call, first: int, other: int) -> bool:
     return one.sent_to[to] == two.received_from[at] and two.sent_to[at] == one.received_from[to]
 
 
-def _shown(call: Call, towards: int) -> str:
+def _shown(call: CollectiveCall, towards: int) -> str:
     root = "" if call.peer is None else f" from or to rank {call.peer}"
     size = f"{call.input_bytes:,} bytes"
     if call.sent_to is not None and call.received_from is not None:
@@ -118,14 +117,14 @@ def _shown(call: Call, towards: int) -> str:
     return f"{call.kind}{root} ({size}, {call.dtype})"
 
 
-def _lines(*calls: tuple[int, Call]) -> tuple[str, ...]:
+def _lines(*calls: tuple[int, CollectiveCall]) -> tuple[str, ...]:
     return tuple(f"rank {rank}: {call.source}" for rank, call in calls[:_MOST_SOURCES])
 
 
 def unmatched_messages(record: Record) -> Iterator[Violation]:
     """The first message between two ranks that is not received as it was sent."""
-    sends: dict[tuple[int, int], list[Call]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Call]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[CollectiveCall]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[CollectiveCall]] = defaultdict(list)
     recorded = {rank.rank for rank in record.ranks}
     for rank in record.ranks:
         for call in rank.calls:

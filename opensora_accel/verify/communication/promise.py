@@ -22,15 +22,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
-from opensora_accel.observe.meshes import (
+from opensora_accel.observe import (
+    AFTER,
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    CollectiveCall,
     MeshShape,
     axes_between,
     group_of,
     name_of,
     promised_groups,
 )
-from opensora_accel.observe.operators import Call
 from opensora_accel.parallel_states import levels_of
 from opensora_accel.plan import MIXED_AXES, Plan
 from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
@@ -92,7 +95,7 @@ def broken_promises(record: Record) -> list[Violation]:
 def strange_groups(rank: RankRecord, record: Record) -> Iterator[Violation]:
     """Calls over groups that the mesh does not have."""
     shape, promised, levels = record.shape, promised_groups(record.shape), _levels(record.shape)
-    strange: dict[str, list[Call]] = defaultdict(list)
+    strange: dict[str, list[CollectiveCall]] = defaultdict(list)
     for call in rank.calls:
         group = group_of(call.group, shape)
         if call.group in levels:
@@ -113,7 +116,7 @@ def misplaced_calls(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Vi
     """Sends along other axes than ring, and all-to-alls of data over other axes than ulysses."""
     rules = {"ring": "messages travel along", "ulysses": "tokens and heads are exchanged over"}
     for axis, kind in _TRAVELS.items():
-        misplaced: dict[str, list[Call]] = defaultdict(list)
+        misplaced: dict[str, list[CollectiveCall]] = defaultdict(list)
         for call in rank.calls:
             along = _axes_of(call, rank, record)
             # Gradients that are summed in bf16 travel by all-to-alls too.
@@ -358,7 +361,7 @@ def gradients_kept_from_data(rank: RankRecord, shape: MeshShape) -> Iterator[Vio
             )
 
 
-def _may_carry(calls: Sequence[Call], sizes: Mapping[str, int], missed: int) -> bool:
+def _may_carry(calls: Sequence[CollectiveCall], sizes: Mapping[str, int], missed: int) -> bool:
     """Whether calls hold as many elements more than those of the gradients that are known to be in them."""
     unknown = 0
     for call in calls:
@@ -411,7 +414,7 @@ def _levels(shape: MeshShape) -> dict[tuple[int, ...], _Level]:
     return found
 
 
-def _axes_of(call: Call, rank: RankRecord, record: Record) -> tuple[str, ...] | None:
+def _axes_of(call: CollectiveCall, rank: RankRecord, record: Record) -> tuple[str, ...] | None:
     """The axes that a call runs along: a message runs between its two ends, whatever group it was given."""
     if call.is_point_to_point and call.peer is not None:
         return axes_between(rank.rank, call.peer, record.shape)
@@ -419,6 +422,6 @@ def _axes_of(call: Call, rank: RankRecord, record: Record) -> tuple[str, ...] | 
     return group_of(call.group, record.shape).axes if level is None else level.axes
 
 
-def _counted(calls: Iterable[Call]) -> str:
+def _counted(calls: Iterable[CollectiveCall]) -> str:
     kinds = [call.kind for call in calls]
     return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))

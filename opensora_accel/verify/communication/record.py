@@ -17,9 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_accel.observe.call_site import find_call_site
-from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
-from opensora_accel.observe.operators import NAMESPACES, Call, calls_of, tensors_in
+from opensora_accel.arguments import tensors_in
+from opensora_accel.observe import (
+    AFTER,
+    BACKWARD,
+    FORWARD,
+    NAMESPACES,
+    RECOMPUTE,
+    CollectiveCall,
+    calls_of,
+    find_call_site,
+)
 from opensora_accel.wrapping import ReplacedParameter
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -34,7 +42,7 @@ _HOLDS_GRADIENTS_OF_ITS_INPUTS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Within it, each call of torch.distributed on this rank becomes a `Call` in `calls`, in order.
+    """Within it, each call of torch.distributed on this rank becomes a `CollectiveCall` in `calls`, in order.
 
     Also in backward, in recomputation, and inside of FSDP2, DDP (its reducer's all-reduce comes from C++ and passes
     the dispatcher: torch 2.13), DTensor and functional collectives. A custom operator hides what it calls: its
@@ -47,7 +55,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
         self.num_backwards = 0
         self._was_in_backward = False
         self._gradients = _GradientStorages(parameters or {})
@@ -110,7 +118,7 @@ class _GradientStorages:
         # In backward nearly every operation has gradients in it. Only what autograd accumulates is followed.
         if in_backward and not names:
             return
-        names |= self._held_in([*tensors_in(args)])
+        names |= self._held_in(tensors_in(args))
         written = args[0] if func._schema.name.endswith("copy_") else result
         for tensor in tensors_in(written) if names else ():
             if not _may_be_gradient(tensor):

@@ -12,19 +12,25 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from opensora_accel.communications.checks import without_comparing_inputs
+from opensora_accel.communications import without_comparing_inputs
 from opensora_accel.fsdp_collectives import elements_of_messages
-from opensora_accel.observe.fake_world import (
+from opensora_accel.observe import (
+    CollectiveCall,
     Exchanges,
+    MeshShape,
+    ModelFn,
     OtherRanks,
+    Run,
+    Step,
+    accelerator_stand_ins,
     are_settled,
+    call_to_its_end,
     fake_world,
+    group_of,
+    launcher_environment,
     merge_exchanges,
     without_values,
 )
-from opensora_accel.observe.meshes import MeshShape, ModelFn, Run, Step, group_of
-from opensora_accel.observe.on_cpu import accelerator_stand_ins, call_to_its_end, launcher_environment
-from opensora_accel.observe.operators import Call
 from opensora_accel.plan import Plan
 from opensora_accel.verify.communication.record import Recorder
 
@@ -56,7 +62,7 @@ class RankRecord:
     """One rank's step."""
 
     rank: int
-    calls: tuple[Call, ...]
+    calls: tuple[CollectiveCall, ...]
     parameters: tuple[Parameter, ...]
     num_backwards: int
     # Of gathers that are compressed: how many elements a message of so many bytes has.
@@ -99,7 +105,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
 
-        def flat(call: Call) -> dict[str, Any]:
+        def flat(call: CollectiveCall) -> dict[str, Any]:
             values = dataclasses.asdict(call)
             return values | values.pop("where")
 

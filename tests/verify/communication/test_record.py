@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_accel.attention import ring_attention
 from opensora_accel.communications import all_to_all
-from opensora_accel.observe.fake_world import OtherRanks, fake_world
+from opensora_accel.observe.fakes import OtherRanks, fake_world
 from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
 from opensora_accel.verify.communication.record import Recorder
 

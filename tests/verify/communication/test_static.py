@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications import all_to_all
-from opensora_accel.observe.fake_world import FakeFloats, LazyChunks
+from opensora_accel.observe.fakes import FakeFloats, LazyChunks
 from opensora_accel.observe.meshes import MeshShape, Run
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 from opensora_accel.verify.communication.promise import broken_promises

@@ -1,0 +1,47 @@
+"""A package whose names are loaded when they are first used, as SPEC 1 of Scientific Python describes it.
+
+What the package hands out stands once, where type checkers and editors read it, as imports under TYPE_CHECKING:
+
+    if TYPE_CHECKING:
+        from opensora_accel.profiler.time import profile
+
+    __all__ = ["profile"]
+    __getattr__ = lazy.attach(__name__, __file__)
+
+`from opensora_accel.profiler import profile` then loads `profiler/time.py`, and what else the package hands out waits.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str, file: str) -> Callable[[str], Any]:
+    """The package's `__getattr__`: loads a name from where an import under TYPE_CHECKING has it.
+
+    A name must not be that of a module of the package: once loaded, the module would take its place.
+    """
+
+    def __getattr__(name: str) -> Any:
+        home = _homes(file).get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
+
+    return __getattr__
+
+
+@functools.cache
+def _homes(file: str) -> Mapping[str, str]:
+    """The module of every name that the file imports under TYPE_CHECKING."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    blocks = [
+        node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
