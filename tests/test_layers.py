@@ -160,6 +160,12 @@ def test_an_import_past_a_face_would_be_found(source):
     assert len(house.past_the_face("shardformer.engine.apply", source)) == 1
 
 
+@pytest.mark.parametrize(("module", "path"), list(house.modules().items()))
+def test_sources_use_nothing_that_is_made_for_tests(module, path):
+    source = path.read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) (unittest|pytest|tests)\b", source, re.M)
+
+
 def test_what_a_face_names_is_there():
     named = [(module, name) for module, names in house.faces().items() for name in names or ()]
     assert len(named) > 300

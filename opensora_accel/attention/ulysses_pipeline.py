@@ -71,32 +71,32 @@ def attend_in_groups(
     own_heads = k.size(2) // num_ranks
     # Whole key heads, with all of their queries, in each group.
     num_groups = max(n for n in range(1, _MAX_GROUPS + 1) if own_heads % n == 0)
-    q_travels, k_travels = (
-        _Journey(_send_heads, _send_rows, group, s) for s in (call.splits, call.kv_splits)
+    q_exchange, k_exchange = (
+        _Exchange(_send_heads, _send_rows, group, s) for s in (call.splits, call.kv_splits)
     )
     # The heads of a tensor are cut in two dims, [B, S/P, P, H/P, D]: the rank that gets one, and its place there.
-    q_ticket = _Departure.apply(q_travels, q.unflatten(2, (num_ranks, -1)))
-    k_ticket = _Departure.apply(k_travels, k.unflatten(2, (num_ranks, -1)))
+    q_handle = _StartExchange.apply(q_exchange, q.unflatten(2, (num_ranks, -1)))
+    k_handle = _StartExchange.apply(k_exchange, k.unflatten(2, (num_ranks, -1)))
     (v,) = autocast(project_v())
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"k and v must agree in batch, tokens and heads; got {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    travelling = []
+    in_flight = []
     for part in v.unflatten(2, (num_ranks, -1)).split(own_heads // num_groups, 3):
-        journey = _Journey(_send_heads, _send_rows, group, call.kv_splits)
-        travelling.append((journey, _Departure.apply(journey, part)))
+        exchange = _Exchange(_send_heads, _send_rows, group, call.kv_splits)
+        in_flight.append((exchange, _StartExchange.apply(exchange, part)))
     mask = None if gather_mask is None else gather_mask()
     # [B, S, H/P, D] → of each group of heads [B, S, H/P/groups, D].
-    queries = _Arrival.apply(q_travels, q_ticket).chunk(num_groups, 2)
-    keys = _Arrival.apply(k_travels, k_ticket).chunk(num_groups, 2)
-    leaving = []
-    for of_q, of_k, (journey, ticket) in zip(queries, keys, travelling, strict=True):
-        out = attend_whole(of_q, of_k, _Arrival.apply(journey, ticket), mask, call)
-        journey = _Journey(_send_rows, _send_heads, group, call.splits)
-        leaving.append((journey, _Departure.apply(journey, out)))
+    queries = _FinishExchange.apply(q_exchange, q_handle).chunk(num_groups, 2)
+    keys = _FinishExchange.apply(k_exchange, k_handle).chunk(num_groups, 2)
+    outgoing = []
+    for of_q, of_k, (exchange, handle) in zip(queries, keys, in_flight, strict=True):
+        out = attend_whole(of_q, of_k, _FinishExchange.apply(exchange, handle), mask, call)
+        exchange = _Exchange(_send_rows, _send_heads, group, call.splits)
+        outgoing.append((exchange, _StartExchange.apply(exchange, out)))
     # Behind the last group, so that the output of each but that one travels while the next attends.
-    outs = [_Arrival.apply(journey, ticket) for journey, ticket in leaving]  # each [B, S/P, P, H/P/groups, D]
+    outs = [_FinishExchange.apply(*each) for each in outgoing]  # each [B, S/P, P, H/P/groups, D]
     return torch.cat(outs, 3).flatten(2, 3)
 
 
@@ -118,7 +118,7 @@ class _Pending:
             self._received, sent, group, receive_sizes, send_sizes, operation="all_to_all"
         )
 
-    def arrive(self) -> Tensor:
+    def finish(self) -> Tensor:
         """What came, [...] as the sender's inverse had it."""
         finish(self._works, self._group, self._received.device, operation="all_to_all")
         return self._unpack(self._received)
@@ -160,49 +160,49 @@ def _send_rows(tensor: Tensor, group: dist.ProcessGroup, splits: Sizes) -> _Pend
 Send = Callable[[Tensor, dist.ProcessGroup, Sizes], _Pending]
 
 
-class _Journey:
+class _Exchange:
     """A tensor's way to the other ranks in forward, and its gradient's way back."""
 
     def __init__(self, send: Send, send_back: Send, group: dist.ProcessGroup, splits: Sizes):
         self._send, self._send_back, self._group, self._splits = send, send_back, group, splits
         self._pending: _Pending | None = None
 
-    def leave(self, tensor: Tensor, back: bool = False) -> None:
+    def start(self, tensor: Tensor, back: bool = False) -> None:
         """Sends a tensor [...], as it is to arrive elsewhere."""
         self._pending = (self._send_back if back else self._send)(tensor, self._group, self._splits)
 
-    def arrive(self) -> Tensor:
+    def finish(self) -> Tensor:
         assert self._pending is not None
         # Let go of at once: its buffers are freed, and a second backward (retain_graph) sends anew.
         pending, self._pending = self._pending, None
-        return pending.arrive()
+        return pending.finish()
 
 
-class _Departure(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, tensor: Tensor) -> Tensor:
-        """Sends a tensor [...]; the ticket [0] for its arrival."""
-        ctx.journey = journey
-        journey.leave(tensor)
+    def forward(ctx: Any, exchange: _Exchange, tensor: Tensor) -> Tensor:
+        """Sends a tensor [...]; the handle [0] for its arrival."""
+        ctx.exchange = exchange
+        exchange.start(tensor)
         return tensor.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _ticket: Tensor) -> tuple[None, Tensor]:
-        """The gradient [...], for which the arrival's backward sent for a ticket [0]."""
-        return None, ctx.journey.arrive()
+    def backward(ctx: Any, _handle: Tensor) -> tuple[None, Tensor]:
+        """The gradient [...], for which the arrival's backward sent for a handle [0]."""
+        return None, ctx.exchange.finish()
 
 
-class _Arrival(torch.autograd.Function):
+class _FinishExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, ticket: Tensor) -> Tensor:
-        """What the other ranks sent, [...], for a ticket [0]."""
-        ctx.journey = journey
-        return journey.arrive()
+    def forward(ctx: Any, exchange: _Exchange, handle: Tensor) -> Tensor:
+        """What the other ranks sent, [...], for a handle [0]."""
+        ctx.exchange = exchange
+        return exchange.finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Sends the gradient [...] back; a ticket [0]."""
-        ctx.journey.leave(grad, back=True)
+        """Sends the gradient [...] back; a handle [0]."""
+        ctx.exchange.start(grad, back=True)
         return None, grad.new_empty(0)

@@ -9,6 +9,11 @@ rank can know is checked before it communicates, so that all ranks fail together
 ranks compare shapes, dtypes and options first as well.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opensora_accel import lazy
 from opensora_accel.communications.alltoall import Cut, all_to_all, all_to_all_packed, all_to_all_unchecked
 from opensora_accel.communications.along_dim import (
     copy_forward_reduce_backward,
@@ -27,18 +32,20 @@ from opensora_accel.communications.checks import (
     inputs_are_compared,
     without_comparing_inputs,
 )
-from opensora_accel.communications.compressed import (
-    WIRE_DTYPES,
-    CompressedShards,
-    RoundedSum,
-    held_against_exact,
-    holds_against_exact,
-    replace_by_exact,
-)
 from opensora_accel.communications.missing_ranks import MissingRankError, report_failure, waiting
 from opensora_accel.communications.neighbours import exchange_halo, ring_exchange
 from opensora_accel.communications.sizes import Sizes, exchange_integers, share_sizes
 from opensora_accel.communications.transport import finish, start_all_to_all, start_shift
+
+if TYPE_CHECKING:
+    from opensora_accel.communications.compressed import (
+        WIRE_DTYPES,
+        CompressedShards,
+        RoundedSum,
+        held_against_exact,
+        holds_against_exact,
+        replace_by_exact,
+    )
 
 __all__ = [
     "WIRE_DTYPES",
@@ -78,3 +85,6 @@ __all__ = [
     "waiting",
     "without_comparing_inputs",
 ]
+
+# Compressed gradients and weights load where a Plan asks for them.
+__getattr__ = lazy.attach(__name__, __file__)

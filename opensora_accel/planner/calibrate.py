@@ -43,7 +43,7 @@ from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import kernel_s
 from opensora_accel.planner.hardware import Efficiency, Hardware
 from opensora_accel.planner.kernel_speeds import Meter, attention, products, traffic
-from opensora_accel.planner.trace import trace_step
+from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.workload import Workload, workload_of_model
 
 Show = Callable[[str, float], None]

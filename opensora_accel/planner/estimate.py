@@ -25,7 +25,8 @@ from opensora_accel.observe import BlockMemory, StepMemory
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import Placement, collective_s, core_share, host_s, kernel_s
 from opensora_accel.planner.hardware import Hardware
-from opensora_accel.planner.trace import Operation, Trace, trace_step
+from opensora_accel.planner.run import trace_step
+from opensora_accel.planner.trace import Operation, Trace
 from opensora_accel.planner.workload import Workload
 from shardformer import blocks_of
 from shardformer.policy import find_policy, has_policy

@@ -40,8 +40,17 @@ _FEW = 3
 _UNLIMITED_BYTES = 2**62
 
 
-def run_step(workload: Workload, plan: Plan, rank: int, num_blocks: int | None) -> Trace:
-    """As `trace_step` tells it."""
+def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int | None = None) -> Trace:
+    """The step of one rank of the plan's world, in this process: the second one, or a later one.
+
+    Args:
+        num_blocks: traces the model as if it had no more than so many of its blocks. By default the trace is of all of
+            them, and only so many are run as tell what the others do.
+
+    Raises:
+        ValueError: a process group exists already; a rank outside of the world. What the model or its policy raises
+            for a plan that it cannot run passes through.
+    """
     if not 0 <= rank < plan.world_size:
         raise ValueError(f"rank must be one of the plan's {plan.world_size} ranks, from 0; got {rank}")
     if plan.offload == "auto":

@@ -44,8 +44,9 @@ from opensora_accel.planner.estimate import (
     farthest_rank,
 )
 from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.simulate import Timeline, simulate
-from opensora_accel.planner.trace import Operation, Trace, trace_step
+from opensora_accel.planner.trace import Operation, Trace
 
 # Finalists that are traced, and the fewest of them, however long tracing takes.
 FINALISTS, FEWEST = 12, 3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from opensora_accel.plan import Plan
 
 if TYPE_CHECKING:
-    from opensora_accel.planner.workload import Workload
+    pass
 
 # What bounds an operation.
 OperationKind = Literal["gemm", "attention", "memory", "collective", "copy_out", "copy_in"]
@@ -106,20 +106,3 @@ class Trace:
                 calls, sent_bytes = found.get(key, (0, 0))
                 found[key] = calls + 1, sent_bytes + operation.num_bytes
         return found
-
-
-def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int | None = None) -> Trace:
-    """The step of one rank of the plan's world, in this process: the second one, or a later one.
-
-    Args:
-        num_blocks: traces the model as if it had no more than so many of its blocks. By default the trace is of all of
-            them, and only so many are run as tell what the others do.
-
-    Raises:
-        ValueError: a process group exists already; a rank outside of the world. What the model or its policy raises
-            for a plan that it cannot run passes through.
-    """
-    # Here, because what runs the step fills the dataclasses above.
-    from opensora_accel.planner.run import run_step
-
-    return run_step(workload, plan, rank, num_blocks)

@@ -49,13 +49,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 logger = logging.getLogger(__name__)
 
 
-class _Turns:
-    """Which of several plans a model's blocks run as: `now`, also while backward recomputes them."""
+class _BlockPlans:
+    """Which of several plans a model's blocks run as: `current`, also while backward recomputes them."""
 
     def __init__(self, plan: Plan, alternatives: Mapping[str, Plan]):
         self.plans: dict[str | None, Plan] = {None: plan}
         self.plans.update(alternatives)
-        self.now = plan
+        self.current = plan
         for name, other in alternatives.items():
             for each in fields(Plan):
                 ours, theirs = getattr(plan, each.name), getattr(other, each.name)
@@ -68,19 +68,19 @@ class _Turns:
 
     @contextmanager
     def to(self, plan: Plan) -> Iterator[None]:
-        def in_this_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+        def by_this_plan(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 with self.to(plan):  # again, where backward calls it
                     return function(*args, **kwargs)
 
             return run
 
-        before, self.now = self.now, plan
+        before, self.current = self.current, plan
         try:
-            with preserve_state(in_this_turn):
+            with preserve_state(by_this_plan):
                 yield
         finally:
-            self.now = before
+            self.current = before
 
     def when(self, **settings: Any) -> Callable[[], bool] | None:
         """Whether the blocks run with these settings now; None where they always do."""
@@ -90,7 +90,7 @@ class _Turns:
 
         if all(map(has_them, self.plans.values())):
             return None
-        return lambda: has_them(self.now)
+        return lambda: has_them(self.current)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Applied:
     undo: ExitStack
     has_sharded_parameters: bool
     norms: SwapReport | None
-    turns: _Turns
+    block_plans: _BlockPlans
 
 
 def shard(
@@ -132,7 +132,7 @@ def shard(
         ValueError: no policy, groups that do not match the plan, or a model that is sharded already.
     """
     _check_kinds(model, plan)
-    turns = _Turns(plan, alternatives or {})
+    block_plans = _BlockPlans(plan, alternatives or {})
     if hasattr(model, _ATTRIBUTE):
         raise ValueError(
             f"this {type(model).__name__} is sharded already; call shardformer.unshard(model) first"
@@ -163,8 +163,8 @@ def shard(
                 _shard_tensors(model, plan, policy, undo)
         if group is not None:
             spread_tokens(model, plan, policy, Tokens(group), undo)
-        _chunk_mlps(model, policy, turns, undo)
-        _checkpoint(model, policy, turns, undo)
+        _chunk_mlps(model, policy, block_plans, undo)
+        _checkpoint(model, policy, block_plans, undo)
         if plan.sharding != "none":
             from opensora_accel.fsdp import shard_parameters  # loads torch's FSDP, as long as half of torch
 
@@ -175,7 +175,9 @@ def shard(
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)
         # From here on the undo belongs to the model, and leaving this block takes nothing back.
-        setattr(model, _ATTRIBUTE, _Applied(policy, undo.pop_all(), plan.sharding != "none", report, turns))
+        setattr(
+            model, _ATTRIBUTE, _Applied(policy, undo.pop_all(), plan.sharding != "none", report, block_plans)
+        )
     return model
 
 
@@ -258,14 +260,14 @@ def run_blocks(model: nn.Module, name: str | None) -> Iterator[None]:
         ValueError: the model is not sharded, or without such an alternative.
     """
     applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
-    plans = {} if applied is None else applied.turns.plans
+    plans = {} if applied is None else applied.block_plans.plans
     if applied is None or name not in plans:
         known = ", ".join(repr(each) for each in plans if each is not None) or "none"
         raise ValueError(
             f"this {type(model).__name__} has no alternative plan {name!r} (there are: {known}); name it in "
             "shardformer.shard(model, plan, alternatives={...})"
         )
-    with applied.turns.to(plans[name]):
+    with applied.block_plans.to(plans[name]):
         yield
 
 
@@ -349,12 +351,12 @@ def _registered(name: str, group: dist.ProcessGroup | None, size: int) -> dist.P
     return group
 
 
-def _checkpoint(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack) -> None:
+def _checkpoint(model: nn.Module, policy: Policy, block_plans: _BlockPlans, undo: ExitStack) -> None:
     # Lists of blocks may name their hidden state differently.
     boundaries = {id(block): boundary for block, boundary in _blocks(model, policy)}
     # One wrapper for each way in which some plan runs the blocks; in a forward at most one of them acts.
     for checkpoint, offload in dict.fromkeys(
-        (plan.checkpoint, plan.offload) for plan in turns.plans.values()
+        (plan.checkpoint, plan.offload) for plan in block_plans.plans.values()
     ):
         if checkpoint == "none":
             continue
@@ -366,13 +368,13 @@ def _checkpoint(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack
                 checkpoint,
                 offload,
                 boundary=lambda block: boundaries[id(block)],
-                when=turns.when(checkpoint=checkpoint, offload=offload),
+                when=block_plans.when(checkpoint=checkpoint, offload=offload),
             )
         )
 
 
-def _chunk_mlps(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack) -> None:
-    numbers = sorted({plan.mlp_chunks for plan in turns.plans.values()} - {1})
+def _chunk_mlps(model: nn.Module, policy: Policy, block_plans: _BlockPlans, undo: ExitStack) -> None:
+    numbers = sorted({plan.mlp_chunks for plan in block_plans.plans.values()} - {1})
     if not numbers:
         return
     if not policy.mlps:
@@ -382,7 +384,7 @@ def _chunk_mlps(model: nn.Module, policy: Policy, turns: _Turns, undo: ExitStack
     mlps = [module for pattern in policy.mlps for _name, module in find(model, pattern)]
     for num_chunks in numbers:
         for module in mlps:
-            undo.callback(chunk_tokens(module, num_chunks, when=turns.when(mlp_chunks=num_chunks)))
+            undo.callback(chunk_tokens(module, num_chunks, when=block_plans.when(mlp_chunks=num_chunks)))
     # Blocks whose MLP shares a layer with attention (single-stream ones) have nothing to run in pieces.
     blocks = blocks_of(model, policy)
     whole = [block for block in blocks if not any(module in mlps for module in block.modules())]

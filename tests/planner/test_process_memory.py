@@ -16,8 +16,8 @@ from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.observe.meshes import MeshShape, Run
 from opensora_accel.planner.candidates import describe
 from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.search import communication_buffer_bytes
-from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import workload_of_model
 
 pytestmark = [

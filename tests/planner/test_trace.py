@@ -11,7 +11,7 @@ from opensora_accel import Plan
 from opensora_accel.observe.kinds import KINDS
 from opensora_accel.planner import run
 from opensora_accel.planner.estimate import Reference
-from opensora_accel.planner.trace import trace_step
+from opensora_accel.planner.run import trace_step
 from tests.planner.steps import really, small, wan
 from tests.tiers import PROVE
 

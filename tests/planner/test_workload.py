@@ -8,7 +8,7 @@ import torch
 
 from opensora_accel import Plan
 from opensora_accel.planner.models import MODELS, PARTS, named_workload
-from opensora_accel.planner.trace import trace_step
+from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.workload import Workload, step_file
 from opensora_accel.training.tiny_run import TrueSize
 from tests.tiers import PROVE

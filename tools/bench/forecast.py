@@ -32,8 +32,8 @@ from ranks import Job, Ranks
 from opensora_accel import Plan
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.search import simulated
-from opensora_accel.planner.trace import trace_step
 from opensora_accel.planner.workload import Workload, of_model
 
 MODELS = {

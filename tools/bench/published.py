@@ -39,8 +39,9 @@ from opensora_accel.planner.candidates import Passes, Request
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS, named_workload
+from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.search import communication_buffer_bytes, exact, simulated
-from opensora_accel.planner.trace import Trace, trace_step
+from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Pass, Workload
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
