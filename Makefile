@@ -25,7 +25,7 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 # What torch 2.13.0 requires on Linux, where its default build brings it. No pin: torch has one.
 TRITON := triton==3.7.1
 
-.PHONY: help train test test-core prove bench faults gpu resolve versions lint clean
+.PHONY: help train test test-core prove bench faults gpu docs resolve versions lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine: its GPUs, or CPU cores"
 	@echo "make test    run every behaviour once"
@@ -36,6 +36,7 @@ help:
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
 	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes; the report: $(GPU_REPORT)/report.md"
+	@echo "make docs    build the guides and the API as a site, build/site/html/index.html; a broken link ends it"
 	@echo "make resolve try, without installing, whether all that is installed here can be had on other machines"
 	@echo "make versions run the tests on the lowest and the newest versions that setup.py promises, each installed apart"
 	@echo "make lint    ruff and mypy"
@@ -53,7 +54,7 @@ CORE = attention checkpoint communications fsdp offload opensora_models shardfor
 test-core: .venv/.dev
 	$(PYTEST) -m "not prove and not alone and not slow" $(addprefix tests/,$(CORE)) $(ARGS)
 
-prove: .venv/.dev .venv/.kernels .venv/.deepspeed .venv/.peers .venv/.trackers .venv/.uv data/bunny/metadata.jsonl
+prove: .venv/.dev .venv/.docs .venv/.kernels .venv/.deepspeed .venv/.peers .venv/.trackers .venv/.uv data/bunny/metadata.jsonl
 	$(PYTEST) -m "not alone" tests/$(PART) $(ARGS)
 	@# What measures time has nothing beside it. A PART may have none: status 5.
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m alone tests/$(PART) $(ARGS) || test $$? -eq 5
@@ -67,6 +68,9 @@ bench: .venv/.dev
 # Without a CUDA build of torch it says what to install, and runs what it can.
 gpu: .venv/.dev data/bunny/metadata.jsonl
 	$(BIN)/python tools/first_gpu.py --out $(GPU_REPORT) $(ARGS)
+
+docs: .venv/.docs
+	$(BIN)/python tools/build_docs.py $(ARGS)
 
 resolve: .venv/.uv
 	$(BIN)/python tools/resolve.py $(ARGS)
@@ -122,6 +126,11 @@ lint: .venv/.dev
 	@$(PIP) install -c constraints.txt --no-deps --target .venv/peers \
 	  yunchang ring-attention-pytorch beartype einops jaxtyping wadler_lindig || \
 	  echo "yunchang and ring-attention-pytorch cannot be had here; the tests of tools/repro skip their scripts"
+	@touch $@
+
+.venv/.docs: .venv/.train constraints.txt
+	@echo "installing Sphinx, which makes a site of the guides"
+	@$(PIP) install -c constraints.txt sphinx myst-parser furo sphinx-copybutton
 	@touch $@
 
 .venv/.uv: .venv/.train

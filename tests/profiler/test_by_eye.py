@@ -3,13 +3,7 @@
 What a test cannot see is for the eye: the pictures are written to runs/pages (or to the folder that PAGES names).
 """
 
-import html
-import json
-import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +11,16 @@ import torch
 from opensora_accel import cli
 from opensora_accel.pages import charts
 from opensora_accel.training.samples import write_video
+from tests.browser import BROWSER, WIDTHS, measure, picture_of
 from tests.planner.stand_in import use_stand_ins
 from tests.profiler.synthetic import write_run
 from tests.test_doors import training_run
 from tests.tiers import each_once
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PICTURES = Path(os.environ.get("PAGES") or Path(__file__).parents[2] / "runs/pages")
 KINDS = ["profile", "run", "two_profiles", "plan"]
-WIDTHS = {"desk": 1280, "telephone": 390}
 
 # Written into a copy of the page, whose policy would not run it: what is measured becomes its title.
-MEASURE = """<script>
+MEASURE = """
 addEventListener("load", () => {
   const seen = e => e.getClientRects().length > 0;
   const width = document.documentElement.clientWidth;
@@ -59,7 +51,7 @@ addEventListener("load", () => {
       .map(r => Math.min(r.width, r.height)).reduce((a, b) => Math.min(a, b), 99);
   parent.postMessage(JSON.stringify({width, wide: wide.slice(0, 5), over: over.slice(0, 5), small}), "*");
 });
-</script>"""
+"""
 
 
 @pytest.fixture(scope="module")
@@ -88,37 +80,14 @@ def pages(tmp_path_factory):
     }
 
 
-def browser(width, *arguments):
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    return subprocess.run(
-        [*command, f"--window-size={width},6000", *map(str, arguments)], capture_output=True, text=True, timeout=90
-    )  # fmt: skip
-
-
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: the pages are not looked at")
 @pytest.mark.parametrize(("kind", "place"), each_once(KINDS, WIDTHS, KINDS[:2]))
 def test_nothing_is_cut_and_no_label_lies_over_another(pages, tmp_path, kind, place):
     page = pages[kind]
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    picture = PICTURES / f"{kind}_{WIDTHS[place]}.png"
-    browser(WIDTHS[place], f"--screenshot={picture}", page.as_uri())
-    assert picture.stat().st_size > 10_000
+    picture_of(page, kind, WIDTHS[place])
     text = page.read_text(encoding="utf-8")
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace(
-        "</body>", MEASURE + "</body>"
-    )
-    copy = tmp_path / "measured.html"
-    copy.write_text(text, encoding="utf-8")
-    # A window is never narrower than 500 pixels; a frame in it is.
-    frame = tmp_path / "frame.html"
-    frame.write_text(
-        f'<iframe style="border:0;width:{WIDTHS[place]}px;height:6000px" src="{copy.as_uri()}"></iframe>'
-        "<script>addEventListener('message', told => document.body.innerHTML = '<pre>' + told.data + '</pre>')</script>"
-    )
-    told = browser(1400, "--virtual-time-budget=5000", "--dump-dom", frame.as_uri()).stdout
-    found = re.search(r"<pre>(.*?)</pre>", told, re.S)
-    assert found, told[-500:]
-    measured = json.loads(html.unescape(found[1]))
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    measured = measure(text, MEASURE, tmp_path / "measured.html", WIDTHS[place])
     assert measured["width"] == WIDTHS[place]
     assert not measured["wide"] and not measured["over"], measured
     assert measured["small"] >= 7, "letters of fewer pixels are not read"

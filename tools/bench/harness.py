@@ -204,7 +204,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], note
     lines += [[show(look_up(row, path), path) for path in columns.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    text = [f"### {title}", ""]
+    text = [f"## {title}", ""]
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         text.append(f"| {' | '.join(cells)} |")
@@ -256,7 +256,9 @@ class Report:
         text = re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
         names = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
         where = f"{result['hardware'].get('gpu') or result['hardware']['cpu']}, {os.cpu_count()} cores"
+        title = Path(sys.argv[0]).stem.replace("_", " ").capitalize()
         tables = [
+            f"# {title}, measured\n",
             f"Measured by `{result['command']}` on {where}; {names}; {result['date']}.\n",
             *self._tables,
         ]
