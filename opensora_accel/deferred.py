@@ -112,7 +112,7 @@ class _Recording(TorchDispatchMode):
         return self
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor [...] is of this recording, and waits for its values."""
+        """Whether a tensor is of this recording, and waits for its values."""
         return tensor.is_meta and not is_dtensor(tensor) and _memory(tensor) in self.writers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,7 +225,7 @@ class _Recording(TorchDispatchMode):
         return [view.of(storages[view.memory]) for view in views]
 
     def replace(self, tensor: Tensor, part: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-        """What takes the place of `tensor` [...] of the meta device: its values come from `part(region)`."""
+        """What takes the place of `tensor` of the meta device: its values come from `part(region)`."""
         found = torch.empty_like(tensor, device="meta")
         self.alive.append(found)
         self._add(_Operation(part, ((),), {}, [_view(found)], False, set(), part), [_memory(found)])
@@ -245,7 +245,7 @@ class _Recording(TorchDispatchMode):
                         self._fill(module, holder, name, tensor)
 
     def _fill(self, module: nn.Module, holder: Any, name: str, tensor: Tensor) -> None:
-        """Gives a tensor [...] that a module holds its values; refuses drawn ones outside of buffers."""
+        """Gives a tensor that a module holds its values; refuses drawn ones outside of buffers."""
         if not any(self.operations[at].draws for at in self._needed([_memory(tensor)])):
             holder[name] = self.values([_view(tensor)], {})[0]
             vars(module)[_ATTRIBUTE].pop(name, None)
@@ -256,12 +256,12 @@ class _Recording(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """The key of the memory of a tensor [...]."""
+    """The key of the memory of a tensor."""
     return tensor.untyped_storage()._cdata
 
 
 def _view(tensor: Tensor) -> _View:
-    """How a tensor [...] shows its memory."""
+    """How a tensor shows its memory."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return _View(_memory(tensor), shape, stride, int(tensor.storage_offset()), tensor.dtype)
 
@@ -403,7 +403,7 @@ def _shard_of(
     seeds: dict[int, int],
     device: torch.device | str | None,
 ) -> Tensor:
-    """What takes the place of a tensor [...] of the meta device, of its shape, dtype and placements."""
+    """What takes the place of a tensor of the meta device, of its shape, dtype and placements."""
     if view.shape != tensor.shape:
         raise ValueError(
             f"a tensor of {list(view.shape)} became one of {list(tensor.shape)} while it had no values; call "
@@ -446,7 +446,7 @@ def replace_later(
     """Gives parameters and buffers that wait for their values another source.
 
     Args:
-        parts: by name, a function of a dtype and of the region that is wanted, () for all of it; it gives [...].
+        parts: by name, a function of a dtype and of the region that is wanted, () for all of it; it gives the values.
     """
     made: dict[int, Tensor] = {}  # tied parameters stay one
     for name, module, (recording, _) in list(_deferred_tensors(model)):

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-# Of a document that is held whole. The longest, the metrics of a million steps, has 200 MB.
+# The bound of a document that is held whole. The longest, the metrics of a million steps, has 200 MB.
 MOST_BYTES = 1 << 30
-# Of a job: ten times the largest machine that there is.
+# The most ranks of a job: ten times the largest machine that there is.
 MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Between:
-    """Of an annotated number: it is finite, and from `least` to `most`."""
+    """The bounds of an annotated number: it is finite, and from `least` to `most`."""
 
     least: float
     most: float
@@ -48,7 +48,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Short:
-    """Of an annotated text: so many characters at most. A picture takes seconds to lay out one of thousands."""
+    """The bound of an annotated text, in characters. A picture takes seconds to lay out one of thousands."""
 
     most: int
 
@@ -56,7 +56,7 @@ class Short:
         return {**handler(source), "max_length": self.most}
 
 
-# Of a module, a group of ranks, a metric, or what else a picture shows.
+# The name of a module, a group of ranks, a metric, or what else a picture shows.
 Name = Annotated[str, Short(400)]
 # 300 years: what no clock tells is a damaged number.
 Seconds = Annotated[float, Between(-1e10, 1e10)]
@@ -65,7 +65,7 @@ Finite = Annotated[float, Between(-1e30, 1e30)]
 # A speed, or operations: of the largest machines 1e24.
 Amount = Annotated[float, Between(0.0, 1e30)]
 Count = Annotated[int, Between(0, 1 << 62)]
-# Of a rank, or a number of ranks.
+# A rank, or a number of ranks.
 Ranks = Annotated[int, Between(0, MOST_RANKS)]
 
 

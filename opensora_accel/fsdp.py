@@ -196,7 +196,7 @@ def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _cast_tensor(tensor: Tensor) -> Tensor:
-    """A tensor [...] in bf16, where it is fp32 and has more than one dim: vectors [N] stay as they are."""
+    """A tensor in bf16, where it is fp32 and has more than one dim: vectors [N] stay as they are."""
     return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor
 
 

@@ -215,7 +215,7 @@ class AverageOverCopies:
         self._sums = RoundedSum()
         # Over all copies, or those of two levels that lie on different nodes.
         self._sum = self._sums.all_reduce_ if rounds else transport.all_reduce_
-        # Of the microbatches before the last one: [n].
+        # The sum over the microbatches before the last one: [n].
         self._added_up: Tensor | None = None
 
     def forget(self) -> None:

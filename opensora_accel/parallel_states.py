@@ -82,21 +82,21 @@ class Nodes(NamedTuple):
     within: dist.ProcessGroup
     # The N ranks that have this one's place on their nodes.
     between: dist.ProcessGroup
-    # Of the first and of the second; where they are known, two levels are taken only where they are faster.
+    # To the first and to the second; where they are known, two levels are taken only where they are faster.
     links: tuple[Link, Link] | None
 
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}
-# Of groups that carry device tensors only, by their name: the same ranks over gloo.
+# The same ranks over gloo, by the name of a group that carries device tensors only.
 _host_groups: dict[str, dist.ProcessGroup] = {}
 # By their ranks: groups of this rank that several names, or the levels of several groups, may share.
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 # By the name of a group whose collectives run in two levels.
 _nodes: dict[str, Nodes] = {}
-# Of a plan with two levels.
+# For a plan with two levels.
 _ranks_per_node: int | None = None
-# Of two_level="auto": within a node and between nodes, as measured when the job started.
+# Within a node and between nodes, as measured when a job with two_level="auto" started.
 _links: tuple[Link, Link] | None = None
 # What `init_parallel` was told; groups that are made later get it too.
 _group_timeout: datetime.timedelta | None = None
@@ -282,7 +282,7 @@ def _measure_links(ranks: Tensor, device: torch.device) -> None:
 
 
 def _split_by_node(group: dist.ProcessGroup, ranks: Tensor, axis: str, names: Sequence[str]) -> None:
-    """Registers the levels of this rank's group along an axis of a mesh of ranks [...], where it has two.
+    """Registers the levels of this rank's group along an axis of a mesh of ranks, where it has two.
 
     Communication: the ranks of a new group wait for each other.
     """
@@ -318,7 +318,7 @@ def levels_of(
 
 
 def _lines_along(ranks: Tensor, axes: Sequence[str], names: Sequence[str]) -> list[list[int]]:
-    """All groups along some axes of a mesh of ranks [...]: [groups, ranks of each]."""
+    """All groups along some axes of a mesh of ranks: [groups, ranks of each]."""
     dims = [names.index(axis) for axis in axes]
     others = [dim for dim in range(ranks.dim()) if dim not in dims]
     size = math.prod(ranks.size(dim) for dim in dims)
@@ -329,7 +329,7 @@ def _lines_along(ranks: Tensor, axes: Sequence[str], names: Sequence[str]) -> li
 def _group_along(
     ranks: Tensor, axes: Sequence[str], names: Sequence[str], made: dict[tuple[int, ...], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """This rank's group along some axes of a mesh of ranks [...], as `_own_group` finds or makes it."""
+    """This rank's group along some axes of a mesh of ranks, as `_own_group` finds or makes it."""
     return _own_group(_lines_along(ranks, axes, names), "mesh_" + "_".join(axes), made)
 
 

@@ -30,7 +30,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 SEQUENCE_AXES = ("ring", "ulysses")
 MIXED_AXES = DATA_AXES + SEQUENCE_AXES
 
-# Of a file; a Plan has 600.
+# The bound of a file; a Plan has 600.
 _MOST_BYTES = 1 << 20
 _CHOICES = {
     "checkpoint": Checkpoint,

@@ -30,7 +30,7 @@ class Stored:
     name: str
 
     def read(self, dtype: torch.dtype, region: tuple[slice, ...] = ()) -> Tensor:
-        """[...], or a region of it, as `dtype`."""
+        """The tensor, or a region of it, as `dtype`."""
         from safetensors import safe_open
 
         def read() -> Tensor:

@@ -59,6 +59,6 @@ def total_grad_norm(model: nn.Module) -> Tensor:
 
 
 def _norm(grads: Iterable[Tensor | None]) -> Tensor:
-    """The 2-norm of gradients [...], of DTensors over their mesh."""
+    """The 2-norm of gradients, of DTensors over their mesh."""
     norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
     return norm.full_tensor() if is_dtensor(norm) else norm

@@ -82,7 +82,7 @@ def save_lora(model: nn.Module, folder: str | Path, adapter: str = "default") ->
 
 
 def _adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's tensors [...], whole, by the names that PEFT gives them in files."""
+    """The adapter's tensors, whole, by the names that PEFT gives them in files."""
     from peft import get_peft_model_state_dict
 
     state = model.state_dict()
@@ -97,7 +97,7 @@ def _adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tens
 
 
 def _write_diffusers(model: nn.Module, config: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes whole tensors [...] as `load_lora_adapter` of diffusers reads them."""
+    """Writes whole tensors as `load_lora_adapter` of diffusers reads them."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
     from safetensors.torch import save_file
 
@@ -111,7 +111,7 @@ def _write_diffusers(model: nn.Module, config: Any, folder: Path, tensors: dict[
 
 
 def _write_peft(model: Any, config: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes whole tensors [...] and their description as PEFT reads them."""
+    """Writes whole tensors and their description as PEFT reads them."""
     from safetensors.torch import save_file
 
     base = model.get_base_model()

@@ -40,6 +40,7 @@ TARGETS = (
     ".venv/.torch",
     ".venv/.train",
     ".venv/.dev",
+    ".venv/.docs",
     ".venv/.kernels",
     ".venv/.deepspeed",
     ".venv/.peers",

@@ -187,7 +187,7 @@ def _runs(layout: str, splits: Sequence[int], rank: int) -> list[_Run]:
         return [_Run(sum(splits[:rank]), splits[rank])]
     # Zigzag: a rank has a piece from the front and one from the rear, which stand in mirrored order. For P = 3 the
     # sequence is front 0, front 1, front 2, rear 2, rear 1, rear 0.
-    # Of an odd share, the piece from the front has one token more.
+    # In an odd share the piece from the front has one token more.
     fronts, rears = [-(-size // 2) for size in splits], [size // 2 for size in splits]
     return [
         _Run(sum(fronts[:rank]), fronts[rank]),

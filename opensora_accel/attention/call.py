@@ -131,7 +131,7 @@ def enter_call(
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors [...] in the dtype that torch.autocast gives to an attention kernel.
+    """The tensors in the dtype that torch.autocast gives to an attention kernel.
 
     Norms leave q and k in fp32 under autocast, while v is bf16. The cast is at the entry of every attention,
     so that ranks with and without work of their own send one dtype.
@@ -154,7 +154,7 @@ def _exchange(
     layout: str,
     text: Text | None,
 ) -> tuple[Sizes, Sizes]:
-    """Every rank's number of queries and of keys; the tensors [...] are checked here."""
+    """Every rank's number of queries and of keys; the tensors are checked here."""
     # An error is not raised yet: the others would wait in the exchange for this rank.
     problem, digest = "", -1
     facts = _facts(q, k, v, mask, causal, scale, layout, text)
@@ -213,7 +213,7 @@ def _facts(
     layout: str,
     text: Text | None,
 ) -> dict[str, tuple[Any, str]]:
-    """What must be equal on all ranks of tensors [...] and options: what is compared, and how it is told."""
+    """What must be equal on all ranks of tensors and options: what is compared, and how it is told."""
     tensors: tuple[Tensor | None, ...] = (q, k, v, mask)
     options = {"causal": causal, "scale": scale, "layout": layout}
     if text is not None:
@@ -241,7 +241,7 @@ def _check(
     layout: str,
     text: Text | None,
 ) -> None:
-    """Raises ValueError unless shapes, dtypes and masks of tensors [...] are those of one attention here."""
+    """Raises ValueError unless shapes, dtypes and masks of tensors are those of one attention here."""
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale must be a number above 0; got {scale} (None is 1/√D)")
     check_layout(layout)

@@ -130,7 +130,7 @@ class _MaskedAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_grads: Tensor) -> Any:
-        """Refuses a derivative of the gradients, whatever their shapes [...]."""
+        """Refuses a derivative of the gradients, whatever their shapes."""
         raise RuntimeError(
             "masked attention has no second derivative in fp16 and bf16 on a GPU, nor has any fused kernel of torch; "
             "take it in fp32 under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"

@@ -133,7 +133,7 @@ class _RingAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_grads: Tensor) -> Any:
-        """Refuses a derivative of the gradients, whatever their shapes [...]."""
+        """Refuses a derivative of the gradients, whatever their shapes."""
         raise RuntimeError(
             "ring attention has no second derivative; use ulysses_attention, or local_attention on gathered keys"
         )

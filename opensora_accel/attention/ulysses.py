@@ -90,7 +90,7 @@ def ulysses_attention(
     if callable(v) and not overlaps:
         v = v()
     q, k = autocast(q, k)
-    # Of a v that is not there yet only dtype and shape are checked here, and they are to be those of k.
+    # Where v is not there yet, only its dtype and shape are checked here: they are to be those of k.
     (known_v,) = (k,) if callable(v) else autocast(v)
     call = enter_call(
         q, k, known_v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale

@@ -119,7 +119,7 @@ class _Pending:
         )
 
     def finish(self) -> Tensor:
-        """What came, [...] as the sender's inverse had it."""
+        """What came, as the sender's inverse had it."""
         finish(self._works, self._group, self._received.device, operation="all_to_all")
         return self._unpack(self._received)
 
@@ -131,7 +131,7 @@ def _send_heads(tensor: Tensor, group: dist.ProcessGroup, splits: Sizes) -> _Pen
     sizes = [batch * size * heads * dim for size in splits]
 
     def unpack(received: Tensor) -> Tensor:
-        """Of every rank its tokens [B, S/P, h, D], one rank after the other."""
+        """The tokens [B, S/P, h, D] of every rank, one rank after the other."""
         if batch == 1:
             return received.view(1, sum(splits), heads, dim)
         pieces = received.split(sizes)
@@ -168,7 +168,7 @@ class _Exchange:
         self._pending: _Pending | None = None
 
     def start(self, tensor: Tensor, back: bool = False) -> None:
-        """Sends a tensor [...], as it is to arrive elsewhere."""
+        """Sends a tensor, as it is to arrive elsewhere."""
         self._pending = (self._send_back if back else self._send)(tensor, self._group, self._splits)
 
     def finish(self) -> Tensor:
@@ -181,7 +181,7 @@ class _Exchange:
 class _StartExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, tensor: Tensor) -> Tensor:
-        """Sends a tensor [...]; the handle [0] for its arrival."""
+        """Sends a tensor; the handle [0] for its arrival."""
         ctx.exchange = exchange
         exchange.start(tensor)
         return tensor.new_empty(0)
@@ -189,20 +189,20 @@ class _StartExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _handle: Tensor) -> tuple[None, Tensor]:
-        """The gradient [...], for which the arrival's backward sent for a handle [0]."""
+        """The gradient, for which the arrival's backward sent for a handle [0]."""
         return None, ctx.exchange.finish()
 
 
 class _FinishExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, handle: Tensor) -> Tensor:
-        """What the other ranks sent, [...], for a handle [0]."""
+        """What the other ranks sent, for a handle [0]."""
         ctx.exchange = exchange
         return exchange.finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Sends the gradient [...] back; a handle [0]."""
+        """Sends the gradient back; a handle [0]."""
         ctx.exchange.start(grad, back=True)
         return None, grad.new_empty(0)

@@ -98,7 +98,7 @@ class _HeldInside:
         self.paths, self._signature = paths, signature
 
     def take(self, bound: inspect.BoundArguments) -> tuple[Any, ...]:
-        """The tensors [...], which are no longer in the arguments."""
+        """The tensors, which are no longer in the arguments."""
         tensors = tuple(value_at(bound.arguments, path) for path in self.paths)
         for path in self.paths:
             change_at(bound.arguments, path, lambda _: _TAKEN_OUT)

@@ -66,7 +66,7 @@ def run_checkpointed(
     """`function(*args, **kwargs)`, recomputed in backward; gradients must be enabled.
 
     Args:
-        marked: those of `args` [...] that wait in host memory.
+        marked: those of `args` that wait in host memory.
         selective: attention's outputs are kept, or moved where anything is marked.
         options: of `torch.utils.checkpoint.checkpoint`.
     """
@@ -96,7 +96,7 @@ def run_checkpointed(
 
 
 def tensors_at(positions: Sequence[int], args: Sequence[Any]) -> list[Tensor]:
-    """The tensors [...] there, and those of `args` that share memory with them.
+    """The tensors there, and those of `args` that share memory with them.
 
     A block may return two slices of one tensor: while one of them stays, all of the memory does.
     """

@@ -74,7 +74,7 @@ def attention_contexts(engine: OffloadEngine, call: Call | None) -> Callable[[],
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A tensor [...] detached, with one version counter: views made below autograd have their own otherwise."""
+    """A tensor detached, with one version counter: views made below autograd have their own otherwise."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -97,7 +97,7 @@ def _install() -> list[torch.library.Library]:
 
 
 def _enter_modes(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls an attention operator, with q [...] first in `args`, through the modes of this thread."""
+    """Calls an attention operator, with q first in `args`, through the modes of this thread."""
     # A compiler that looks at an operator keeps nothing of it.
     is_compiled = TracingContext.try_get() is not None
     if is_compiled or not _active.modes or not _is_kept(kernel, args, kwargs):
@@ -155,7 +155,7 @@ class _Keep(_AttentionMode):
         return outputs
 
     def _keep(self, tensor: Tensor) -> Saved | Kept:
-        """An output [...] as it waits for the recomputation: in host memory, or on the device."""
+        """An output as it waits for the recomputation: in host memory, or on the device."""
         tensor = _alias(tensor)  # without the graph, which would keep itself alive
         saved = None
         # Only output and log-sum-exp; the state of random numbers is a few bytes.

@@ -172,7 +172,7 @@ def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Ten
 
 
 def _agree(tensors: Sequence[Tensor], dim: int) -> bool:
-    """Whether tensors [...] are of one shape but for this dim."""
+    """Whether tensors are of one shape but for this dim."""
     first = tensors[0].shape
     return all(t.shape[:dim] == first[:dim] and t.shape[dim + 1 :] == first[dim + 1 :] for t in tensors)
 
@@ -267,5 +267,5 @@ def _exchange_uneven(
 
 
 def _lie_in_order(tensors: Sequence[Tensor], dim: int) -> bool:
-    """Whether pieces of a tensor [...] along the dim, one after the other, are the tensor itself."""
+    """Whether pieces of a tensor along the dim, one after the other, are the tensor itself."""
     return len(tensors) == 1 and math.prod(tensors[0].shape[:dim]) == 1

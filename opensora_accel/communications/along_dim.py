@@ -114,7 +114,7 @@ def reduce_scatter_forward_gather_backward(
 def copy_forward_reduce_backward(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     """The input; its gradient is summed over ranks.
 
-    [...] → [...], of any shape, equal on all ranks. One all-reduce in backward. The way into a column-parallel layer
+    A tensor of any shape, equal on all ranks. One all-reduce in backward. The way into a column-parallel layer
     (Megatron, arXiv:1909.08053, f).
     """
     group = check_group(process_group)
@@ -125,7 +125,7 @@ def copy_forward_reduce_backward(input_: Tensor, process_group: dist.ProcessGrou
 def reduce_forward_copy_backward(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     """The sum over ranks of the input; its gradient is passed on.
 
-    [...] → [...], of any shape. One all-reduce in forward. The way out of a row-parallel layer (Megatron,
+    A tensor of any shape. One all-reduce in forward. The way out of a row-parallel layer (Megatron,
     arXiv:1909.08053, g).
     """
     group = check_group(process_group)
@@ -251,7 +251,7 @@ class _CopyReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, reduce_forward: bool) -> Tensor:
-        """input_: [...]."""
+        """input_: of any shape."""
         ctx.group, ctx.reduce_backward = group, not reduce_forward
         # A view where nothing is reduced, because autograd needs an output that is not the input itself.
         return _reduce(input_, group) if reduce_forward else input_.view_as(input_)
@@ -259,12 +259,12 @@ class _CopyReduce(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """grad: [...]."""
+        """grad: as the output."""
         return (_reduce(grad, ctx.group) if ctx.reduce_backward else grad), None, None
 
 
 def _reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of [...], in memory of its own."""
+    """The sum of a tensor over ranks, in memory of its own."""
     reduced = input_.clone(memory_format=torch.contiguous_format)  # the collective works in place
     all_reduce_(reduced, group)
     return reduced

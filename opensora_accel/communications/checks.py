@@ -75,7 +75,7 @@ def check_dim(name: str, dim: int, input_: Tensor) -> int:
     """`dim`, counted from 0.
 
     Args:
-        input_: [...], of any shape.
+        input_: of any shape.
 
     Raises:
         ValueError: the tensor has no such dim.
@@ -110,7 +110,7 @@ def check_agreement(
     """In debug mode, compares a collective's call over the ranks of the group.
 
     Args:
-        input_: [...], of any shape; `free_dim` is the dim whose size may differ between ranks.
+        input_: of any shape; `free_dim` is the dim whose size may differ between ranks.
         options: what else must be equal.
 
     Raises:

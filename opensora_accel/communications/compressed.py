@@ -70,7 +70,7 @@ def holds_against_exact() -> bool:
 
 
 def replace_by_exact(found: Tensor, exact: Tensor, bound: Tensor, what: str) -> None:
-    """Sets `found` [...] to `exact` [...], if it is within the bound [...] of it.
+    """Sets `found` to `exact`, if it is within the bound of it.
 
     Raises:
         ValueError: it is not.
@@ -310,7 +310,7 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor [...] rounded to a dtype, also where the verifier leaves out the casts of `Tensor.to`."""
+    """A tensor rounded to a dtype, also where the verifier leaves out the casts of `Tensor.to`."""
     return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype).copy_(tensor)
 
 

@@ -33,13 +33,13 @@ def ring_exchange(
     """The tensor of the rank `shift` places before this one, while this one's goes `shift` places on.
 
     Args:
-        input_: one shape [...] on every rank, but for `dim`.
+        input_: one shape on every rank, but for `dim`.
         shift: 1 is the next rank; negative shifts go the other way.
         dim: the dimension whose size differs between ranks; None when none does.
         splits: every rank's size of `dim`, where the caller knows them; otherwise they are exchanged.
 
     Returns:
-        [...] with the other rank's size of `dim`.
+        As `input_`, with the other rank's size of `dim`.
 
     Raises:
         ValueError: splits without a dim, a tensor without dims, or splits that do not fit.

@@ -42,7 +42,7 @@ def reduce_scatter(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> 
 
 
 def all_reduce_(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces `tensor` [...] by its sum over ranks."""
+    """Replaces `tensor` by its sum over ranks."""
     with waiting("all_reduce", group), seen_anyway():
         dist.all_reduce(tensor, group=group)
 

@@ -160,7 +160,7 @@ class check_loop:
         self._norms_after_backward: dict[str, Tensor] = {}
         self._norms_at_clip: dict[str, Tensor] | None = None
         self._is_clipped_by_value = False
-        # Of each clip a number of the gradients, by the ranks that should have the same ones, and their norm.
+        # For each clip a number of the gradients, by the ranks that should have the same ones, and their norm.
         self._clips: list[tuple[dict[tuple[int, ...], int], float]] = []
 
     # ---- what a loop calls
@@ -261,7 +261,7 @@ class check_loop:
         """What the loop is about to write, on the ranks that write: names and shapes have to be the model's own.
 
         Args:
-            state: by name, tensors [...]; of adapters (LoRA) alone, or of the whole model.
+            state: by name, tensors; of adapters (LoRA) alone, or of the whole model.
 
         Raises:
             LoopMistake: on this rank alone.

@@ -49,10 +49,10 @@ class Losses:
     """The losses that a step reports, and how much of each is backwarded."""
 
     def __init__(self) -> None:
-        # Of each, by its number, its value, and the samples that it is of.
+        # For each, by its number, its value, and the samples that it is of.
         self._told: dict[int, tuple[float, tuple[Any, ...]]] = {}
         self.num_told = 0
-        # Of each output of the model the loss's number, ⟨g, ∂loss/∂output⟩ and
+        # For each output of the model the loss's number, ⟨g, ∂loss/∂output⟩ and
         # ⟨∂loss/∂output, ∂loss/∂output⟩, where g is what is backwarded.
         self._products: list[tuple[int, Tensor, Tensor]] = []
 
@@ -282,7 +282,7 @@ def size_of_gradient(
     Weights are left as they were, bit for bit. All ranks call it together, when the gradients of a step are there.
 
     Args:
-        calls: the step's forwards, with the gradients of their outputs [...].
+        calls: the step's forwards, with the gradients of their outputs.
 
     Communication: that of at most eleven forwards for each of the step's, and a few numbers.
 

@@ -39,7 +39,7 @@ _MASK = 2**62 - 1
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A number from 0 to 2^62 - 1 of the bits of a tensor [...], an int64 scalar on its device."""
+    """A number from 0 to 2^62 - 1 of the bits of a tensor, an int64 scalar on its device."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().view(-1)
@@ -61,7 +61,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The 2-norm of each tensor [...], as scalars on their devices: fp32, or fp64 where one of the tensors is."""
+    """The 2-norm of each tensor, as scalars on their devices: fp32, or fp64 where one of the tensors is."""
     # torch refuses to round to less than it was given.
     is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
     return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if is_double else torch.float32))
@@ -208,5 +208,5 @@ def _name(key: str) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part [...] of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

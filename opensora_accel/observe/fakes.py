@@ -242,7 +242,7 @@ class OtherRanks(TorchDispatchMode):
         return result
 
     def _exchange(self, outputs: Sequence[Tensor], given: Tensor, ranks: tuple[int, ...]) -> None:
-        """Notes what this rank gives, [...], and fills the ranks' outputs [...] with what is known of them."""
+        """Notes what this rank gives, and fills the ranks' outputs with what is known of them."""
         # Counts and sizes are int64. In place of all else this rank's own data serves.
         if given.dtype != torch.int64 or isinstance(given, FakeTensor):
             return
@@ -261,7 +261,7 @@ def _ranks(boxed_group: Any) -> tuple[int, ...]:
 
 
 def merge_exchanges(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]]) -> Exchanges:
-    """What all recorded ranks have given, by group and in order: tensors [...] of whole numbers."""
+    """What all recorded ranks have given, by group and in order: tensors of whole numbers."""
     found: Exchanges = {}
     for rank, groups in given.items():
         for ranks, tensors in groups.items():

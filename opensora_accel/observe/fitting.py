@@ -35,13 +35,13 @@ _CHUNKS, _TIMES = (2, 4, 8), (2, 4, 8)
 class BlockMemory:
     """Bytes of one block on this rank."""
 
-    # Of its weights, whole (of all shards).
+    # Bytes of its weights, whole (of all shards).
     parameters: int
     # What a checkpoint keeps of it.
     inputs: int
     # What autograd keeps of it without one, its output included.
     kept: int
-    # Of that, what its MLP keeps.
+    # What its MLP keeps of that.
     mlp: int = 0
 
 

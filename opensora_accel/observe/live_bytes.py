@@ -28,12 +28,12 @@ class LiveBytes(TorchDispatchMode):
         self._ignored: set[int] = set()
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Also counts these tensors [...], which were made before."""
+        """Also counts these tensors, which were made before."""
         for tensor in tensors:
             self._count(tensor.untyped_storage())
 
     def ignore(self, tensor: Tensor) -> None:
-        """Does not count this tensor's memory [...], nor anything that shares it: an arena on the host, for one."""
+        """Does not count this tensor's memory, nor anything that shares it: an arena on the host, for one."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._sizes:
             self._set(storage._cdata, 0)

@@ -161,7 +161,7 @@ def as_then(model: nn.Module, call: ForwardCall) -> Iterator[None]:
 
 @contextmanager
 def _looking(model: nn.Module, look: Any) -> Iterator[None]:
-    """Within it, `look(what, tensor [...])` sees the outputs of every module and their gradients, in order."""
+    """Within it, `look(what, tensor)` sees the outputs of every module and their gradients, in order."""
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, output: Any) -> None:

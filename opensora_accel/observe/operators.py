@@ -101,7 +101,7 @@ class CollectiveCall:
 def calls_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[CollectiveCall, tuple[Tensor, ...]]]:
-    """The calls in one operator (`batch_p2p_ops` holds several), each with the tensors [...] that this rank gives.
+    """The calls in one operator (`batch_p2p_ops` holds several), each with the tensors that this rank gives.
 
     Of a recv they are what it fills. An operator that is not in the table gives one call of the kind "unknown", whose
     sent bytes are not known (0).
@@ -122,7 +122,7 @@ def calls_of(
     def call(
         kind: str, tensors: Sequence[Tensor], sent_bytes: int, peer: int | None = None, **chunks: Any
     ) -> tuple[CollectiveCall, tuple[Tensor, ...]]:
-        """One call, and the tensors [...] that this rank gives to it."""
+        """One call, and the tensors that this rank gives to it."""
         input_bytes, num_elements = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "none"
         root = None if peer is None else ranks[peer]

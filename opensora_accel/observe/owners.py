@@ -31,7 +31,7 @@ ELSEWHERE, OFFLOAD = "outside of the blocks", "offload"
 class Owner:
     """Who holds a storage."""
 
-    # Of `DETAILED_KINDS`.
+    # One of `DETAILED_KINDS`.
     kind: str
     # Name of the block, or of what stands in its place.
     block: str
@@ -47,7 +47,7 @@ class Owned:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors [...] that a tensor of a wrapper class (a DTensor, a quantized one) holds, or itself."""
+    """The tensors that a tensor of a wrapper class (a DTensor, a quantized one) holds, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -97,7 +97,7 @@ class Owners:
         self._inputs: dict[int, Owned] = {}
 
     def add_inputs(self, block: str, tensors: Sequence[Tensor]) -> None:
-        """Autograd keeps these tensors [...] for the recomputation of a block. What several share is the first's."""
+        """Autograd keeps these tensors for the recomputation of a block. What several share is the first's."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 storage = plain.untyped_storage()
@@ -107,7 +107,7 @@ class Owners:
                     weakref.finalize(storage, self._inputs.pop, storage._cdata, None).atexit = False
 
     def tensors(self) -> Iterator[tuple[Tensor, Owner]]:
-        """What the model, the optimizer and the offload engine hold now: plain tensors [...]; one may come twice."""
+        """What the model, the optimizer and the offload engine hold now: plain tensors; one may come twice."""
         for tensor, owner in self._held():
             for plain in plain_tensors(tensor):
                 yield plain, owner

@@ -76,7 +76,7 @@ class Places:
     Args:
         blocks: by name.
         moved: called with the place before and the one from now on, whenever that changes.
-        saved: called with a block's name and the tensors [...] that autograd saves as the inputs of a call that is
+        saved: called with a block's name and the tensors that autograd saves as the inputs of a call that is
             checkpointed, by torch's non-reentrant checkpoint, ours or the model's own.
     """
 
@@ -188,7 +188,7 @@ class Places:
                     self._when_gradient_is_there(tensor, partial(self._begin_backward, name))
 
     def _when_gradient_is_there(self, tensor: Tensor, then: Callable[[], None]) -> None:
-        """Calls `then` when the gradient of a tensor [...] has been added up."""
+        """Calls `then` when the gradient of a tensor has been added up."""
 
         def hook(_gradient: Tensor) -> None:
             if self._is_open:

@@ -61,7 +61,7 @@ class Kept:
     version: int
 
     def tensor_unchanged(self) -> Tensor:
-        """The tensor [...].
+        """The tensor.
 
         Raises:
             RuntimeError: it was changed in place since.

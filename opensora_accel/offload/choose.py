@@ -22,7 +22,8 @@ ALLOWED_STALL = 0.02
 
 # ---- measuring a pass
 
-# Of a block. It loads before compute waits for its inputs; when they are back, recomputation and backward begin.
+# What comes of a block in a step. It loads before compute waits for its inputs; when they are back, recomputation
+# and backward begin.
 Moment = Literal["forward", "forward end", "load", "backward"]
 
 

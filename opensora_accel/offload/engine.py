@@ -164,13 +164,13 @@ class OffloadEngine:
         return self.enable and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
     def add_ignore_tensor(self, tensor: Tensor) -> None:
-        """Never moves this tensor [...]: it stays alive on the device anyhow."""
+        """Never moves this tensor: it stays alive on the device anyhow."""
         self._ignored[tensor] = True
 
     # ---- single tensors
 
     def offload(self, tensor: Tensor) -> Ticket | None:
-        """A copy on the host of a tensor [...], which compute waits for; None where it stays on the device."""
+        """A copy on the host of a tensor, which compute waits for; None where it stays on the device."""
         with self._lock:
             call = Call()
             ticket = self._offload(tensor, call)
@@ -178,7 +178,7 @@ class OffloadEngine:
             return ticket
 
     def onload(self, ticket: Ticket) -> Tensor:
-        """The tensor [...] as it was when it was moved, strides included. May be called again."""
+        """The tensor as it was when it was moved, strides included. May be called again."""
         with self._lock:
             return self._take(Saved(ticket, Call(device=ticket.device), 0))
 
@@ -191,7 +191,7 @@ class OffloadEngine:
         Everything else is saved as always. So is all of it inside of another checkpoint, which recomputes it.
 
         Args:
-            marked: tensors [...] of one device; those of another stay.
+            marked: tensors of one device; those of another stay.
             measurement: times the call.
 
         Raises:
@@ -212,7 +212,7 @@ class OffloadEngine:
         by_identity = {identity(tensor): tensor for tensor in marked}
 
         def pack(tensor: Tensor) -> Saved | Kept:
-            """What autograd keeps of a tensor [...] that it saves."""
+            """What autograd keeps of a tensor that it saves."""
             key = identity(tensor)
             saved = self.save(by_identity[key], call) if key in by_identity else None
             return saved or Kept(tensor, tensor._version)
@@ -236,7 +236,7 @@ class OffloadEngine:
             self._end(call)
 
     def save(self, tensor: Tensor, call: Call) -> Saved | None:
-        """Starts the copy out of a tensor [...] that an open call must find again; None where it stays."""
+        """Starts the copy out of a tensor that an open call must find again; None where it stays."""
         with self._lock:
             ticket = self._offload(tensor, call) if call.is_open else None
             if ticket is None:
@@ -248,7 +248,7 @@ class OffloadEngine:
             return saved
 
     def keep(self, marked: Sequence[Tensor], why: str) -> None:
-        """Counts tensors [...] that were marked and stay on the device, and warns of it once."""
+        """Counts tensors that were marked and stay on the device, and warns of it once."""
         for tensor in marked if self.enable else ():
             self._keep(tensor.nbytes)
             self._warn_once(why, f"a block's input stays on the device: {why}")
@@ -265,7 +265,7 @@ class OffloadEngine:
                 self._counters.prefetched += self._fetch(previous, previous.alive(), in_advance=True)
 
     def load(self, saved: Saved) -> Tensor:
-        """The tensor [...], in a slot. Compute waits for its copy in, which mostly is under way or done."""
+        """The tensor, in a slot. Compute waits for its copy in, which mostly is under way or done."""
         with self._lock:
             saved.call.note("load")
             return self._take(saved)
@@ -273,7 +273,7 @@ class OffloadEngine:
     # ---- how it is done
 
     def _offload(self, tensor: Tensor, call: Call) -> Ticket | None:
-        """The ticket of a tensor [...]: a new one, or that of an earlier move; None where it stays on the device."""
+        """The ticket of a tensor: a new one, or that of an earlier move; None where it stays on the device."""
         if not self.enable or self.arena is None or tensor in self._ignored:
             return None
         self._take_back()
@@ -415,7 +415,7 @@ class OffloadEngine:
         self._counters.kept_bytes += size_bytes
 
     def _warn_of_other_hooks(self, marked: Sequence[Tensor]) -> None:
-        """Warns once where marked tensors [...] stay because of other hooks."""
+        """Warns once where marked tensors stay because of other hooks."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if not self.enable or hooks is None or not marked:
             return

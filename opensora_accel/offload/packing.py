@@ -33,7 +33,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """tensor: [...], of plain strided memory. Broadcast dims count once, overlapping windows too."""
+        """tensor: of any shape, in plain strided memory. Broadcast dims count once, overlapping windows too."""
         distinct = _without_repeats(tensor)
         span = 1 + sum((n - 1) * s for n, s in zip(distinct.shape, distinct.stride(), strict=True))
         span = span if tensor.numel() else 0
@@ -47,7 +47,7 @@ class TensorMeta:
 
 
 def to_bytes(tensor: Tensor, meta: TensorMeta) -> Tensor:
-    """uint8 [size_bytes] of a tensor [...]: a view of its own memory, except of one with gaps."""
+    """uint8 [size_bytes] of a tensor: a view of its own memory, except of one with gaps."""
     tensor = tensor.detach()
     if meta.has_gaps:
         return _without_repeats(tensor).contiguous().view(-1).view(torch.uint8)
@@ -55,7 +55,7 @@ def to_bytes(tensor: Tensor, meta: TensorMeta) -> Tensor:
 
 
 def from_bytes(memory: Tensor, meta: TensorMeta) -> Tensor:
-    """The tensor [...], within `memory` (uint8 [size_bytes]); one with gaps is spread over memory of its own."""
+    """The tensor, within `memory` (uint8 [size_bytes]); one with gaps is spread over memory of its own."""
     elements = memory.view(meta.dtype)
     if meta.has_gaps:
         lengths = zip(meta.shape, meta.stride, strict=True)
@@ -67,7 +67,7 @@ def from_bytes(memory: Tensor, meta: TensorMeta) -> Tensor:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """A view of [...] that has size 1 along every dim that is repeated with stride 0."""
+    """A view that has size 1 along every dim that is repeated with stride 0."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -75,18 +75,18 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor [...] is of no subclass with a behaviour of its own."""
+    """Whether a tensor is of no subclass with a behaviour of its own."""
     return type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor)
 
 
 def can_move(tensor: Tensor) -> bool:
-    """Whether a tensor [...] is plain strided memory: not sparse, not quantized, not lazily conjugated or negated."""
+    """Whether a tensor is plain strided memory: not sparse, not quantized, not lazily conjugated or negated."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
     return is_plain(tensor) and tensor.layout is torch.strided and not is_lazy and not tensor.is_quantized
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two Python objects of one tensor [...]: autograd may hand its hooks a new object."""
+    """Equal for two Python objects of one tensor: autograd may hand its hooks a new object."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

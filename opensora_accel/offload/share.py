@@ -76,7 +76,7 @@ class OffloadShare:
             weakref.finalize(self, hook.remove)
 
     def moves(self, index: int, marked: Sequence[Tensor]) -> bool:
-        """Whether block `index` moves its `marked` tensors [...]; called once before each block's forward."""
+        """Whether block `index` moves its `marked` tensors; called once before each block's forward."""
         if self._is_auto and self.engine.is_open():
             # Blocks run in order: an index that does not rise begins another forward.
             if index <= self._last_index:

@@ -109,7 +109,7 @@ class Chart:
         if name not in self.styles:
             colour, hatch = style_of(kind, phase)
             taken = set(self.styles.values())
-            # Of one colour first, so that what belongs together looks alike.
+            # By colour first, so that what belongs together looks alike.
             others = (
                 (each, lines) for each in (colour, *_COLOURS.values()) for lines in (hatch, *_FREE_HATCHES)
             )
@@ -302,6 +302,6 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
     chart.axes.set(xlabel="step", ylabel=label)
     chart.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if field != "loss":
-        # Of a line that hardly rises, autoscaling would cut the upper half.
+        # In a line that hardly rises, autoscaling would cut the upper half.
         chart.axes.set_ylim(0, 1.08 * max((value for _number, value, _warm_up in known), default=1.0) or None)
     return chart.svg(f"{label} over the steps; the table below has the numbers", prefix)

@@ -237,7 +237,7 @@ def _small_step(
 
 
 def _copies(meter: Meter) -> Link:
-    """Of a device to host memory."""
+    """The link of a device to host memory."""
 
     def copy_s(size: int) -> float:
         source = torch.zeros(size, dtype=torch.uint8, device=meter.device)
@@ -303,7 +303,7 @@ def _message(
 
 
 def _rounds_s(call: Callable[[], object], device: torch.device, rounds: int = 9) -> list[float]:
-    """Of each round the seconds from when the first rank starts to when the last one is done, in order of size.
+    """For each round the seconds from when the first rank starts to when the last one is done, in order of size.
 
     Where ranks share a machine, and so a clock, a rank that waits for a core before it starts does count. On several
     machines it is the slowest rank's own time.

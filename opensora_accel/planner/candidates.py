@@ -131,7 +131,7 @@ class Candidate:
 
     plan: Plan
     passes: Passes
-    # Of an optimizer step, over all ranks.
+    # In an optimizer step, over all ranks.
     samples: int
     # [low, high], of the device and of an optimizer step.
     memory_bytes: tuple[int, int]
@@ -139,12 +139,12 @@ class Candidate:
     expected_s: float
     bytes_by_kind: Mapping[str, int]
     seconds_by_kind: Mapping[str, float]
-    # Of one rank.
+    # On one rank.
     host_bytes: int
     fits: bool
     # Why it is not the best, or "".
     reason: str = ""
-    # Of the largest size of clips; None for an estimate.
+    # The trace of the largest size of clips; None for an estimate.
     trace: Trace | None = None
     timeline: Timeline | None = None
 

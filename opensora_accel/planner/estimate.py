@@ -92,7 +92,7 @@ class Reference:
     whole: Trace
     light: Trace
     in_pieces: Trace
-    # Of each block.
+    # For each block.
     block_parameter_bytes: tuple[int, ...]
     # Whether the model's policy says where its layers are cut for tensor parallelism.
     has_tensor_table: bool
@@ -129,7 +129,7 @@ class Reference:
 
     @cached_property
     def hidden_bytes(self) -> int:
-        """Of one rank's tokens in a block, all channels: what an attention's queries take."""
+        """Bytes of one rank's tokens in a block, all channels: what an attention's queries take."""
         attentions = [each for each in self.whole.operations if each.kind == "attention"]
         if not attentions:
             return 0

@@ -91,7 +91,7 @@ class Explanation:
 
 
 def explain(candidate: Candidate, outcome: Outcome) -> Explanation:
-    """Of a Plan of the outcome, or of one that was asked about."""
+    """Explains a Plan of the outcome, or one that was asked about."""
     kinds = sorted(candidate.bytes_by_kind.items(), key=lambda item: -item[1])
     seconds = sorted(candidate.seconds_by_kind.items(), key=lambda item: -item[1])
     near = sorted(

@@ -167,7 +167,7 @@ class _Extension:
 
     @cached_property
     def waits(self) -> list[tuple[tuple[Stream, int], ...]]:
-        """Of each operation: the streams that it waits for, and how many operations back on each (0 is the last)."""
+        """For each operation the streams that it waits for, and how many operations back on each (0 is the last)."""
         place: dict[int, int] = {}
         count = Counter[str]()
         found = []

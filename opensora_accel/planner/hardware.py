@@ -34,7 +34,7 @@ from opensora_accel.planner.devices import DEVICES, NETWORKS
 
 # What an efficiency may depend on.
 FEATURES = ("flops", "bytes", "m", "n", "k", "heads", "queries", "keys", "head_dim")
-# Of a file; doctor --calibrate writes 20,000.
+# The bound of a file; doctor --calibrate writes 20,000.
 _MOST_BYTES = 1 << 24
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
@@ -107,7 +107,7 @@ class Hardware:
     # From a device to host memory, one way; PCIe.
     host_link: Link
     ranks_per_node: Ranks
-    # Of a node, which its ranks share.
+    # On a node, whose ranks share them.
     host_memory_bytes: Count
     # The host's time for one operator, and whether kernels run beside it.
     launch_s: Duration

@@ -109,12 +109,12 @@ def _cogvideox(clip: Clip, model: nn.Module, dtype: torch.dtype) -> dict[str, An
 class PublishedModel:
     """How a model was published."""
 
-    # Of diffusers.
+    # A class of diffusers.
     class_name: str
     arguments: Mapping[str, Any]
     source: str
     inputs: Inputs
-    # Of the codec: latent channels, frames and pixels to one latent.
+    # What the codec makes: latent channels, frames and pixels to one latent.
     channels: int
     temporal: int
     spatial: int

@@ -64,7 +64,7 @@ def kernel_of(
     reads: Sequence[Tensor],
     writes: Sequence[Tensor],
 ) -> Operation:
-    """The kernel of an operator that reads and writes these tensors [...]."""
+    """The kernel of an operator that reads and writes these tensors."""
     name, flops, shape = name_of(func), 0, tuple[int, ...]()
     kind: OperationKind = "memory"
     formula = flop_registry.get(func._overloadpacket)
@@ -107,12 +107,12 @@ def _num_bytes(name: str, args: Sequence[Any], reads: Sequence[Tensor], writes: 
 
 
 def shard_bytes(args: Sequence[Any]) -> int:
-    """Of the shards that FSDP2's copy-in is given."""
+    """Bytes of the shards that FSDP2's copy-in is given."""
     return sum(tensor.nbytes for tensor in args[0])
 
 
 def traffic(tensor: Tensor) -> int:
-    """Bytes of a tensor [...] in memory: what is expanded is there once."""
+    """Bytes of a tensor in memory: what is expanded is there once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
@@ -129,7 +129,7 @@ def _written_arguments(func: Any) -> frozenset[str]:
 def reads_and_writes(
     func: Any, args: Sequence[Any], kwargs: Any, outputs: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors [...] that an operator reads, and those that it writes."""
+    """Tensors that an operator reads, and those that it writes."""
     arguments = func._schema.arguments
     values = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
     written = _written_arguments(func)
@@ -149,7 +149,7 @@ def reads_and_writes(
 
 
 def filled_by(func: Any, args: Sequence[Any], kwargs: Any, outputs: Any) -> list[Tensor]:
-    """Tensors [...] that a collective fills: what it is given as outputs, or works on in place, and what it returns."""
+    """Tensors that a collective fills: what it is given as outputs, or works on in place, and what it returns."""
     names = [argument.name for argument in func._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     given = [value for name, value in values.items() if name.startswith("output")]

@@ -80,7 +80,7 @@ class Mark:
     phase: Phase
     # In which block the step is; "" outside of all.
     block: str
-    # Of an operation outside of the blocks: the one block whose tensors it works on, and its bytes by block where it
+    # For an operation outside of the blocks the one block whose tensors it works on, and its bytes by block where it
     # works on several (those outside of the blocks are "").
     owner: str = ""
     parts: dict[str, int] | None = None
@@ -294,7 +294,7 @@ class StepRecorder(LiveBytes):
         return Mark("optimizer" if self._has_backward else "forward", block)
 
     def _with_owner(self, mark: Mark, tensors: Sequence[Tensor]) -> Mark:
-        """Whose tensors [...] an operation works on, as the optimizer's do: one block's, or those of several."""
+        """Whose tensors an operation works on, as the optimizer's do: one block's, or those of several."""
         parts: dict[str, int] = {}
         is_of_model = False
         for tensor in tensors:
@@ -368,10 +368,10 @@ class StepRecorder(LiveBytes):
     # ---- gradients
 
     def _gradient_is_there(self, block: str, parameter: Tensor) -> None:
-        """Notes that the gradient of a parameter [...] is complete."""
+        """Notes that the gradient of a parameter is complete."""
         assert parameter.grad is not None
         if id(parameter) in self._with_gradient:
-            # Of a step with several passes the last one counts: before it nothing is averaged.
+            # In a step with several passes the last one counts: before it nothing is averaged.
             self.gradients.clear()
             self._with_gradient.clear()
         self._with_gradient.add(id(parameter))
@@ -381,7 +381,7 @@ class StepRecorder(LiveBytes):
         original = _fsdp_param_group.FSDPParamGroup.post_backward
 
         def post_backward(group: Any, *unused: Any) -> None:
-            # Of several groups of a module's parameters the last comes first, and compute waits there until what was
+            # Among several groups of a module's parameters the last comes first, and compute waits there until what was
             # reduced before is through: its memory is used again.
             if getattr(group, "_param_group_index", 0) == getattr(group, "_num_param_groups", 1) - 1:
                 self.wait("compute", self._last_reduce)
@@ -475,7 +475,7 @@ def _bytes_on_host() -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the storage of a tensor [...]."""
+    """The key of the storage of a tensor."""
     return tensor.untyped_storage()._cdata
 
 

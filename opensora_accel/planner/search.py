@@ -316,7 +316,7 @@ def _ranked(request: Request, found: Sequence[Candidate]) -> tuple[Candidate, ..
     """The best first. A plan that was only estimated does not stand before one that was traced."""
     fitting = sorted(
         (each for each in found if each.fits),
-        # Of plans that are as fast the one with the least to set comes first.
+        # Among plans that are as fast the one with the least to set comes first.
         key=lambda each: (
             not each.is_traced, round(math.log(each.seconds_per_sample) / _AS_FAST), len(describe(each.plan)),
         ),

@@ -63,7 +63,7 @@ class Timeline:
 
     operations: tuple[Operation, ...]
     spans: tuple[Span, ...]
-    # Of each operation the one whose end let it start; HOST where it was launched last of all, None at the beginning.
+    # For each operation the one whose end let it start; HOST where it was launched last of all, None at the beginning.
     let_start_by: tuple[int | str | None, ...]
 
     @cached_property
@@ -103,7 +103,7 @@ class Timeline:
 
     @cached_property
     def exposed_by_axis(self) -> Mapping[str, float]:
-        """Of that, what collectives took, by the axis of the mesh."""
+        """What collectives took of it, by the axis of the mesh."""
         collectives: dict[int | str, float] = {
             cause: seconds
             for cause, seconds in self.exposed.items()
@@ -193,7 +193,7 @@ class _Simulation:
         self.start_s = [0.0] * len(operations)
         self.end_s: list[float | None] = [None] * len(operations)
         self.let_start_by: list[int | str | None] = [None] * len(operations)
-        # Of each stream what it has not started yet, the next one last.
+        # What each stream has not started yet, the next one last.
         self.waiting = defaultdict[str, list[int]](list)
         for number in range(len(operations) - 1, -1, -1):
             self.waiting[operations[number].stream].append(number)
@@ -250,7 +250,7 @@ class _Simulation:
         return launched_s
 
     def _slower(self) -> dict[int, float]:
-        """Of each operation that runs, how much slower it runs than alone."""
+        """How much slower each operation that runs is than alone."""
         users = Counter(link for number in self.running.values() for link in set(self.links[number]))
         has_collective = any(
             self.operations[number].kind == "collective" and self.left_s[number] > 0

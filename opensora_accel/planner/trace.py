@@ -34,16 +34,16 @@ class Operation:
     flops: int = 0
     # Device memory read and written; of copies and collectives what this rank sends.
     num_bytes: int = 0
-    # Of a gemm (batch, m, n, k); of an attention (B, H, S_q, S_k, D).
+    # For a gemm (batch, m, n, k); of an attention (B, H, S_q, S_k, D).
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
-    # Of a collective: "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send", ...
+    # The kind of a collective: "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send", ...
     collective: str = ""
     # Global ranks, in the group's order.
     group: tuple[int, ...] = ()
     # As the verifier's `group_of` names the group.
     axis: str = ""
-    # Of a send, the global rank at the other end.
+    # The global rank at the other end of a send.
     peer: int | None = None
 
 

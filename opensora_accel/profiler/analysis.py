@@ -90,9 +90,9 @@ class AxisAnalysis:
     exposed_s: float
     # What compute waits for it after the last rank has come.
     exposed_transfer_s: float
-    # Of `seconds`, None where there are none.
+    # The share of `seconds`, None where there are none.
     exposed_share: float | None
-    # Of `transfer_s`.
+    # The share of `transfer_s`.
     exposed_transfer_share: float | None
     bytes_per_s: float | None
     transfer_bytes_per_s: float | None
@@ -166,7 +166,7 @@ class Lane:
 
     name: str
     seconds: float
-    # Of these, those in which nothing was computed.
+    # Those among them in which nothing was computed.
     exposed_s: float
     intervals: Sequence[tuple[float, float]]
 

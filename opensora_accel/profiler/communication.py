@@ -53,7 +53,7 @@ class _Transfer:
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     # Kept, so that a wait finds its transfer by the object.
     work: Any = None
-    # Of all tensors that it was given: what a functional collective returned is one of them.
+    # All tensors that it was given: what a functional collective returned is one of them.
     storages: frozenset[int] = frozenset()
 
 
@@ -127,7 +127,7 @@ class Transfers:
                         self._axes.get(call.group, f"ranks {', '.join(map(str, call.group))}"),
                         start,
                         end,
-                        # Of sends and receives that are one operator each has its part.
+                        # Sends and receives that are one operator have a part each.
                         exposed / len(transfer.calls),
                         call.sent_bytes,
                         _sent_to(call),
@@ -165,7 +165,7 @@ class Transfers:
         return result
 
     def _wait_tensor(self, operator: Any, tensor: Any) -> Any:
-        """What a functional collective returned, of any shape [...], is waited for."""
+        """What a functional collective returned, of any shape, is waited for."""
         before = self._clock.mark()
         result = operator(tensor)
         if not isinstance(tensor, FakeTensor):

@@ -47,7 +47,7 @@ class Finding:
     kind: str
     text: str
     remedy: str
-    # Of the step, that it costs.
+    # The share of the step that it costs.
     share: float
     seconds: float
     ranks: tuple[int, ...] = ()

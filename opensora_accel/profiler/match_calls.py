@@ -46,7 +46,7 @@ class MatchedCalls:
 
     rank: int
     kinds: list[CallKind]
-    # Of each call its place in `kinds`, and its times.
+    # The place in `kinds` of each call, and its times.
     which: NDArray[np.intp]
     starts: Column
     ready: Column
@@ -73,7 +73,7 @@ class MatchedCalls:
         )
 
     def transfer_s(self) -> Column:
-        """Of each call the seconds after everybody had come."""
+        """The seconds of each call after everybody had come."""
         return np.maximum(self.ends - self.ready, 0.0)
 
     def exposed_transfer_s(self, chosen: NDArray[np.bool_] | None = None) -> float:

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     # A region, "exposed" for communication that compute waits for, or "other".
     region: str
-    # Of the mesh, where the region is "exposed".
+    # The axis of the mesh, where the region is "exposed".
     axis: str
     phase: str
 
@@ -52,7 +52,7 @@ class CallKind(NamedTuple):
     axis: str
     kind: str
     sent_bytes: int
-    # Of a message that is received.
+    # Those of a message that is received.
     received_bytes: int
     # Who gets it, or sent the message, where that is one rank.
     peer: int | None
@@ -115,7 +115,7 @@ def summarise(path: Path) -> RankSummary:
             step = summarise_step(record, run.beside_compute)
             summary.steps.append(step)
             summary.last_step = record
-            # Of equal ones the last, which is no warm-up.
+            # The last among equal ones, which is no warm-up.
             if step.peak_bytes >= peak_bytes:
                 summary.peak_step, peak_bytes = record, step.peak_bytes
         return summary
@@ -215,7 +215,7 @@ def _innermost_parts(
     now = start
     # The spans that are open at `now`, the innermost last, each with its end.
     around: list[tuple[int, Part]] = []
-    # Of two that begin together the longer one first, which is around the other.
+    # Where two begin together the longer one comes first, which is around the other.
     for first, last, part in sorted(spans, key=lambda span: (span[0], -span[1])):
         first, last = max(first, start), min(last, end)
         if last <= first:
@@ -250,7 +250,7 @@ def _disjoint(
 
 
 def innermost(spans: Iterable[Span], times_s: Iterable[float]) -> list[Span | None]:
-    """Of each time the span that began last among those that hold it, or end at it."""
+    """For each time the span that began last among those that hold it, or end at it."""
     found: dict[float, Span | None] = {}
     pending = sorted(spans, key=lambda span: (span.start_s, -span.end_s))[::-1]
     around: list[Span] = []

@@ -56,7 +56,7 @@ class Span(NamedTuple):
     """Work of one region: [start_s, end_s)."""
 
     region: Name
-    # Of the module, or what it is about.
+    # The name of the module, or what it is about.
     name: Name
     phase: Name
     start_s: Seconds
@@ -68,7 +68,7 @@ class CommunicationCall(NamedTuple):
 
     # As in `opensora_accel.observe.operators.CollectiveCall`: "all-reduce", "send", ...
     kind: Name
-    # Of the mesh: "ulysses", "dp_shard", "mixed", ...; "" for a group that is none of the registered ones.
+    # The axis of the mesh: "ulysses", "dp_shard", "mixed", ...; "" for a group that is none of the registered ones.
     axis: Name
     # Which of `RunRecord.groups`.
     group: Name
@@ -79,7 +79,7 @@ class CommunicationCall(NamedTuple):
     # What other ranks get from this one, and how much of it each (by global rank).
     sent_bytes: Count
     sent_to: Mapping[Ranks, Count] = _NOBODY
-    # Of a "recv": whose message it is, and its bytes.
+    # Whose message a "recv" takes, and its bytes.
     received_from: Mapping[Ranks, Count] = _NOBODY
 
 
@@ -88,7 +88,7 @@ class MemorySample(NamedTuple):
 
     time_s: Seconds
     bytes_by_kind: Mapping[Name, Count]
-    # Of CUDA's allocator: what it has of the device, and what of that lies free between pieces in use.
+    # What CUDA's allocator says: what it has of the device, and what of that lies free between pieces in use.
     reserved_bytes: Count | None = None
     fragmented_bytes: Count | None = None
 
@@ -139,7 +139,7 @@ class RunRecord:
     # Floating-point operations of a step that the model needs, and those with recomputation; of this rank.
     model_flops: Amount | None = None
     hardware_flops: Amount | None = None
-    # Of this rank's device, per second, and where that number is from.
+    # Operations of this rank's device a second, and where that number is from.
     peak_flops: Amount | None = None
     peak_flops_source: str = ""
     # Bytes per second of the links, by axis, measured or given.

@@ -36,7 +36,7 @@ from opensora_accel.pages import figure, frame, integer, number, percent, second
 CONFIG, METRICS, SAMPLES, PAGE = "config.json", "metrics.jsonl", "samples", "run.html"
 # Samplings that are shown of many: the first, the last, and others evenly between.
 _MAX_SAMPLINGS = 6
-# Of one sampling: clips that are shown, and bytes of their captions.
+# In one sampling: clips that are shown, and bytes of their captions.
 _MAX_CLIPS, _MOST_CAPTION_BYTES = 64, 1 << 20
 _CURVES = (
     ("loss", "Loss", "The mean over all data ranks. A step that was skipped has none."),

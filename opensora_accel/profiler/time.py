@@ -444,7 +444,7 @@ def _phase() -> str:
 
 
 def _first_with_gradient(values: list[Any]) -> Tensor | None:
-    """The first tensor [...] in nested lists, tuples and dicts whose gradient autograd will compute."""
+    """The first tensor in nested lists, tuples and dicts whose gradient autograd will compute."""
     for value in values:
         if isinstance(value, Tensor):
             if value.requires_grad:

@@ -95,7 +95,7 @@ class watch:
         self._number, self._first_step, self._last_equal = first_step, first_step, 0
         policy = policy or (find_policy(model) if has_policy(model) else None)
         blocks = find_blocks(model, None if policy is None else blocks_of(model, policy))
-        # Of each parameter the block that it is in, by its place among these names.
+        # The block that each parameter is in, by its place among these names.
         self._names = [*blocks, OUTSIDE]
         block_of = {id(p): place for place, block in enumerate(blocks.values()) for p in block.parameters()}
         self._places = {name: block_of.get(id(p), len(blocks)) for name, p in model.named_parameters()}

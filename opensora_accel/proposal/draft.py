@@ -201,7 +201,7 @@ def _batch(tensor: Tensor, dim: int) -> int:
 
 
 def _is_made_of(tensor: Tensor, parts: list[Tensor]) -> bool:
-    """Whether a tensor [...] was computed from one of the others; taken for granted where no gradient tells."""
+    """Whether a tensor was computed from one of the others; taken for granted where no gradient tells."""
     parts = [part for part in parts if part.requires_grad]
     if not parts or not tensor.requires_grad:
         return True

@@ -165,7 +165,7 @@ def _hooks(path: str, module: nn.Module, found: Trace, running: list[str], noise
 
 
 def _with_noise(value: Any) -> Any:
-    """A tensor of numbers [...], or all in a tuple or list, with noise added; the same noise every time."""
+    """A tensor of numbers, or all in a tuple or list, with noise added; the same noise every time."""
     if isinstance(value, (tuple, list)):
         return type(value)(_with_noise(item) for item in value)
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):

@@ -96,7 +96,7 @@ class Equation:
         """
         others = [i for i in range(len(self.operands)) if i != operand]
         sources = [self.output, *(self.operands[i] for i in others)]
-        # Of a diagonal, "ii", the gradient is zero elsewhere: what is derived is the diagonal's.
+        # Beside a diagonal, "ii", the gradient is zero elsewhere: what is derived is the diagonal's.
         wanted = tuple(dict.fromkeys(label for label in self.operands[operand] if self.has(operand, label)))
         # Along a label that nobody else has, the operand was summed: its gradient is the same all along it.
         known = set(self.output).union(*(set(self.operands[i]) - self.broadcast[i] for i in others))

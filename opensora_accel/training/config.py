@@ -411,7 +411,7 @@ class ProfileOptions:
     num_steps: int | None
     # In the last step, also what fills the memory.
     follow_memory: bool = False
-    # Of each axis, as measured by `opensora-accel doctor --links` or given.
+    # Bytes a second of each axis's links, as measured by `opensora-accel doctor --links` or given.
     link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     # Operations a second of one device, where it is not one that is known.
     peak_flops: float | None = None
@@ -445,7 +445,7 @@ def asks_for_a_plan(path: str | Path) -> bool:
     return bool(_read_file(path).get("plan") == AUTO_PLAN)
 
 
-# Of a file that a person writes.
+# The bound of a file that a person writes.
 _MOST_BYTES = 1 << 20
 
 

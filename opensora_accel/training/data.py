@@ -129,7 +129,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self._portions, self._seed = portions, seed
         self._data_rank, self._data_size = data_rank, data_size
         self._substitute = substitute or (lambda video_index: video_index)
-        # Of each portion: the epoch that is being read, and the order of its videos.
+        # For each portion the epoch that is being read, and the order of its videos.
         self._orders = {portion.bucket: (-1, torch.empty(0)) for portion in portions}
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -342,7 +342,7 @@ class ClipLoader:
         samples = self._replace_failures(next(self._batches))
         # Counted when a batch is handed out. The sampler is ahead of it by what the workers have read.
         size = self._batch_sizes[self._usable[samples[0].file].bucket]
-        # Of a rank's first sample: what other data ranks hold of the batch lies before it and behind it.
+        # Where a rank's first sample is: what other data ranks hold of the batch lies before it and behind it.
         self.position = samples[0].position - self._data_rank * size // self._data_size + size
         return Batch(
             torch.stack([sample.frames for sample in samples if sample.frames is not None]),

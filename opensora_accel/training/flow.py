@@ -52,7 +52,7 @@ def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> fl
 
 
 def shifted(t: Tensor, alpha: float) -> Tensor:
-    """Times t [...] in 0…1, moved towards noise (1) by α; 0 and 1 stay where they are."""
+    """Times t in 0…1, moved towards noise (1) by α; 0 and 1 stay where they are."""
     return alpha * t / (1 + (alpha - 1) * t)
 
 
@@ -77,7 +77,7 @@ def loss_weights(config: FlowConfig, alpha: float, times: Tensor) -> Tensor | No
         return None
 
     def bell(t: Tensor) -> Tensor:
-        """t [...] in 0…1 → its height there."""
+        """t in 0…1 → its height there."""
         return torch.exp(-2 * (t - 0.5).square()) - math.exp(-0.5)
 
     # The middles of a thousand equally likely parts.

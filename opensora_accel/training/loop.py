@@ -138,7 +138,7 @@ class Trainer:
             encoder = EmbeddedCaptions(text, captions, self.device)
         del text, outline
         free_unused()
-        # Of a clip of each size.
+        # The tokens of a clip of each size.
         self.num_tokens = {
             bucket: build.tokens_per_sample(shape, model) for bucket, shape in latent_shapes.items()
         }
@@ -158,7 +158,7 @@ class Trainer:
             self.device,
             self.dtype,
         )
-        # Of the batch that ran last, for what is told when memory runs out.
+        # The plan of the batch that ran last, for what is said when memory runs out.
         self._batch_plan = config.plan
         optimizer = build_optimizer(model, config.optim)
         ema: EMA | FreeAverage | None = None

@@ -81,7 +81,7 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
 
 
 def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:
-    """A moment of zeros, [...] as the parameter is, in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
+    """A moment of zeros, in the shape of the parameter, in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
     # torchao's own method; its last argument asks for signed codes, which a mean of squares does not need.
     if hasattr(optimizer, "_new_buffer"):
         moment: Tensor = optimizer._new_buffer(parameter, name == "exp_avg")
@@ -90,20 +90,20 @@ def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -
 
 
 def is_quantized(moment: Tensor) -> bool:
-    """Whether a moment [...] is kept as codes and scales, of which `saved_values` makes new values."""
+    """Whether a moment is kept as codes and scales, of which `saved_values` makes new values."""
     return hasattr(moment.to_local() if isinstance(moment, DTensor) else moment, "codes")
 
 
 @torch.no_grad()
 def saved_values(moment: Tensor) -> Tensor:
-    """What this rank holds of a moment [...] in fp32, as it is saved; the tensor itself where it is not quantized."""
+    """What this rank holds of a moment in fp32, as it is saved; the tensor itself where it is not quantized."""
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment.detach()
     if not is_quantized(local):
         return local
     values: Tensor = local.dequantize()
     if getattr(local, "signed", False):
         blocks, scale = values.view(-1, local.block_size), local.scale
-        # Of each block the smallest value and one place that has it, both [number of blocks].
+        # The smallest value of each block and one place that has it, both [number of blocks].
         lowest, at = blocks.min(1)
         # The block has the lowest code and no value of the highest: then the scale was the size of a negative value.
         was_negative = (lowest == local.qmap[0] * scale) & (blocks.amax(1) < scale)

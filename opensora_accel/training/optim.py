@@ -110,7 +110,7 @@ class FreeAverage:
     Source: Defazio et al., The Road Less Scheduled (arXiv:2405.15682).
     """
 
-    # Of steps that an average counts itself.
+    # The optimizer counts the steps of this average itself.
     num_updates = 0
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):

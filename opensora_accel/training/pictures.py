@@ -24,7 +24,7 @@ from opensora_accel.training.encoders import PRETRAINED_DTYPES
 from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
 
 IMAGE_STEM = "model"
-# Of transformers before version 5, in whose files every name begins with it.
+# In files of transformers before version 5 every name begins with it.
 _PREFIX = "vision_model."
 _PROCESSOR = "preprocessor_config.json"
 # Pixels a side of a picture, and of a patch, for the small encoder.

@@ -40,7 +40,7 @@ class PlannedSize:
         return self.true.config.text.length
 
     def inputs(self, batch: int) -> Inputs:
-        """Of the transformer, for so many clips on this rank."""
+        """What the transformer is called with, for so many clips on this rank."""
         return partial(_inputs, self.true, batch)
 
 

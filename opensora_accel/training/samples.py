@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STRIP = "strip.png"
 
 _LEAST_HEIGHT = 240
-# Of clips that no video stands beside.
+# For clips that no video stands beside.
 _FPS = 16.0
 _GIF_WIDTH, _GIF_FRAMES = 640, 48
 _STRIP_MARGIN = 6

@@ -137,7 +137,7 @@ def _member(place: Place) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _members(path: str, size_bytes: int, changed_ns: int) -> dict[str, tuple[int, int]]:
-    """Of each file in an archive: where it begins, and its length."""
+    """Where each file of an archive begins, and its length."""
     try:
         # Not compressed: what is read of it is a part.
         with tarfile.open(path, "r:") as archive:

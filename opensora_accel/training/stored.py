@@ -66,7 +66,7 @@ class Stored:
 
     @classmethod
     def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
-        """Of the VAE. The common part has all that decides latents, but the video, the first frame and the size."""
+        """For latents. The common part has all that decides them, but the video, the first frame and the size."""
         modules = (video, shards, encoders, conditions, pretrained)
         made_with = _made_with(device, modules, ("torch", "diffusers", "av", "pillow", "numpy"))
         made_with["versions"] |= {name: list(number) for name, number in av.library_versions.items()}
@@ -80,8 +80,8 @@ class Stored:
 
     @classmethod
     def pictures(cls, cache: DiskCache, config: ImageConfig, device: torch.device) -> Stored:
-        """Of the picture encoder. The common part has all that decides its states, but the video, the first frame and
-        the size."""
+        """For the picture encoder's states. The common part has all that decides them, but the video, the first frame
+        and the size."""
         made_with = _made_with(
             device,
             (video, shards, pictures, pretrained),
@@ -98,7 +98,7 @@ class Stored:
 
     @classmethod
     def embeddings(cls, cache: DiskCache, config: TextConfig, device: torch.device) -> Stored:
-        """Of the text encoder. The common part has all that decides the embedding of a caption, but its tokens."""
+        """For embeddings of captions. The common part has all that decides them, but the tokens."""
         made_with = _made_with(device, (encoders, pretrained), ("torch", "transformers"))
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         return cls(cache, EncoderFiles.read("text.path", config.path, TEXT_STEM), common)

@@ -36,7 +36,7 @@ from opensora_accel.training.shards import IMAGES, find_samples, open_file, plac
 
 logger = logging.getLogger(__name__)
 
-# Of a file that loses more of its picture to its bucket a person is told.
+# A file that loses more of its picture to its bucket is named in a warning.
 _MUCH_CROPPED = 0.25
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48

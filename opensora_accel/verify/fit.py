@@ -44,12 +44,12 @@ _MOST_TOKENS, _WHOLE = 256, 1e-6
 
 
 def magnitude(tensor: Tensor) -> float:
-    """The largest element's, of a tensor of any shape [...]; 0 where there is none."""
+    """The largest element's, of a tensor of any shape; 0 where there is none."""
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def largest(tensors: Iterable[Tensor | None]) -> float:
-    """The magnitude of the largest of them, of any shapes [...]."""
+    """The magnitude of the largest of them, of any shapes."""
     return max((magnitude(tensor) for tensor in tensors if tensor is not None), default=0.0)
 
 
@@ -57,7 +57,7 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     """The largest difference over the largest magnitude expected; infinite where shapes or NaNs disagree.
 
     Args:
-        found, expected: [...].
+        found, expected: of one shape.
         floor: magnitude below which errors are measured by it.
     """
     if found.shape != expected.shape or not torch.isfinite(found).all():
@@ -224,8 +224,8 @@ def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> 
     """f, where Σ parts[k] / f[k] = expected: by how much each rank's contribution was multiplied.
 
     Args:
-        parts: for every rank k, what its outputs contribute to each of several gradients [...].
-        expected: these gradients [...].
+        parts: for every rank k, what its outputs contribute to each of several gradients.
+        expected: these gradients.
     """
     columns = [torch.cat([tensor.flatten() for tensor in part]) for part in parts]
     # matrix: [elements of all gradients, ranks]
@@ -240,7 +240,7 @@ def fit_ranks(parts: Sequence[Sequence[Tensor]], expected: Sequence[Tensor]) -> 
 
 
 def are_factors(parts: Sequence[Tensor], factors: Sequence[float], expected: Tensor) -> bool:
-    """Whether Σ parts[k] / factors[k] = expected; all of one shape [...]."""
+    """Whether Σ parts[k] / factors[k] = expected; all of one shape."""
     total = torch.stack([part / factor for part, factor in zip(parts, factors, strict=True)]).sum(0)
     return relative_error(total, expected) <= TOLERANCE
 

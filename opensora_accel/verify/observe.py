@@ -196,7 +196,7 @@ class Observer:
         }
 
     def _see_tensor(self, name: str, leaf: Tensor) -> Tensor:
-        """The input [...] in fp64, as a leaf that takes a gradient where it has numbers that can."""
+        """The input in fp64, as a leaf that takes a gradient where it has numbers that can."""
         if isinstance(leaf, DTensor):  # the step has sharded it itself
             return leaf
         name = name if self._num_calls == 1 else f"{name} (call {self._num_calls})"
@@ -273,7 +273,7 @@ class Observer:
         """Reads gradients and weights, once: before the first optimizer step, or when the step has ended.
 
         Args:
-            gradients: those that the step handed over, whole [...], by the names of the parameters.
+            gradients: those that the step handed over, whole, by the names of the parameters.
 
         Raises:
             ValueError: no model is watched.

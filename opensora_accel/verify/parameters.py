@@ -83,7 +83,7 @@ def is_transformed() -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The numbers [...] of a tensor that torch.func may have wrapped, outside of every graph; of `vmap` the batch."""
+    """The numbers of a tensor that torch.func may have wrapped, outside of every graph; of `vmap` the batch."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     # Within a transform, what is computed from it would be wrapped again.
@@ -92,7 +92,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy [...] in real fp64 on the CPU: a sharded tensor as a whole, a complex one as two parts [..., 2].
+    """A copy in real fp64 on the CPU: a sharded tensor as a whole, a complex one as two parts [..., 2].
 
     Communication: an all-gather of a DTensor.
     """
@@ -106,7 +106,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> str:
-    """The shape and a hash of the values [...]; of a sharded tensor the whole."""
+    """The shape and a hash of the values; of a sharded tensor the whole."""
     values = whole(tensor).flatten()
     # Read where it lies, without numpy, which is not there beside torch alone.
     text = ctypes.string_at(values.data_ptr(), values.nbytes)
@@ -114,7 +114,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def map_tensors(name: str, value: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
-    """`value` with `function(name, tensor)` for every tensor [...] in it; itself where nothing has changed.
+    """`value` with `function(name, tensor)` for every tensor in it; itself where nothing has changed.
 
     Tensors are found in what torch takes apart (lists, dicts, named tuples), in dataclasses, and in what is like a
     dict.
@@ -169,7 +169,7 @@ class FlatParameters:
         return id(parameter) in self._ids
 
     def whole(self, read: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """What `read` finds at each flat parameter [N/P], by the names and in the shapes [...] of before.
+        """What `read` finds at each flat parameter [N/P], by the names and in the shapes of before.
 
         The state dict of an optimizer is what FSDP1 knows to take apart: here of one whose state is `read`.
 
@@ -257,7 +257,7 @@ def join_shares(
 def _join_group(
     shares: Sequence[tuple[Tensor | None, tuple[int, Tensor] | None]], whole: Tensor
 ) -> list[Tensor] | None:
-    """Every rank's gradient, [...] as `whole`, from shares: all of it, or a slice with its dim and rows [N]."""
+    """Every rank's gradient, in the shape of `whole`, from shares: all of it, or a slice with its dim and rows [N]."""
     # Either some ranks have all of it, and those that lack it are given theirs, or all have slices.
     complete = [gradient for gradient, place in shares if gradient is not None and place is None]
     slices = [(gradient, *place) for gradient, place in shares if gradient is not None and place is not None]

@@ -217,14 +217,14 @@ def _is_same(one: float, other: float) -> bool:
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors [...] of R data ranks as [R, ...], or flat where their batches differ in size."""
+    """Tensors of R data ranks as [R, ...], or flat where their batches differ in size."""
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(list(tensors))
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _all_or_none(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
-    """The tensors [...], or None where one is missing or there are none."""
+    """The tensors, or None where one is missing or there are none."""
     listed = list(tensors)
     present = tuple(tensor for tensor in listed if tensor is not None)
     return present if listed and len(present) == len(listed) else None
@@ -346,7 +346,7 @@ def _is_row_parallel(
 def _of_call(
     call: tuple[str, int], side: int, groups: Sequence[Sequence[Observation]]
 ) -> list[list[list[Tensor]]]:
-    """The ranks' inputs (`side` 0) or outputs (1): of each its tensors [...] by data rank and rank."""
+    """The ranks' inputs (`side` 0) or outputs (1): of each its tensors by data rank and rank."""
     found = [[rank.calls[call][side] for rank in group] for group in groups]
     num_tensors = min(len(tensors) for group in found for tensors in group)
     return [[[tensors[i] for tensors in group] for group in found] for i in range(num_tensors)]
@@ -381,7 +381,7 @@ def _are_equal(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]
 
 
 def _are_right(groups: Sequence[Sequence[Tensor]], expected: Tensor, may_be_sum: bool) -> bool | None:
-    """Whether parts [...] of `expected` are right, by data rank and rank; None where shapes are no part of it.
+    """Whether parts of `expected` are right, by data rank and rank; None where shapes are no part of it.
 
     Args:
         may_be_sum: whether parts that add up to it are right.

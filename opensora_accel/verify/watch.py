@@ -43,7 +43,7 @@ class Clip:
 
 @contextlib.contextmanager
 def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Within it, `see(how, limit, parameters [...])` is called before torch's clip functions change a gradient.
+    """Within it, `see(how, limit, parameters)` is called before torch's clip functions change a gradient.
 
     accelerate, lightning and others call these; FSDP1 has a method of its own. A clip written by hand is not seen.
     """
@@ -81,7 +81,7 @@ def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iter
 def expected_after_clipping(
     clips: Sequence[Clip], gradients: Mapping[str, Tensor | None], limits: Mapping[tuple[How, str], float]
 ) -> list[dict[str, Tensor]]:
-    """What `gradients` [...] should be after `clips`: one answer for each norm that may have been meant.
+    """What `gradients` should be after `clips`: one answer for each norm that may have been meant.
 
     That is the norm of each call's parameters, or of all that are clipped by norm (accelerate calls once for each
     mesh).
@@ -112,7 +112,7 @@ def expected_after_clipping(
 
 
 def _norm(tensors: Sequence[Tensor], order: float) -> float:
-    """The norm of all numbers in tensors [...] together."""
+    """The norm of all numbers in tensors together."""
     if not tensors:
         return 0.0
     return torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors]), order).item()

@@ -127,12 +127,12 @@ def named_values(name: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor [...] has values: no fake one, no share of one, none that a compiler traces."""
+    """Whether a tensor has values: no fake one, no share of one, none that a compiler traces."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def summarise(value: Tensor | float) -> Summary:
-    """What is compared of a tensor [...] or of a number."""
+    """What is compared of a tensor or of a number."""
     if not isinstance(value, Tensor):
         return Summary((float(value),), _TOLERANCE_OF_FEW)
     flat = (torch.view_as_real(value) if value.is_complex() else value).flatten()

@@ -57,7 +57,7 @@ def sum_over_tokens(tensor: Tensor) -> Tensor:
     There is no gradient.
 
     Args:
-        tensor: [...], of any shape, the same on all ranks.
+        tensor: of any shape, the same on all ranks.
 
     Communication: one all-reduce of it.
     """
@@ -164,7 +164,7 @@ def has_changed(hook: Any, residual: Tensor) -> bool:
     before = hook.state_manager.get_state().head_block_residual
     if before is None:
         return True
-    # Of all tokens, as on one device: a ratio of sums is that of means.
+    # Over all tokens, as on one device: a ratio of sums is that of means.
     sums = torch.stack([each.abs().sum(dtype=torch.float32) for each in (residual - before, before)])
     change, size = sum_over_tokens(sums).tolist()
     return bool(change > hook.threshold * size)

@@ -62,7 +62,7 @@ class GridLayout:
         return tuple(name for group in self.groups for name in group)
 
     def sizes(self, tensor: Tensor, known: dict[str, int], what: str) -> dict[str, int]:
-        """The size of every dimension of a tensor [...] in this layout; at most one a group may be unknown.
+        """The size of every dimension of a tensor in this layout; at most one a group may be unknown.
 
         Raises:
             ValueError: the tensor does not fit the layout and the sizes that are known.
@@ -133,7 +133,7 @@ class _Grid:
             change_output(module, lambda output: self._leave(output, f"{name}'s output"), undo)
 
     def _leave(self, output: Tensor, what: str) -> Tensor:
-        """output: [...] in the layout of the entry's tokens."""
+        """output: in the layout of the entry's tokens."""
         entry, tokens = self.entry, self.tokens
         if entry.lends_row and _own_size(tokens, entry.spread) == 0:
             # The row that was lent is given back.
@@ -169,7 +169,7 @@ class _Grid:
                 change_at(arguments, count, lambda _: _own_size(self.tokens, spread))
 
     def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
-        """This rank's part of a tensor [...] that is whole."""
+        """This rank's part of a tensor that is whole."""
         spread, tokens = self.entry.spread, self.tokens
         # One argument may have several layouts, as a mask with and without queries; the number of dims tells.
         layouts = [layout for name, layout in self.others if name == argument]
@@ -197,7 +197,7 @@ def _own_size(tokens: Tokens, dimension: str) -> int:
 
 
 def _local_sizes(tensor: Tensor, layout: GridLayout, tokens: Tokens, what: str) -> dict[str, int]:
-    """Sizes of a tensor [...] whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
+    """Sizes of a tensor whose dimension `state.spread` is spread; whole sizes are noted as they are met."""
     state, known = tokens.state, dict(tokens.state.sizes)
     if state.spread is not None:
         known[state.spread] = _own_size(tokens, state.spread)
@@ -209,7 +209,7 @@ def _local_sizes(tensor: Tensor, layout: GridLayout, tokens: Tokens, what: str) 
 def _spread_along(
     tensor: Tensor, layout: GridLayout, dimension: str, tokens: Tokens, what: str, may_be_empty: bool
 ) -> Tensor:
-    """The same tokens [...] with `dimension` spread over the ranks, whatever was spread before."""
+    """The same tokens with `dimension` spread over the ranks, whatever was spread before."""
     state, group = tokens.state, tokens.group
     if state.spread == dimension:
         return tensor
@@ -232,7 +232,7 @@ def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str, und
     layout = GridLayout.parse(entry.layout)
 
     def change(output: Tensor) -> Tensor:
-        """output: [...] in the entry's layout → the same with the spread dimension whole."""
+        """output: in the entry's layout → the same with the spread dimension whole."""
         spread = tokens.state.spread
         if spread is None:
             raise ValueError(f"the policy gathers {what}, but no dimension of it is spread")

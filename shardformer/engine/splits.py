@@ -196,7 +196,7 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitS
             return count
         own = tokens.own_range(splits)
         num_own = own.stop - own.start
-        # Of the counted tokens, those before this rank's share are others', those behind it too.
+        # Counted tokens before this rank's share are others', and those behind it too.
         before = sum(splits) - own.stop if entry.last else own.start
         return count - sum(splits) + num_own if entry.text else min(max(count - before, 0), num_own)
 

@@ -40,12 +40,12 @@ def running_tokens() -> Tokens | None:
 
 
 def is_own(tensor: Tensor) -> bool:
-    """Whether a tensor [...] is made of this rank's own tokens, as far as that was followed."""
+    """Whether a tensor is made of this rank's own tokens, as far as that was followed."""
     return _OWN in tensor.__dict__
 
 
 def mark_own(tensor: Tensor, own: bool = True) -> Tensor:
-    """The tensor [...], marked as made of this rank's own tokens, or as the same on all ranks."""
+    """The tensor, marked as made of this rank's own tokens, or as the same on all ranks."""
     if torch.compiler.is_compiling():  # a graph is not followed
         return tensor
     if own:
@@ -228,7 +228,7 @@ class Tokens:
         return self.once(tensor, (dim, splits), make) if is_shared else mark_own(make())
 
     def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, but once a forward for a tensor [...] that many blocks get: one copy, one gradient to gather."""
+        """`make()`, but once a forward for a tensor that many blocks get: one copy, one gradient to gather."""
         if not self.in_forward:
             return mark_own(make())
         # Under a reentrant checkpoint the forward records no graph: that share has no gradient to give.

@@ -127,7 +127,7 @@ class _Traced:
     """What `torch.compile` traces through now; it knows no threads."""
 
     def __init__(self) -> None:
-        # Of the instance, because the compiler asks whether an attribute is of an instance or of its class.
+        # Of the instance and not of the class, which the compiler asks.
         self.running: RedirectTraced | None = None
 
 

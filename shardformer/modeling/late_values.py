@@ -38,7 +38,7 @@ _VIEWS: set[Any] = {
 
 
 class LateTensor(Tensor):
-    """A tensor [...] that is computed when somebody needs its numbers."""
+    """A tensor that is computed when somebody needs its numbers."""
 
     # A tensor without memory that has the shape, strides and dtype.
     _twin: Tensor
@@ -47,7 +47,7 @@ class LateTensor(Tensor):
 
     @staticmethod
     def of(twin: Tensor, device: torch.device, compute: Callable[[], Tensor]) -> LateTensor:
-        """What `compute` will return, on `device`; the twin [...], on the device "meta", is like it."""
+        """What `compute` will return, on `device`; the twin, on the device "meta", is like it."""
         late: LateTensor = Tensor._make_wrapper_subclass(
             LateTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=device
         )
@@ -55,7 +55,7 @@ class LateTensor(Tensor):
         return late
 
     def value(self) -> Tensor:
-        """[...], computed for the first who asks."""
+        """The tensor, computed for the first who asks."""
         if self._value is None:
             self._value = self._compute()
         return self._value
@@ -84,7 +84,7 @@ class LateTensor(Tensor):
 
 
 def computed(value: Any) -> Any:
-    """The value with every late tensor [...] in it computed."""
+    """The value with every late tensor in it computed."""
     return tree_map_only(LateTensor, LateTensor.value, value)
 
 

@@ -57,7 +57,7 @@ class Kernel:
     run: Run
     # Whether it is for layer norms, or for RMS norms.
     centres: bool = False
-    # Of another package, and for a GPU. Strict mode takes none, so that it does not depend on what is installed.
+    # From another package, and for a GPU. Strict mode takes none, so that it does not depend on what is installed.
     foreign: bool = False
 
 
@@ -236,7 +236,7 @@ def _swap(
 ) -> Row:
     """Swaps one norm, if a kernel is found for its own dtype; the report's row.
 
-    like: [...], whose dtype and device count where the norm has no weight.
+    like: a tensor, whose dtype and device count where the norm has no weight.
     """
     meaning = find_meaning(module, meanings)
     weight, bias = _parameters(module, meaning)
@@ -398,7 +398,7 @@ def _largest_difference(out: Tensor, expected: Tensor) -> float:
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Of a tensor [...] in the Frobenius norm; `exact` in fp64 on the CPU."""
+    """The relative error of a tensor in the Frobenius norm; `exact` in fp64 on the CPU."""
     return ((actual.detach().cpu().double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 

@@ -111,13 +111,13 @@ class Origins:
             raise ValueError(self._message(f"a mask {tuple(mask.shape)}", "keys to hide"))
 
     def _of(self, tensor: Tensor) -> _Origin:
-        """Where the sizes of a tensor [...] come from."""
+        """Where the sizes of a tensor come from."""
         found = self._known.get(tensor)
         # A result that no function was seen to make came out of an autograd function: that treats tokens.
         return _Origin(frozenset(tensor.shape), tensor.grad_fn is not None) if found is None else found
 
     def _is_made_to_measure(self, tensor: Tensor, counts: frozenset[int]) -> bool:
-        """Whether a tensor [...] has a size in `counts` that its origin does not account for."""
+        """Whether a tensor has a size in `counts` that its origin does not account for."""
         return bool(frozenset(tensor.shape) & counts - self._of(tensor).sizes)
 
     def _message(self, what: str, of: str) -> str:

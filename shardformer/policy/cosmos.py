@@ -12,7 +12,7 @@ COSMOS = Policy(
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
-        # Of the clip, or of every token where frames have timesteps of their own.
+        # One for the clip, or for every token where frames have timesteps of their own.
         SplitInput("transformer_blocks.*", "embedded_timestep", ndim=3),
         SplitInput("transformer_blocks.*", "temb", ndim=3),
         SplitInput("transformer_blocks.*", "extra_pos_emb"),

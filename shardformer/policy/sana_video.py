@@ -13,7 +13,7 @@ SANA_VIDEO = Policy(
     split_inputs=(
         SplitInput("transformer_blocks.0", "hidden_states"),
         SplitInput("transformer_blocks.*", "rotary_emb"),
-        # Of every token, which the block reshapes with -1, or of the clip.
+        # One for every token, which the block reshapes with -1, or of the clip.
         SplitInput("transformer_blocks.*", "timestep", may_be_empty=False),
         SplitInput("norm_out", "temb"),
     ),

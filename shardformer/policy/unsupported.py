@@ -7,7 +7,7 @@ UNSUPPORTED = {
     "TransformerSpatioTemporalModel": "a part of a UNet, whose convolutions need the whole frame",
 }
 
-# Of other packages, by package and class name: those have the name of a class that a table fits.
+# Classes of other packages, by package and name: those have the name of a class that a table fits.
 ELSEWHERE = {
     ("videox_fun", "HunyuanVideoTransformer3DModel"): (
         "its attention processor cuts queries and keys by lengths of the whole sequence, which a rank's tokens are "

@@ -107,7 +107,7 @@ def _cut_parameter(module: nn.Module, name: str, cut: Cut, group: dist.ProcessGr
 
 @torch.no_grad()
 def _convert(parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replaces the data [...] of a parameter, and its gradient where there is one."""
+    """Replaces the data of a parameter, and its gradient where there is one."""
     # The gradient is taken off while shapes differ, and put back once both are converted.
     grad, parameter.grad = parameter.grad, None
     parameter.data = convert(parameter.data)

@@ -35,7 +35,7 @@ class Entrance:
         self._entered: list[tuple[Tensor, int, Tensor]] = []
 
     def __call__(self, exchange: Exchange, input_: Tensor) -> Tensor:
-        """input_: [...] → the copy [...] that all layers of the region take."""
+        """input_ → the copy that all layers of the region take."""
         if not (torch.is_grad_enabled() and input_.requires_grad):
             return input_  # nothing comes back
         # The same object with other values, as after a change in place, has to enter again.

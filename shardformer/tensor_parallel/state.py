@@ -126,7 +126,7 @@ def _local(name: str, whole: Tensor, found: tuple[Cut, dist.ProcessGroup] | None
 
 
 def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`full_tensor` of each [...], by name, one after another; all ranks call it with the same names, and take all."""
+    """`full_tensor` of each, by name, one after another; all ranks call it with the same names, and take all."""
     cuts = cuts_of(model)
     for name, tensor in tensors.items():
         yield name, _whole(tensor, cuts.get(whole_name(name)))

@@ -36,7 +36,7 @@ class Choice:
 
     kernel: Kernel
     refused: tuple[tuple[str, str], ...]
-    # Of a library that is called by what its release looks like: which one that is.
+    # Which release a library is, where it is called by what that looks like.
     release: str = ""
 
     def __str__(self) -> str:
@@ -75,6 +75,6 @@ def _prefers_cudnn(device: torch.device) -> bool:
     Source: `check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    # Of builds for CUDA 12 torch trusts those of sm_90, sm_100 and sm_103 only.
+    # Among builds for CUDA 12 torch trusts those of sm_90, sm_100 and sm_103 only.
     is_trusted = minor in (0, 3) or not (torch.version.cuda or "").startswith("12.")
     return major in (9, 10) and is_trusted and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"

@@ -61,5 +61,5 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _bias(scores: Scores, q: Tensor) -> Tensor | None:
-    """The key mask as a bias [B, 1, 1, S_kv] in the dtype of q [...]; None without a mask."""
+    """The key mask as a bias [B, 1, 1, S_kv] in the dtype of q; None without a mask."""
     return None if scores.mask is None else key_bias(scores.mask, q.dtype)[:, None, None, :]

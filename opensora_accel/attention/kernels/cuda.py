@@ -58,7 +58,7 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def unused_seed(q: Tensor) -> Tensor:
-    """The state [2] of a dropout that is not used, on the device of q [...]."""
+    """The state [2] of a dropout that is not used, on the device of q."""
     return torch.empty(2, dtype=torch.uint64, device=q.device)
 
 

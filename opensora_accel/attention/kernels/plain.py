@@ -48,7 +48,7 @@ class PlainKernel:
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
-    """The tensors [...] in fp32, or in fp64 where the first one is."""
+    """The tensors in fp32, or in fp64 where the first one is."""
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     return [tensor.to(dtype) for tensor in tensors]
 

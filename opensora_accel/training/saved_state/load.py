@@ -55,7 +55,7 @@ def load_state(folder: Path, record: Record, state: TrainState) -> None:
 
 @torch.no_grad()
 def _fill(target: Tensor, stored: Stored) -> None:
-    """Reads a tensor [...], or this rank's shard of it."""
+    """Reads a tensor, or this rank's shard of it."""
     if isinstance(target, DTensor):
         region = region_of(target.shape, target.device_mesh, target.placements)
         target.to_local().copy_(stored.read(target.dtype, region))

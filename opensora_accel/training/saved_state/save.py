@@ -202,7 +202,7 @@ class Saver:
 
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copies to host memory what this rank sends or writes of tensors [...]."""
+        """Copies to host memory what this rank sends or writes of tensors."""
         rank = dist.get_rank()
         held = [
             (tensors[stem][name], self._staged[stem], name)
@@ -240,7 +240,7 @@ class Saver:
         run: Any,
         keep: int,
     ) -> None:
-        """What the thread does with tensors [...] and the other files."""
+        """What the thread does with tensors and the other files."""
         # The group's name tells this saver's keys from those of another run in the same job.
         begun, key = (
             folder.with_name(folder.name + PARTIAL),
@@ -310,7 +310,7 @@ class Saver:
         return sums
 
     def _receive(self, stem: str) -> dict[str, Tensor]:
-        """The tensors [...] that this rank owns, whole. Communication: their shards, from those that hold them."""
+        """The tensors that this rank owns, whole. Communication: their shards, from those that hold them."""
         rank, whole, coming = dist.get_rank(), dict[str, Tensor](), list[Any]()
         for name, place in self._places[stem].items():
             if place.owner != rank:
@@ -396,7 +396,7 @@ def _names(by_stem: Mapping[str, Mapping[str, object]]) -> dict[str, list[str]]:
 
 
 def _find_places(tensors: Mapping[str, Tensor]) -> dict[str, _Place]:
-    """Where each tensor [...] goes: to the rank with the fewest bytes so far, of those that can have it whole."""
+    """Where each tensor goes: to the rank with the fewest bytes so far, of those that can have it whole."""
     loads: dict[frozenset[int], list[tuple[int, int]]] = {}
     copies: dict[Any, dict[int, frozenset[int]]] = {}
     everyone = {rank: frozenset([rank]) for rank in range(dist.get_world_size())}
@@ -450,7 +450,7 @@ def _config_of(model: nn.Module) -> str:
 
 
 def _index(stem: str, tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> str:
-    """Which file each tensor [...] lies in, as diffusers reads it."""
+    """Which file each tensor lies in, as diffusers reads it."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     names = _file_names(stem, places)
     files = {name: Path(names[place.owner]).name for name, place in places.items()}
@@ -471,7 +471,7 @@ def _tell(key: str, work: Callable[[], dict[str, str] | None]) -> None:
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes tensors [...] to a file; its sum."""
+    """Writes tensors to a file; its sum."""
     path.parent.mkdir(exist_ok=True)
     save_file(dict(tensors), path, metadata={"format": "pt"})
     _flush(path)

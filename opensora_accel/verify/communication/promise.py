@@ -41,7 +41,7 @@ from opensora_accel.verify.communication.record_step import RankRecord, Record
 
 _FORWARD = (FORWARD, AFTER)  # a second microbatch's forward comes after the first one's backward
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
-# Of FSDP2 with reduce_dtype="bf16": numbers that are rounded are exchanged, and added up by who gets them.
+# What FSDP2 sends with reduce_dtype="bf16": numbers that are rounded are exchanged, and added up by who gets them.
 _REDUCTIONS_BY_FSDP = (*_REDUCTIONS, "all-to-all")
 # Kinds by which no rank gets the gradients of all others. Any other may be a part of an average by hand.
 _LEADS_ELSEWHERE = ("broadcast", "scatter", "recv", "barrier")

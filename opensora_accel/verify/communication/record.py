@@ -131,7 +131,7 @@ class _GradientStorages:
             self._storages[key] = reference, before | names
 
     def names_in(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-        """The parameters whose gradients are in these tensors [...]."""
+        """The parameters whose gradients are in these tensors."""
         is_bucket = any(_may_be_gradient(tensor) and tensor.numel() > 1 for tensor in tensors)
         found = (self._accumulated() if is_bucket else set()) | self._held_in(tensors)
         return tuple(name for name in self._parameters if name in found)
@@ -143,7 +143,7 @@ class _GradientStorages:
         return set() if name is None else {name}
 
     def _held_in(self, tensors: Sequence[Tensor]) -> set[str]:
-        """Those whose gradients share a storage with these tensors [...], as noted or by `.grad`."""
+        """Those whose gradients share a storage with these tensors, as noted or by `.grad`."""
         wanted = {_storage(tensor) for tensor in tensors if _may_be_gradient(tensor)}
         found: set[str] = set()
         for key in wanted & self._storages.keys():
@@ -160,11 +160,11 @@ class _GradientStorages:
 
 
 def _may_be_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor [...] has numbers of a gradient: whole ones are counts, or DDP's map of what was used."""
+    """Whether a tensor has numbers of a gradient: whole ones are counts, or DDP's map of what was used."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _storage(tensor: Tensor) -> int:
-    """The key of the storage of a tensor [...], of a DTensor that of its shard."""
+    """The key of the storage of a tensor, of a DTensor that of its shard."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     return local.untyped_storage()._cdata

@@ -65,7 +65,7 @@ class RankRecord:
     calls: tuple[CollectiveCall, ...]
     parameters: tuple[Parameter, ...]
     num_backwards: int
-    # Of gathers that are compressed: how many elements a message of so many bytes has.
+    # For gathers that are compressed, how many elements a message of so many bytes has.
     elements_of_message: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 

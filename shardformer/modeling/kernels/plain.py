@@ -69,5 +69,5 @@ def norm_rotary(
 
 
 def widened(x: Tensor) -> Tensor:
-    """[...] in fp32, or as it is in fp64."""
+    """The tensor in fp32, or as it is in fp64."""
     return x if x.dtype == torch.float64 else x.float()
