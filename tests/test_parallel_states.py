@@ -147,6 +147,7 @@ def test_a_rank_that_cannot_be_is_refused_at_once(parallel_registry, monkeypatch
         init_parallel(Plan())
 
 
+@pytest.mark.slow
 def test_ranks_that_start_again_see_nothing_of_the_start_before():
     """torchrun keeps its store over a restart, and counts restarts on each node by itself."""
     kept, found = dist.HashStore(), {}

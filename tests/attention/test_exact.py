@@ -190,6 +190,7 @@ def all_joint(shape):
     return {case: joint(mesh, *case[0], *case[1:]) for case in cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", some(MESHES, (2, 2)), ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_joint_attention(ranks, shape):
     for rank, errors in enumerate(ranks(shape[0] * shape[1], all_joint, shape)):

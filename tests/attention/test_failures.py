@@ -142,6 +142,7 @@ def interrupted():
     return True
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_passed_on_too(ranks):
     assert ranks(3, interrupted) == [True] * 3
 

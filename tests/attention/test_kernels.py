@@ -325,6 +325,7 @@ def balanced_ring(name, layout):
     return max(float((t.grad - w[:, rows]).abs().max()) for t, w in zip(own, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", some(["zigzag", "striped"]))
 @pytest.mark.parametrize("name", ["aten flash", "cuDNN", "aten efficient"])
 def test_kernels_that_read_pointers_get_what_they_assume(ranks, name, layout):

@@ -148,6 +148,7 @@ class PartCompiled(nn.Module):
         return hidden + self.out(self.attend(hidden * timestep)).sin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_compiled_part_of_a_block(mode):
     results = []

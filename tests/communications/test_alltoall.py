@@ -50,6 +50,7 @@ def check_gradients(shape):
     return max(error(*dims) for dims in itertools.permutations(range(len(shape)), 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", some([3, 2, 4]))
 @pytest.mark.parametrize("shape", [(4, 2, 4), (3, 5, 1)])
 def test_all_to_all_gradient_is_numerical_gradient(ranks, num_ranks, shape):

@@ -219,6 +219,7 @@ def test_collectives_take_any_strides_and_sizes(ranks, num_ranks, batch, tokens,
     ranks(num_ranks, check_collectives, batch, tokens, heads, layout, of_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_takes_any_strides(ranks, layout):
     for of_gradient in ("expanded", "transposed", "negated when read"):

@@ -72,6 +72,7 @@ REDUCED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(REDUCED, "between copies of shards"))
 def test_gradients_are_within_the_bound_in_one_step_and_over_many(ranks, name):
     steps = 5

@@ -49,6 +49,7 @@ def calls_of_accumulation(plan):
     return found, unsharded, dtypes
 
 
+@pytest.mark.slow
 def test_every_microbatch_leaves_shards_and_copies_wait_for_the_last(ranks):
     plan = Plan(dp_replicate=2, ulysses=2, sharding="HYBRID_SHARD", precision="bf16")
     # Gathered in bf16, but for what the model keeps in fp32; added up in fp32.

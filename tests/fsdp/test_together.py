@@ -143,6 +143,7 @@ def adapted(dtype, plan):
     return errors("Wan", partial(with_adapters, dtype), plan, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", some([torch.float64, torch.float32]))
 @pytest.mark.parametrize(
     "plan",

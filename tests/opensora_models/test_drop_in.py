@@ -66,6 +66,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [ALIASES, pytest.param(BY_HAND, marks=pytest.mark.prove)], ids=["aliases", "by hand"]
 )

@@ -37,7 +37,14 @@ MESHES = {
 PLAIN = [name for name in CASES if ", " not in name or name.endswith("'s") or name.endswith("s'")]
 
 
-@pytest.mark.parametrize(("name", "mesh"), each_once(CASES, MESHES, PLAIN))
+# `make test-core` leaves those out that start four ranks.
+ROWS = [
+    pytest.param(*row.values, marks=[*row.marks, *([pytest.mark.slow] if "×" in row.values[1] else [])])
+    for row in each_once(CASES, MESHES, PLAIN)
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), ROWS)
 def test_gradients_are_those_of_one_device(ranks, name, mesh):
     plan = MESHES[mesh]
     for found in ranks(plan.world_size, errors, name, plan, "own" in mesh):

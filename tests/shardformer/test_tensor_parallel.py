@@ -112,6 +112,7 @@ def test_every_gradient_is_that_of_one_device(ranks, num_ranks, kind, options):
         assert error < EXACT, name
 
 
+@pytest.mark.slow
 def test_four_ranks_of_a_head_each(ranks):
     for kind in ("umt5", "mmdit"):
         for error, name in ranks(4, compared, kind, {"heads": 4}):
@@ -302,6 +303,7 @@ def with_fsdp(plan):
     return error, relative_error(total_grad_norm(model), norm.norm()), exact
 
 
+@pytest.mark.slow
 def test_fsdp2_shards_the_shares(ranks):
     """The input is the same on both data ranks, so that its mean gradient is one device's."""
     for (error, name), norm_error, exact in ranks(4, with_fsdp, Plan(dp_shard=2, tp=2, sharding="zero3")):
@@ -330,6 +332,7 @@ def norms():
     return max(relative_error(norm, expected) for norm in found)
 
 
+@pytest.mark.slow
 def test_the_norm_of_all_gradients_is_that_of_one_device(ranks):
     assert max(ranks(3, norms)) < EXACT
 

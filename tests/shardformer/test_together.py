@@ -27,6 +27,7 @@ KINDS = ["Wan", "HunyuanVideo, first frame given", "STDiT3", "SANA-Video", "MMDi
 EXACT = RELATIVE[torch.float64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     each_once(

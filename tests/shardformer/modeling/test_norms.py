@@ -272,6 +272,7 @@ def test_a_norm_whose_own_weights_give_other_values_is_kept(stand_in):
     assert [row.reason for row in report.rows] == ["", "with its own parameters its values are others"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["autocast", "compile", "no_grad"])
 def test_elsewhere_the_original_forward_runs(stand_in, state):
     model, inputs = real("t5")
