@@ -6,7 +6,7 @@ What the package hands out stands once, where type checkers and editors read it,
         from opensora_accel.profiler.time import profile
 
     __all__ = ["profile"]
-    __getattr__ = lazy.attach(__name__, __file__)
+    __getattr__, __dir__ = lazy.attach(__name__, __file__)
 
 `from opensora_accel.profiler import profile` then loads `profiler/time.py`, and what else the package hands out waits.
 """
@@ -16,13 +16,14 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 
-def attach(package: str, file: str) -> Callable[[str], Any]:
-    """The package's `__getattr__`: loads a name from where an import under TYPE_CHECKING has it.
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The package's `__getattr__`, which loads a name from where an import under TYPE_CHECKING has it, and `__dir__`.
 
     A name must not be that of a module of the package: once loaded, the module would take its place.
     """
@@ -33,7 +34,11 @@ def attach(package: str, file: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(home), name)
 
-    return __getattr__
+    def __dir__() -> list[str]:
+        """What is there already, and what may be loaded: for completion."""
+        return sorted({*vars(sys.modules[package]), *_homes(file)})
+
+    return __getattr__, __dir__
 
 
 @functools.cache

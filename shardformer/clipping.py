@@ -18,10 +18,11 @@ from shardformer.tensor_parallel import cuts_of, whole_name
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm: Tensor | None = None) -> Tensor:
-    """Scales gradients down to `max_norm`, in place; their norm before, a scalar that is equal on all ranks.
+    """Scales gradients down to `max_norm`, in place; their norm before, a scalar.
 
-    For whole parameters, for the shards of FSDP2 and for the parts of tensor-parallel layers. A norm that is not finite
-    leaves them as they are: skip such a step on all ranks.
+    Call it when gradients are averaged, as DDP and FSDP do in backward: then the norm is equal on all ranks. It serves
+    whole parameters, the shards of FSDP2 and the parts of tensor-parallel layers. Where the norm is not finite,
+    gradients stay as they are: skip such a step on all ranks.
 
     Args:
         max_norm: 0 scales nothing.

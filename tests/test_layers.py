@@ -172,6 +172,7 @@ def test_what_a_face_names_is_there():
     for module, name in named:
         if module != "shardformer.colossalai":  # which imports ColossalAI
             exec(f"from {module} import {name}")
+            assert name in dir(importlib.import_module(module)), f"completion does not know {module}.{name}"
 
 
 def test_no_name_that_is_loaded_on_use_is_that_of_a_module_which_would_take_its_place():
