@@ -1,5 +1,6 @@
 """Imports run downward between the layers of the house, and importing it starts nothing."""
 
+import ast
 import importlib
 import os
 import re
@@ -164,6 +165,64 @@ def test_an_import_past_a_face_would_be_found(source):
 def test_sources_use_nothing_that_is_made_for_tests(module, path):
     source = path.read_text(encoding="utf-8")
     assert not re.search(r"^\s*(from|import) (unittest|pytest|tests)\b", source, re.M)
+
+
+# By module: names that `global` statements change, and containers, thread-locals and objects of its own that it holds.
+STATE = {
+    "opensora_accel.parallel_states": {
+        *("_groups", "_meshes", "_host_groups", "_made", "_nodes"),
+        *("_group_timeout", "_is_layout_given", "_links", "_ranks_per_node"),
+    },
+    "opensora_accel.offload.manager": {"GLOBAL_ACTIVATION_MANAGER"},
+    "opensora_accel.watch": {"entered", "_has_failed", "_stop", "_store"},
+    "opensora_accel.checkpoint.recompute": {"_preserving"},
+    "opensora_accel.checkpoint.selective": {"_active"},
+    "shardformer.engine.tokens": {"_running"},
+    "shardformer.modeling.attention": {"_running", "_traced"},
+    "opensora_accel.communications.checks": {"_compares_inputs", "_compares_next_forwards"},
+    "opensora_accel.communications.compressed": {"_holds_against_exact"},
+    "opensora_accel.regions": {"_listener"},
+}
+
+
+def state_of(source: str) -> set[str]:
+    """Names of a module's state: what changes while the program runs, as far as a reader of its source can tell."""
+    tree = ast.parse(source)
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            name, value = getattr(target, "id", "__"), node.value
+            is_made = isinstance(value, ast.Call) and ast.unparse(value.func) in {*own, "threading.local"}
+            is_empty = isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value).strip("[]{}")
+            if not name.startswith("__") and (is_made or is_empty):
+                found.add(name)
+    return found
+
+
+def test_state_that_outlives_a_call_is_what_the_page_of_the_house_lists():
+    everywhere = set().union(*LIBRARY)
+    # A kernel or a table is made once and does not change.
+    constants = {"opensora_accel.attention.kernels.choose", "shardformer.policy"}
+    found = {
+        module: state
+        for module, path in house.modules().items()
+        if house.room(module) in everywhere
+        and not module.startswith(tuple(constants))
+        and (state := state_of(path.read_text(encoding="utf-8")))
+    }
+    assert found == STATE
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = page.partition("## What outlives a call")[2].partition("\n## ")[0]
+    assert all(f"{module.rpartition('.')[2]}.py`" in listed for module in STATE)
+
+
+@pytest.mark.parametrize(
+    "source", ["_cache = {}", "def f():\n    global count\n    count = 1", "x = threading.local()"]
+)
+def test_more_state_would_be_found(source):
+    assert len(state_of(source)) == 1
 
 
 def test_what_a_face_names_is_there():
