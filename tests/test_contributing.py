@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,19 +59,11 @@ def change(diff: str, tree: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path):
-    """The files that git knows, as they stand."""
-    files = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
-    for name in files.rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    return tmp_path
+    """A copy of the sources, from a checkout or a source distribution."""
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "runs", "data", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=left_out)
+    (tmp_path / "tree" / "data").symlink_to(ROOT / "data")
+    return tmp_path / "tree"
 
 
 def test_there_are_three_recipes_with_files_diffs_and_commands():

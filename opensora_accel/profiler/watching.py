@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opensora_accel.communications import compare_next_forwards, gather_objects
@@ -43,6 +42,7 @@ from opensora_accel.observe import (
     find_blocks,
     first_difference,
     holders_of,
+    local_part,
     norms,
     trace_nonfinite,
 )
@@ -247,7 +247,7 @@ class watch:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 grad = parameter.grad
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                local = local_part(grad)
                 gradients[self._holders[name].parts].append((self._places[name], local))
         device = next(self._model.parameters()).device
         total = torch.zeros(len(self._names), device=device)
