@@ -29,4 +29,4 @@ __all__ = [
 __version__ = "0.2.0"
 
 # `init_parallel` brings torch, a second that commands which need none should not wait for.
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

@@ -6,7 +6,7 @@ What the package hands out stands once, where type checkers and editors read it,
         from opensora_accel.profiler.time import profile
 
     __all__ = ["profile"]
-    __getattr__, __dir__ = lazy.attach(__name__, __file__)
+    __getattr__, __dir__ = lazy.attach(__name__)
 
 `from opensora_accel.profiler import profile` then loads `profiler/time.py`, and what else the package hands out waits.
 """
@@ -16,35 +16,35 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 
-def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The package's `__getattr__`, which loads a name from where an import under TYPE_CHECKING has it, and `__dir__`.
 
     A name must not be that of a module of the package: once loaded, the module would take its place.
     """
 
     def __getattr__(name: str) -> Any:
-        home = _homes(file).get(name)
+        home = _homes(package).get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(home), name)
 
     def __dir__() -> list[str]:
         """What is there already, and what may be loaded: for completion."""
-        return sorted({*vars(sys.modules[package]), *_homes(file)})
+        return sorted({*vars(sys.modules[package]), *_homes(package)})
 
     return __getattr__, __dir__
 
 
 @functools.cache
-def _homes(file: str) -> Mapping[str, str]:
-    """The module of every name that the file imports under TYPE_CHECKING."""
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+def _homes(package: str) -> Mapping[str, str]:
+    """The module of every name that the package imports under TYPE_CHECKING."""
+    tree = ast.parse(inspect.getsource(sys.modules[package]))
     blocks = [
         node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
     ]

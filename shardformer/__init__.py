@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 # What every model needs is loaded here, what a Plan may ask for where it does.
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

@@ -87,4 +87,4 @@ __all__ = [
 ]
 
 # Compressed gradients and weights load where a Plan asks for them.
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

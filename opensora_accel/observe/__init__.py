@@ -141,4 +141,4 @@ __all__ = [
     "without_values",
 ]
 
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

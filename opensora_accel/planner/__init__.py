@@ -27,4 +27,4 @@ __all__ = [
     "workload_of_model",
 ]
 
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

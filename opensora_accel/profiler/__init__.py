@@ -41,4 +41,4 @@ __all__ = [
 ]
 
 # A report, and each process that reads records for it, need no torch, which all that runs beside a model brings.
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

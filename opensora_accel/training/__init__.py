@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ProfileOptions", "TrainConfig", "cache_command", "command", "job_of", "load_config", "proof_of"]
 
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

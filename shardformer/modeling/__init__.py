@@ -42,4 +42,4 @@ __all__ = [
     "swap_norms",
 ]
 
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)

@@ -38,4 +38,4 @@ __all__ = [
     "whole_name",
 ]
 
-__getattr__, __dir__ = lazy.attach(__name__, __file__)
+__getattr__, __dir__ = lazy.attach(__name__)
