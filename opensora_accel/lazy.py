@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,7 +43,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 @functools.cache
 def _homes(package: str) -> Mapping[str, str]:
     """The module of every name that the package imports under TYPE_CHECKING."""
-    tree = ast.parse(inspect.getsource(sys.modules[package]))
+    loader: Any = vars(sys.modules[package])["__loader__"]
+    tree = ast.parse(loader.get_source(package))
     blocks = [
         node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
     ]
