@@ -28,14 +28,17 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     """
 
     def __getattr__(name: str) -> Any:
-        home = _homes(package).get(name)
-        if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(home), name)
+        if not name.startswith("__"):
+            if home := _homes(package).get(name):
+                return getattr(importlib.import_module(home), name)
+            if name in vars(sys.modules[package])["__all__"]:
+                return importlib.import_module(f"{package}.{name}")  # a module that the package hands out
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         """What is there already, and what may be loaded: for completion."""
-        return sorted({*vars(sys.modules[package]), *_homes(package)})
+        own = vars(sys.modules[package])
+        return sorted({*own, *own["__all__"]})
 
     return __getattr__, __dir__
 

@@ -1,8 +1,8 @@
 """Named process groups over one DeviceMesh, behind Open-Sora's getters and setters.
 
-The registry is the only global state of the toolkit. It is filled by `init_parallel(plan)`, or group by group
-through the setters when another library (ColossalAI, Megatron) has made the groups. For Plan(dp_replicate=2, ulysses=3)
-on 6 ranks:
+The registry of a job; what else outlives a call stands in docs/architecture.md. It is filled by
+`init_parallel(plan)`, or group by group through the setters when another library (ColossalAI, Megatron) has made the
+groups. For Plan(dp_replicate=2, ulysses=3) on 6 ranks:
 
     data        ranks 0 3, 1 4, 2 5      ranks that see different samples
     sequence    ranks 0 1 2, 3 4 5       ranks that share a sample

@@ -26,9 +26,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm: Tensor | None = Non
 
     Args:
         max_norm: 0 scales nothing.
-        norm: `total_grad_norm(model)`, where it is known already.
+        norm: that of the whole gradient, where it is known already.
 
-    Communication: that of `total_grad_norm`.
+    Communication: one all-reduce of a number over tensor ranks, and over shards of FSDP2; none where `norm` is given.
     """
     norm = total_grad_norm(model) if norm is None else norm
     if max_norm > 0 and torch.isfinite(norm):
@@ -50,8 +50,8 @@ def total_grad_norm(model: nn.Module) -> Tensor:
         group = cuts[key][1] if (key := whole_name(name)) in cuts else None
         by_group.setdefault(group, []).append(parameter.grad)
     total = _norm(by_group.pop(None, [])).square()
-    device = next(model.parameters()).device  # where a norm of no gradients is not
     for group, grads in by_group.items():
+        device = next(model.parameters()).device  # where a norm of no gradients is not
         of_shares = _norm(grads).square().to(device)
         # Squares of norms may be added up over ranks, norms may not.
         dist.all_reduce(of_shares, group=group)

@@ -1,5 +1,6 @@
 """Pages that tools write: figures, tables and charts in one file that needs no network."""
 
+from opensora_accel.pages import charts
 from opensora_accel.pages.markup import (
     UNITS,
     Value,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from opensora_accel.plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 # What bounds an operation.
 OperationKind = Literal["gemm", "attention", "memory", "collective", "copy_out", "copy_in"]

@@ -1,6 +1,7 @@
 """Proof that a parallel run has the gradients of one device."""
 
 from opensora_accel.observe import Run, meshes_of
+from opensora_accel.verify import command
 from opensora_accel.verify.causes import Cause
 from opensora_accel.verify.command import Proof, show_on_terminal
 from opensora_accel.verify.diagnose import diagnose

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 
 from torch import nn
 
@@ -56,7 +55,6 @@ __all__ = [
 ]
 
 FAMILIES = {
-    "skyreels_v2": ("WanModel", "SkyReelsV2Transformer3DModel"),
     "wan": (
         "WanTransformer3DModel",
         "ChronoEditTransformer3DModel",
@@ -66,6 +64,7 @@ FAMILIES = {
         "WanModel",
         "Wan2_2Transformer3DModel",
     ),
+    "skyreels_v2": ("SkyReelsV2Transformer3DModel",),
     "anyflow": ("AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel"),
     "helios": ("HeliosTransformer3DModel",),
     "hunyuan_video": (
@@ -108,6 +107,8 @@ FAMILIES = {
     "t5": ("T5EncoderModel", "UMT5EncoderModel"),
 }
 """Class names of the models whose tables a module of this folder has. It is loaded when one of them is asked for.
+
+Of several tables that fit a model the first one in its module is taken.
 """
 
 
@@ -126,9 +127,9 @@ def tables_named(name: str) -> tuple[Policy, ...]:
 
 
 def tables_of(family: str) -> list[Policy]:
-    """All tables of a module of this folder, in its order."""
-    module = importlib.import_module(f"{__name__}.{family}")
-    return [value for value in vars(module).values() if isinstance(value, Policy)]
+    """All tables of a module of this folder, in the order in which they are looked at."""
+    named = vars(importlib.import_module(f"{__name__}.{family}"))
+    return [table for name, table in named.items() if isinstance(table, Policy) and not name.startswith("_")]
 
 
 def find_policy(model: nn.Module) -> Policy:
@@ -143,12 +144,9 @@ def find_policy(model: nn.Module) -> Policy:
     """
     named = _policies_of(model)
     misfits = {policy: misfit(model, policy) for policy in named}
-    fitting = [policy for policy, reason in misfits.items() if reason is None]
-    if fitting:
-        # Copies of one model differ in what their forward takes: the table that was made for these arguments, and of
-        # several the one that names most of the model's modules.
-        taken = set(inspect.signature(model.forward).parameters)
-        return min(fitting, key=lambda p: (len(taken ^ set(p.arguments.split())), -len(p.paths)))
+    for policy, reason in misfits.items():
+        if reason is None:
+            return policy
     name = type(model).__name__
     if named:
         reasons = "; or ".join(dict.fromkeys(str(reason) for reason in misfits.values()))

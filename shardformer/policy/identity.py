@@ -78,7 +78,12 @@ def _is_from(module: str, packages: tuple[str, ...]) -> bool:
 def _unknown_input(model: nn.Module, policy: Policy) -> str | None:
     """An input that must be given, and of which the table does not say what it is."""
     known = policy.arguments.split()
-    for name, parameter in inspect.signature(model.forward).parameters.items():
+    # A subclass may pass on what it is given as `*args, **kwargs`: then its base says what that is.
+    base: Any = _named(model, policy)[0]
+    takes = {**inspect.signature(base.forward).parameters, **inspect.signature(model.forward).parameters}
+    for name, parameter in takes.items():
+        if name == "self":
+            continue
         is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if known and is_named and name not in known and parameter.default is parameter.empty:
             return f"its forward needs {name!r}, and the policy was made for {', '.join(known)}"

@@ -65,8 +65,8 @@ LTX2_VIDEOX = replace(
 )
 
 # A window that moves over a clip: its first frames and some before it are seen by their keys, from a cache. A rank's
-# cache holds its heads of all tokens.
-SANA_WM_REFINER = Policy(
+# cache holds its heads of all tokens. Here with a gate for every head.
+SANA_WM_REFINER_GATED = Policy(
     models=("SanaWMLTX2RefinerTransformer3DModel",),
     origin=("diffusers",),
     arguments=(
@@ -78,7 +78,7 @@ SANA_WM_REFINER = Policy(
     whole_sequences=(
         WholeSequence(
             "transformer_blocks.*.attn1",
-            ("norm_q", "norm_k", "to_v"),
+            ("norm_q", "norm_k", "to_v", "to_gate_logits"),
             tables=("query_rotary_emb", "sink_rotary_emb"),  # every head has positions of its own
         ),
     ),
@@ -86,12 +86,11 @@ SANA_WM_REFINER = Policy(
     mlps=LTX.mlps,
 )
 
-# With a gate for every head.
-SANA_WM_REFINER_GATED = replace(
-    SANA_WM_REFINER,
+SANA_WM_REFINER = replace(
+    SANA_WM_REFINER_GATED,
     whole_sequences=tuple(
-        replace(entry, projections=(*entry.projections, "to_gate_logits"))
-        for entry in SANA_WM_REFINER.whole_sequences
+        replace(entry, projections=("norm_q", "norm_k", "to_v"))
+        for entry in SANA_WM_REFINER_GATED.whole_sequences
     ),
 )
 

@@ -1,11 +1,8 @@
-"""SkyReels-V2 (diffusers `SkyReelsV2Transformer3DModel`, and `WanModel` in its authors' own repository).
+"""SkyReels-V2 (diffusers `SkyReelsV2Transformer3DModel`; the `WanModel` of its authors stands in `wan.py`).
 
 Text- and image-to-video, and diffusion forcing.
 """
 
-from dataclasses import replace
-
-from shardformer.policy import wan
 from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
 
 SKYREELS_V2 = Policy(
@@ -25,16 +22,4 @@ SKYREELS_V2 = Policy(
     self_attention=("blocks.*.attn1",),
     blocks=(Blocks("blocks"),),
     mlps=("blocks.*.ffn",),
-)
-
-# Built like its ancestor, the Wan of Wan's authors, but clips have one length and come as one tensor, and with
-# diffusion forcing the embedding of time is [B, 6, S, C].
-SKYREELS_V2_AUTHORS = replace(
-    wan.WAN_AUTHORS,
-    arguments="x t context clip_fea y fps",
-    split_inputs=(
-        SplitInput("blocks.0", "x"),
-        SplitInput("blocks.*", "e", dim=2, ndim=4),
-        SplitInput("head", "e", ndim=3),
-    ),
 )

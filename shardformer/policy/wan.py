@@ -84,7 +84,7 @@ WAN_ANIMATE2 = Policy(
 )
 
 # Wan 2.1 and 2.2 in their authors' own repository, which counts positions and hides padding inside attention.
-WAN_AUTHORS = Policy(
+_AUTHORS = Policy(
     models=("WanModel",),
     arguments="x t context seq_len clip_fea y",
     unfit=(("enable_teacache", "it leaves out blocks, which split the tokens; turn it off"),),
@@ -103,18 +103,33 @@ WAN_AUTHORS = Policy(
 )
 
 # musubi-tuner's copy turns queries and keys in place, and hands them to its kernels in one list. It has the function of
-# the authors' copy as well, which it does not call.
+# the authors' copy as well, which it does not call: this table is looked at before theirs.
 WAN_MUSUBI = replace(
-    WAN_AUTHORS,
-    arguments=f"{WAN_AUTHORS.arguments} skip_block_indices f_indices",
+    _AUTHORS,
+    arguments=f"{_AUTHORS.arguments} skip_block_indices f_indices",
     positions=(Positions("rope_apply_inplace_cached", tokens=("x",), in_place=True),),
 )
 
 # VideoX-Fun's, which has the name of diffusers' class. Its attention is flash-attn's where that is installed, else
 # torch's. Reference frames join the tokens before the first block.
 WAN_VIDEOX = replace(
-    WAN_AUTHORS,
+    _AUTHORS,
     models=("WanTransformer3DModel", "Wan2_2Transformer3DModel"),
-    arguments=f"{WAN_AUTHORS.arguments} y_camera full_ref subject_ref cond_flag",
+    arguments=f"{_AUTHORS.arguments} y_camera full_ref subject_ref cond_flag",
     unfit=(("teacache", "it leaves out blocks, which split and join the tokens; disable it for training"),),
 )
+
+# SkyReels-V2's, which is built like its ancestor, the Wan of Wan's authors, but clips have one length and come as one
+# tensor, and with diffusion forcing the embedding of time is [B, 6, S, C].
+SKYREELS_V2_AUTHORS = replace(
+    _AUTHORS,
+    arguments="x t context clip_fea y fps",
+    split_inputs=(
+        SplitInput("blocks.0", "x"),
+        SplitInput("blocks.*", "e", dim=2, ndim=4),
+        SplitInput("head", "e", ndim=3),
+    ),
+)
+
+# Last: the copies above have all that it speaks of.
+WAN_AUTHORS = _AUTHORS

@@ -308,3 +308,25 @@ def blocks_by_a_table_that_was_passed(plan):
 
 def test_a_sharded_model_knows_the_table_that_was_passed(ranks):
     assert ranks(2, blocks_by_a_table_that_was_passed, Plan(ulysses=2)) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LTX-2",
+        "SkyReels-V2, its authors'",
+        "WanModel, its authors'",
+        "WanModel, musubi-tuner's",
+        "Wan 2.1, VideoX-Fun's",
+    ],
+)
+def test_a_subclass_that_passes_its_arguments_on_has_the_table_of_its_base(name):
+    model = CASES[name].make()
+    expected = find_policy(model)
+    base = type(model)
+
+    def forward(self, *args, **kwargs):
+        return base.forward(self, *args, **kwargs)
+
+    model.__class__ = type("Mine", (base,), {"forward": forward})
+    assert find_policy(model) is expected

@@ -34,7 +34,7 @@ from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.search import simulated
-from opensora_accel.planner.workload import Workload, of_model
+from opensora_accel.planner.workload import Workload, workload_of_model
 
 MODELS = {
     "wide": Sizes(
@@ -77,7 +77,7 @@ def workload_of(sizes: Sizes) -> Workload:
             "return_dict": False,
         }
 
-    return of_model(
+    return workload_of_model(
         "small Wan",
         sizes.build,
         inputs,
