@@ -22,9 +22,10 @@ from shardformer.policy.base import (
     SplitInput,
     SplitOutput,
     Text,
+    WholeSequence,
 )
 from shardformer.policy.identity import is_meant_for, misfit
-from shardformer.policy.tensors import ColumnParallel, TensorLayer, TensorRegion
+from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorLayer, TensorRegion
 from shardformer.policy.unsupported import UNSUPPORTED
 
 __all__ = [
@@ -42,11 +43,13 @@ __all__ = [
     "NormSwap",
     "Policy",
     "Positions",
+    "RowParallel",
     "SplitInput",
     "SplitOutput",
     "TensorLayer",
     "TensorRegion",
     "Text",
+    "WholeSequence",
     "find_policy",
     "has_policy",
     "model_names",
