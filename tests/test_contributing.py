@@ -29,11 +29,8 @@ def follow(recipe: str, tree: Path) -> list[str]:
         else:
             for command in text.splitlines():
                 program, *arguments = command.split(" ", 1)
-                run = [
-                    sys.executable,
-                    "-m",
-                    {"pytest": "pytest"}.get(Path(program).name, "opensora_accel.cli"),
-                ]
+                module = "pytest" if program.endswith("pytest") else "opensora_accel.cli"
+                run = [sys.executable, "-m", module]
                 done = subprocess.run(
                     " ".join([*run, *arguments]), shell=True, cwd=tree, env=environment,
                     capture_output=True, text=True, timeout=600,

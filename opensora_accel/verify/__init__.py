@@ -2,12 +2,12 @@
 
 from opensora_accel.observe import Run, meshes_of
 from opensora_accel.verify import command
+from opensora_accel.verify.beside_one_device import verify
 from opensora_accel.verify.causes import Cause
 from opensora_accel.verify.command import Proof, show_on_terminal
 from opensora_accel.verify.diagnose import diagnose
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
-from opensora_accel.verify.verify import verify
 from opensora_accel.verify.watch import before_clipping
 
 __all__ = [

@@ -17,10 +17,10 @@ from opensora_accel.documents import MOST_RANKS
 from opensora_accel.files import check_folder_of
 from opensora_accel.observe import MAX_RANKS, MeshShape, ModelFn, Step, load_file, meshes_of
 from opensora_accel.plan import Plan
+from opensora_accel.verify.beside_one_device import Meshes, verify
 from opensora_accel.verify.communication import Record, Violation, broken_promises, record_step
 from opensora_accel.verify.report import Report, to_junit
 from opensora_accel.verify.results import Reference
-from opensora_accel.verify.verify import Meshes, verify
 
 # Of --timeout: four months, and less than what the clocks of threads can wait.
 _MOST_SECONDS = 1e7

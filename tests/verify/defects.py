@@ -32,11 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.observe.meshes import Run
 from opensora_accel.parallel_states import get_parallel_group
+from opensora_accel.verify.beside_one_device import verify
 from opensora_accel.verify.causes import Cause
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import Reference
-from opensora_accel.verify.verify import verify
 from tests.verify.meshes import Meshes
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opensora_accel.training.tiny_run import write_clips
-from opensora_accel.verify.verify import verify
+from opensora_accel.verify.beside_one_device import verify
 from tests.tiers import PROVE
 from tests.verify import corners, loops, parted_loops, sharded_loops
 from tests.verify.by_hand import RingByHand
