@@ -49,7 +49,7 @@ test: .venv/.dev data/bunny/metadata.jsonl
 
 # Tests of the rooms that a training loop imports, and of how they stand together.
 CORE = attention checkpoint communications fsdp offload opensora_models shardformer sharding \
-  $(addsuffix .py,$(addprefix test_,arguments deferred flash_attn layers names parallel_states plan precision wrapping))
+  $(addsuffix .py,$(addprefix test_,arguments deferred flash_attn layers links names parallel_states plan precision wrapping))
 
 test-core: .venv/.dev
 	$(PYTEST) -m "not prove and not alone and not slow" $(addprefix tests/,$(CORE)) $(ARGS)

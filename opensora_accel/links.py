@@ -1,29 +1,32 @@
-"""What links between ranks carry, measured, and whether a collective in two levels is faster on them.
+"""What a collective costs: the bytes that a rank sends, and the seconds on links that are known or measured.
 
 A message of m bytes takes α + m/β seconds, for a latency α and a bandwidth β (Thakur et al.,
 doi:10.1177/1094342005051521). A group has N nodes of L ranks, P = N·L, with a link w within a node and b between nodes.
+Each rank has a link of its own, so a node has L ports: a ring through all ranks runs L times, each on another port.
 
-All-to-all of a tensor of m bytes on each rank. One level: each rank sends to all others. Two levels: within a node
-each rank gets all that the others send to its place on any node, and then N ranks exchange L times as much at once.
+    kind                         a rank sends, s         one level
+    all-gather, reduce-scatter   m·(P−1)/P               (P−N)·αw + (N−1)·αb + max(s/βw, s/L/βb)
+    all-reduce                   2·m·(P−1)/P             twice the messages of a ring, or 2·log2(P) along a tree
+    all-to-all                   m·(P−1)/P               (L−1)·αw + (N−1)·L·αb + m·(L−1)/P/βw + m·(N−1)/N/βb
+    send                         m                       αw + m/βw, or αb + m/βb where the group leaves a node
 
-    one level     (L−1)·αw + (N−1)·L·αb + m·(L−1)/P/βw + m·(N−1)/N/βb
-    two levels    (L−1)·αw + (N−1)·αb   + m·(L−1)/L/βw + m·(N−1)/N/βb
+m is the whole tensor that every rank has before (all-reduce, reduce-scatter, all-to-all) or after (all-gather). With
+one node N is 1, and there is no b.
 
-Between nodes as many bytes travel, in L times fewer messages. Two levels pay where m/P < αb·βw: where the piece for one
-rank is smaller than what a node's link carries during one latency of the network.
-
-All-reduce of m bytes. One level is a ring through all ranks, whose slowest link holds all back. Two levels: a
-reduce-scatter within the node, an all-reduce of the 1/L between nodes, and an all-gather within the node.
-
-    one level     2·(P−1)·αb + 2·m·(P−1)/P/βb
-    two levels    2·(L−1)·(αw + m/L/βw) + 2·(N−1)·(αb + m/(L·N)/βb)
+An all-to-all in two levels: within a node each rank gets all that the others send to its place on any node, and then N
+ranks exchange L times as much at once. Between nodes as many bytes travel, in L times fewer messages. Two levels pay
+where m/P < αb·βw: where the piece for one rank is smaller than what a node's link carries during one latency of the
+network. An all-reduce in two levels: a reduce-scatter within the node, an all-reduce of the 1/L between nodes, and an
+all-gather within the node. Its messages are fewer, and what it sends within and between nodes does not overlap.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -31,9 +34,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch import Tensor
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 * 2**20
 _ROUNDS = 7
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+# Those that can run within nodes and then between them.
+TwoLevelKind = Literal["all-to-all", "all-reduce"]
 
 
 @dataclass(frozen=True)
@@ -53,70 +61,130 @@ class Link:
                 f"a link needs a finite bandwidth above 0 and a latency of at least 0; got {self}"
             )
 
+    @classmethod
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Link:
+        """The link on which a small and a large message, as (bytes, seconds), took what they took."""
+        (small_bytes, small_s), (large_bytes, large_s) = small, large
+        # On a machine that does other things a large message may seem the faster one.
+        return cls((large_bytes - small_bytes) / max(large_s - small_s, large_s / 10), small_s)
+
     def time_s(self, num_messages: float, sent_bytes: float) -> float:
         """Seconds for messages one after another that have so many bytes together."""
         return num_messages * self.latency_s + sent_bytes / self.bandwidth_bytes_per_s
 
 
-Kind = Literal["all-to-all", "all-reduce"]
+def sent_bytes(kind: Kind, size_bytes: float, num_ranks: float) -> float:
+    """What one rank sends of a whole tensor of so many bytes; every share is even."""
+    if kind == "send":
+        return size_bytes
+    return (2 if kind == "all-reduce" else 1) * size_bytes * (num_ranks - 1) / num_ranks
 
 
-def one_level_s(kind: Kind, size_bytes: float, nodes: int, per_node: int, links: tuple[Link, Link]) -> float:
-    """Seconds of a collective over all ranks at once; `size_bytes` is the tensor of one rank, `links` are w and b."""
+def one_level_s(
+    kind: Kind, size_bytes: float, nodes: int, per_node: float, links: tuple[Link, Link]
+) -> float:
+    """Seconds of a collective over all ranks at once.
+
+    Args:
+        size_bytes: the whole tensor, m.
+        per_node: ranks of a node; their mean, where nodes have not as many each.
+        links: within a node, and between nodes.
+    """
     within, between = links
     num_ranks = nodes * per_node
+    if num_ranks == 1:
+        return 0.0
+    if kind == "send":
+        # All ranks of a ring send at once, and wait for the slowest of them.
+        return (between if nodes > 1 else within).time_s(1, size_bytes)
+    if kind == "all-to-all":
+        near = within.time_s(per_node - 1, size_bytes * (per_node - 1) / num_ranks)
+        return near + between.time_s((nodes - 1) * per_node, size_bytes * (nodes - 1) / nodes)
+    messages_s = (num_ranks - nodes) * within.latency_s + (nodes - 1) * between.latency_s
     if kind == "all-reduce":
-        return between.time_s(2 * (num_ranks - 1), 2 * size_bytes * (num_ranks - 1) / num_ranks)
-    near = within.time_s(per_node - 1, size_bytes * (per_node - 1) / num_ranks)
-    return near + between.time_s((nodes - 1) * per_node, size_bytes * (nodes - 1) / nodes)
+        tree_s = 2 * math.log2(num_ranks) * (between if nodes > 1 else within).latency_s
+        messages_s = min(2 * messages_s, tree_s)
+    sent = sent_bytes(kind, size_bytes, num_ranks)
+    inside_s = sent / within.bandwidth_bytes_per_s if per_node > 1 else 0.0
+    outside_s = sent / per_node / between.bandwidth_bytes_per_s if nodes > 1 else 0.0
+    return messages_s + max(inside_s, outside_s)
 
 
-def two_levels_s(kind: Kind, size_bytes: float, nodes: int, per_node: int, links: tuple[Link, Link]) -> float:
+def two_levels_s(
+    kind: TwoLevelKind,
+    size_bytes: float,
+    nodes: int,
+    per_node: int,
+    links: tuple[Link, Link],
+) -> float:
     """Seconds of the same collective within nodes and then between them."""
-    within, between = links
-    if kind == "all-reduce":
-        near = within.time_s(2 * (per_node - 1), 2 * size_bytes * (per_node - 1) / per_node)
-        return near + between.time_s(2 * (nodes - 1), 2 * size_bytes * (nodes - 1) / (nodes * per_node))
-    near = within.time_s(per_node - 1, size_bytes * (per_node - 1) / per_node)
-    return near + between.time_s(nodes - 1, size_bytes * (nodes - 1) / nodes)
+
+    def near_s(kind: Kind) -> float:
+        return one_level_s(kind, size_bytes, 1, per_node, links)
+
+    def far_s(part_bytes: float) -> float:
+        return one_level_s(kind, part_bytes, nodes, 1, links)
+
+    if kind == "all-to-all":
+        return near_s("all-to-all") + far_s(size_bytes)
+    return near_s("reduce-scatter") + far_s(size_bytes / per_node) + near_s("all-gather")
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """The slowest link from a rank of `group` to the next one, while all of them send; equal on all ranks of the job.
 
-    Communication: `_ROUNDS` messages of 8 bytes and as many of 4 MiB to the next rank, and an all-reduce over the job.
+    Communication: every rank of the job calls, for a group of its own; `_ROUNDS` messages of 8 bytes and as many of
+    4 MiB to the next rank, and an all-reduce over the job for each.
+    """
+    import torch
+
+    def taken(size_bytes: int) -> tuple[float, float]:
+        sent = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
+        return size_bytes, statistics.median(
+            measure_rounds(lambda: pass_on(sent, received, group), device, _ROUNDS)
+        )
+
+    return Link.through(taken(_SMALL_BYTES), taken(_LARGE_BYTES))
+
+
+def pass_on(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank of the group sends to the next one, and gets from the one before."""
+    import torch.distributed as dist
+
+    rank, num_ranks = group.rank(), group.size()
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % num_ranks)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % num_ranks)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+def measure_rounds(call: Callable[[], object], device: torch.device, num_rounds: int) -> list[float]:
+    """For each round the seconds from when the first rank starts to when the last one is done, in order of size.
+
+    Where all ranks share a machine, and so a clock, a rank that waits for a core before it starts does count. On
+    several machines it is the slowest rank's own time. Every rank of the job calls, and gets the same numbers.
     """
     import torch
     import torch.distributed as dist
 
-    nanoseconds = [int(1e9 * _shift_s(group, size, device)) for size in (_SMALL_BYTES, _LARGE_BYTES)]
-    slowest = torch.tensor(nanoseconds, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    small_s, large_s = (1e-9 * nanosecond for nanosecond in slowest.tolist())
-    # On a machine that does other things a large message may seem the faster one.
-    return Link(_LARGE_BYTES / max(large_s - small_s, large_s / 10), small_s)
-
-
-def _shift_s(group: dist.ProcessGroup, size_bytes: int, device: torch.device) -> float:
-    """The median time in which every rank sends so many bytes to the next rank and gets as many."""
-    import torch
-    import torch.distributed as dist
-
-    rank, num_ranks = group.rank(), group.size()
-    sent = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    received = torch.empty_like(sent)
-    found = []
-    for number in range(_ROUNDS + 2):  # the first ones open connections
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    starts, ends = [], []
+    for number in range(num_rounds + 2):  # the first ones open connections
+        dist.all_reduce(torch.zeros(1, device=device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % num_ranks)
-        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % num_ranks)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
+        before = time.perf_counter()
+        call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= 2:
-            found.append(time.perf_counter() - start)
-    return statistics.median(found)
+            starts.append(before)
+            ends.append(time.perf_counter())
+    first = torch.tensor(starts, dtype=torch.float64, device=device)
+    last = torch.tensor(ends, dtype=torch.float64, device=device)
+    world_size = str(dist.get_world_size())
+    if os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
+        first, last = torch.zeros_like(first), last - first
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    dist.all_reduce(last, dist.ReduceOp.MAX)
+    return [float(seconds) for seconds in (last - first).sort().values]

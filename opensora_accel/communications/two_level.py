@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications.transport import all_gather, all_to_all_single, reduce_scatter
-from opensora_accel.links import Kind, one_level_s, two_levels_s
+from opensora_accel.links import TwoLevelKind, one_level_s, two_levels_s
 from opensora_accel.parallel_states import Nodes, get_nodes
 
 
@@ -82,7 +82,7 @@ def all_reduce_(
     tensor.copy_(padded[: tensor.numel()])
 
 
-def _takes_two(nodes: Nodes, kind: Kind, size_bytes: float) -> bool:
+def _takes_two(nodes: Nodes, kind: TwoLevelKind, size_bytes: float) -> bool:
     """Whether a collective on tensors of so many bytes runs in two levels."""
     if nodes.links is None:
         return True

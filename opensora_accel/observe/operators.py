@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from opensora_accel import links
 from opensora_accel.arguments import tensors_in
 from opensora_accel.observe.call_site import NOWHERE, CallSite
 from opensora_accel.observe.kinds import FORWARD
@@ -161,9 +162,9 @@ def calls_of(
     # As the text at the top counts: an all-reduce is a reduce-scatter and then an all-gather.
     sent = {
         "send": size_bytes,
-        "all-reduce": 2 * size_bytes * others // len(ranks),
+        "all-reduce": int(links.sent_bytes("all-reduce", size_bytes, len(ranks))),
         "all-gather": size_bytes * others,
-        "reduce-scatter": size_bytes * others // len(ranks),
+        "reduce-scatter": int(links.sent_bytes("reduce-scatter", size_bytes, len(ranks))),
         "scatter": size_bytes * others // len(ranks) if is_root else 0,
         "broadcast": size_bytes * others if is_root else 0,
         "reduce": 0 if is_root else size_bytes,

@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from opensora_accel.communications import transport
 from opensora_accel.files import check_folder_of
-from opensora_accel.links import Link
+from opensora_accel.links import Kind, Link, measure_rounds, pass_on, sent_bytes
 from opensora_accel.parallel_states import start_distributed
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import kernel_s
@@ -51,6 +51,7 @@ Show = Callable[[str, float], None]
 _UNCERTAINTY = 0.1
 # Where ranks take turns on a core, each collective waits for ranks that wait for a core: assumed.
 _OVERSUBSCRIBED = 0.25
+_ROUNDS = 9
 _MESSAGE_BYTES = (64, 2**16, 2**20, 2**23)
 # Head dim, heads, and side in tokens of the steps that are measured.
 _TINY, _SMALL, _LARGE = (16, 2, 4), (40, 3, 20), (48, 5, 26)
@@ -126,12 +127,11 @@ def measure_links(device: torch.device, hardware: Hardware | None) -> Hardware |
     if hardware is None:
         return None
     world = dist.get_world_size()
-    (small, small_s), *_, (large, large_s) = collectives[f"send {world}/{world}"]
-    link = Link((large - small) / max(large_s - small_s, large_s / 10), small_s)
+    small, *_, large = collectives[f"send {world}/{world}"]
     names = ("within", "collectives", "sharded_launch_s", *on_cores)
     return dataclasses.replace(
         hardware,
-        within=link,
+        within=Link.through(small, large),
         collectives=collectives,
         sharded_launch_s=sharded_launch_s,
         **on_cores,
@@ -239,13 +239,12 @@ def _small_step(
 def _copies(meter: Meter) -> Link:
     """The link of a device to host memory."""
 
-    def copy_s(size: int) -> float:
+    def taken(size: int) -> tuple[int, float]:
         source = torch.zeros(size, dtype=torch.uint8, device=meter.device)
         target = torch.zeros(size, dtype=torch.uint8, pin_memory=meter.is_gpu)
-        return meter.seconds(lambda: lambda: target.copy_(source, non_blocking=True))
+        return size, meter.seconds(lambda: lambda: target.copy_(source, non_blocking=True))
 
-    small_s, large_s = copy_s(1024), copy_s(2**25)
-    return Link(2**25 / max(large_s - small_s, large_s / 10), small_s)
+    return Link.through(taken(1024), taken(2**25))
 
 
 def _collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], ...]]:
@@ -268,7 +267,7 @@ def _collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], .
 
 
 def _message(
-    kind: str, size_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: torch.device
+    kind: Kind, size_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, float]:
     """What a rank sends, and the median seconds of the slowest rank; one without a group waits for the others."""
     count = max(1, size_bytes // 4 // num_ranks) * num_ranks
@@ -287,44 +286,9 @@ def _message(
         elif kind == "all-to-all":
             transport.all_to_all_single(y, x, group)
         else:
-            to, source = (group.rank() + 1) % num_ranks, (group.rank() - 1) % num_ranks
-            pair = [
-                dist.P2POp(dist.isend, x, group=group, group_peer=to),
-                dist.P2POp(dist.irecv, y, group=group, group_peer=source),
-            ]
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
+            pass_on(x, y, group)
 
-    # As the verifier counts what a rank sends.
-    share = {"all-reduce": 2 * (num_ranks - 1) / num_ranks, "send": 1.0}.get(
-        kind, (num_ranks - 1) / num_ranks
-    )
-    return share * 4 * count, statistics.median(_rounds_s(call, device))
-
-
-def _rounds_s(call: Callable[[], object], device: torch.device, rounds: int = 9) -> list[float]:
-    """For each round the seconds from when the first rank starts to when the last one is done, in order of size.
-
-    Where ranks share a machine, and so a clock, a rank that waits for a core before it starts does count. On several
-    machines it is the slowest rank's own time.
-    """
-    starts, ends = [], []
-    for number in range(rounds + 2):
-        dist.barrier()
-        before = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number >= 2:
-            starts.append(before)
-            ends.append(time.perf_counter())
-    first = torch.tensor(starts, dtype=torch.float64, device=device)
-    last = torch.tensor(ends, dtype=torch.float64, device=device)
-    if os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())) != str(dist.get_world_size()):
-        first, last = torch.zeros_like(first), last - first
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    dist.all_reduce(last, dist.ReduceOp.MAX)
-    return [float(seconds) for seconds in (last - first).sort().values]
+    return sent_bytes(kind, 4 * count, num_ranks), statistics.median(measure_rounds(call, device, _ROUNDS))
 
 
 def _crowding(step: Callable[[], None]) -> tuple[dict[str, float], float]:
@@ -335,7 +299,7 @@ def _crowding(step: Callable[[], None]) -> tuple[dict[str, float], float]:
     world, rank = dist.get_world_size(), dist.get_rank()
     medians_s, spreads = {}, []
     for busy in [number for number in range(1, world + 1) if number <= 8 or number == world]:
-        rounds_s = _rounds_s(step if rank < busy else lambda: None, torch.device("cpu"))
+        rounds_s = measure_rounds(step if rank < busy else lambda: None, torch.device("cpu"), _ROUNDS)
         low_s, medians_s[busy], high_s = statistics.quantiles(rounds_s, n=4)
         spreads.append((high_s - low_s) / medians_s[busy])
     crowding = {str(busy): max(1.0, seconds / medians_s[1]) for busy, seconds in medians_s.items()}
@@ -382,7 +346,8 @@ def _beside_collective(step: Callable[[], None]) -> float:
         wait(works)
 
     step_s, collectives_s, both_s = (
-        statistics.median(_rounds_s(each, device)) for each in (step, lambda: wait(collectives()), both)
+        statistics.median(measure_rounds(each, device, _ROUNDS))
+        for each in (step, lambda: wait(collectives()), both)
     )
     hidden_s = step_s + collectives_s - both_s
     # Where collectives take longer than the step, only the step's time can hide them.

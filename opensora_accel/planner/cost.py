@@ -8,24 +8,17 @@ A collective takes α for each message one after another and 1/β for each byte,
 the ranks of its group stand: the mesh has its outermost axis first, and consecutive ranks fill a node. With 16 ranks as
 dp_shard=2 × ulysses=8 on nodes of 8, ulysses stays on NVLink, and dp_shard pairs ranks 0 and 8 over the network.
 
-Of a group of P ranks on N nodes, L = P/N each, and s bytes that a rank sends (w within nodes, b between them):
-
-    all-gather, reduce-scatter    a ring: (P−N)·αw + (N−1)·αb + max(s/βw, s/(L·βb)); L ranks of a node have L ports
-    all-reduce                    the same with twice the messages, or with 2·log2(P) along a tree, if that is faster
-    all-to-all                    links.one_level_s: to L−1 ranks within the node, and then to (N−1)·L outside
-    send                          the slowest link of the group's ring: αb + s/βb where it leaves a node
-
-With one node the same formulas have N = 1 and no b. A collective that was measured on as many ranks takes what it took.
+`opensora_accel/links.py` has the formulas. A collective that was measured on as many ranks takes what it took.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from opensora_accel.links import Link, one_level_s
+from opensora_accel.links import one_level_s, sent_bytes
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Contention
 from opensora_accel.planner.trace import Operation
@@ -128,32 +121,20 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
 
 def collective_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:
     """Seconds of a collective whose ranks all come at the same time."""
-    num_ranks, sent_bytes = len(operation.group), operation.num_bytes
-    kind = operation.collective
+    num_ranks = len(operation.group)
+    kind: Any = operation.collective
     if num_ranks < 2 or kind in ("recv", "barrier"):
         return 0.0
+    nodes, _fewest = placement.spread(operation.group)
     measured = hardware.collectives.get(f"{kind} {num_ranks}/{placement.ranks_per_node}")
-    if measured is not None and placement.spread(operation.group)[0] == 1:
-        return between_points(measured, sent_bytes)
-    nodes, per_node = placement.spread(operation.group)
-    within, between = hardware.within, hardware.between
-    if nodes > 1 and between is None:
+    if measured is not None and nodes == 1:
+        return between_points(measured, operation.num_bytes)
+    if nodes > 1 and hardware.between is None:
         # Says what to do.
         hardware.nodes_of(placement.world_size)
-    far = between or within
-    if kind == "send":
-        # All ranks of a ring send at once, and wait for the slowest of them.
-        return (far if nodes > 1 else within).time_s(1, sent_bytes)
-    if kind == "all-to-all":
-        size_bytes = sent_bytes * num_ranks / (num_ranks - 1)
-        return one_level_s("all-to-all", size_bytes, nodes, num_ranks // nodes, (within, far))
-    messages = _ring_s(num_ranks, nodes, within, far)
-    if kind == "all-reduce":
-        tree = 2 * math.log2(num_ranks) * (far if nodes > 1 else within).latency_s
-        messages = min(2 * messages, tree)
-    inside_s = sent_bytes / within.bandwidth_bytes_per_s if per_node > 1 else 0.0
-    outside_s = sent_bytes / (per_node * far.bandwidth_bytes_per_s) if nodes > 1 else 0.0
-    return messages + max(inside_s, outside_s)
+    size_bytes = operation.num_bytes / sent_bytes(kind, 1, num_ranks)
+    links = hardware.within, hardware.between or hardware.within
+    return one_level_s(kind, size_bytes, nodes, num_ranks / nodes, links)
 
 
 def between_points(points: Sequence[tuple[float, float]], size: float) -> float:
@@ -161,9 +142,3 @@ def between_points(points: Sequence[tuple[float, float]], size: float) -> float:
     after = next((i for i, (known, _seconds) in enumerate(points) if known >= size), len(points) - 1)
     (low, low_s), (high, high_s) = points[max(0, after - 1)], points[max(1, after)]
     return max(low_s if size < low else 0.0, low_s + (high_s - low_s) * (size - low) / (high - low))
-
-
-def _ring_s(num_ranks: int, nodes: int, within: Link, far: Link) -> float:
-    if nodes == 1:
-        return (num_ranks - 1) * within.latency_s
-    return (num_ranks - nodes) * within.latency_s + (nodes - 1) * far.latency_s

@@ -1,8 +1,7 @@
 """The collective between two placements, what it sends, and what it takes. Models, not measurements.
 
 Bytes are those that one rank sends, for algorithms that send the least: rings, and pairwise exchange for the
-all-to-all. Time is latency times steps plus bytes over bandwidth (the alpha-beta model of Thakur et al.,
-doi:10.1177/1094342005051521).
+all-to-all. Time is that of `opensora_accel/links.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
-from opensora_accel.links import Link
+from opensora_accel import links
+from opensora_accel.links import Link, one_level_s, sent_bytes
 from opensora_accel.sharding.equation import Equation
 from opensora_accel.sharding.placement import Invariant, Partial, Placement, Replicate, Shard
 
@@ -50,18 +50,17 @@ class Collective:
         """The bytes that one rank sends."""
         if self.degree == 1 or self.kind in FREE:
             return 0.0
-        if self.kind == "send":
-            return self.size_bytes
-        if self.kind == "all-reduce":
-            # A ring all-reduce is a reduce-scatter and an all-gather.
-            return 2 * (self.degree - 1) / self.degree * self.size_bytes
         if self.kind == "all-to-all":
             return self._exchanged_bytes
-        # Shares of an uneven cut differ by one, and the first is one of the largest: the busiest rank counts.
-        share_bytes = self.size_bytes / self.degree
-        if self.cut:
-            share_bytes = self.size_bytes / self.cut[0] * shares(self.cut[0], self.degree)[0]
-        return (self.degree - 1) * share_bytes
+        padded_bytes: float = self.size_bytes
+        if self.cut and self.kind in ("all-gather", "reduce-scatter"):
+            # Shares of an uneven cut differ by one, and the first is one of the largest: the busiest rank counts.
+            padded_bytes *= self.degree * shares(self.cut[0], self.degree)[0] / self.cut[0]
+        return sent_bytes(self._sends, padded_bytes, self.degree)
+
+    @property
+    def _sends(self) -> links.Kind:
+        return cast(links.Kind, self.kind)
 
     @property
     def _exchanged_bytes(self) -> float:
@@ -73,16 +72,12 @@ class Collective:
         pairs = zip(shares(gathered, self.degree), shares(scattered, self.degree), strict=True)
         return self.size_bytes / (gathered * scattered) * max(own * (scattered - kept) for own, kept in pairs)
 
-    @property
-    def num_steps(self) -> int:
-        """Messages that a rank sends one after another; each costs the link's latency."""
-        if self.degree == 1 or self.kind in FREE:
-            return 0
-        return {"all-reduce": 2 * (self.degree - 1), "send": 1}.get(self.kind, self.degree - 1)
-
     def time_s(self, link: Link) -> float:
-        """Seconds by the alpha-beta model."""
-        return link.time_s(self.num_steps, self.sent_bytes)
+        """Seconds on one link, by the formulas of `opensora_accel/links.py`."""
+        if self.degree == 1 or self.kind in FREE:
+            return 0.0
+        size_bytes = self.sent_bytes / sent_bytes(self._sends, 1, self.degree)
+        return one_level_s(self._sends, size_bytes, 1, self.degree, (link, link))
 
 
 # From one placement to another. A pair that is not here has no single collective.

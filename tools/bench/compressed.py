@@ -173,18 +173,16 @@ def run_task(world: World, task: Mapping[str, Any]) -> dict[str, Any]:
 def simulated(
     name: str, size_bytes: float, nodes: int, per_node: int, links: tuple[Link, Link]
 ) -> dict[str, float]:
-    """Milliseconds of the transfers alone, by formula: of a ring over all ranks, and of an all-to-all."""
-    num_ranks, between = nodes * per_node, links[1]
+    """Milliseconds of the transfers alone, by the formulas of `links.py`."""
+    kind: Any
     kind, _, how = name.partition(" ")
     if how.startswith("by node"):
         size_bytes = 16 * 2**10 if how.endswith("16 KiB") else size_bytes
-        sizes = ("all-reduce" if kind == "all-reduce" else "all-to-all", size_bytes, nodes, per_node, links)
-        plain_s, ours_s = one_level_s(*sizes), two_levels_s(*sizes)
+        ours_s = two_levels_s(kind, size_bytes, nodes, per_node, links)
     else:
-        rounds = (num_ranks - 1) * (2 if kind == "all-reduce" else 1)
-        sent_bytes = size_bytes / num_ranks * rounds
         share = 132 / 256 if kind == "all-gather" else 0.5
-        plain_s, ours_s = between.time_s(rounds, sent_bytes), between.time_s(rounds, share * sent_bytes)
+        ours_s = one_level_s(kind, share * size_bytes, nodes, per_node, links)
+    plain_s = one_level_s(kind, size_bytes, nodes, per_node, links)
     return {"plain_ms": plain_s * 1e3, "ours_ms": ours_s * 1e3, "ratio": plain_s / ours_s}
 
 
