@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opensora_accel.links import Link, measure_link
 from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
-from opensora_accel.watch import BACKGROUND, start_watch, stop_watch
+from opensora_accel.watchdog import BACKGROUND, start_watchdog, stop_watchdog
 
 __all__ = [
     "Nodes",
@@ -180,7 +180,7 @@ def init_parallel(
         # NCCL makes a group's communicator in its first collective, in which every rank must take part. A ring passes
         # messages, and a rank without keys has none.
         dist.all_reduce(torch.zeros(1, device=device_type), group=_groups["ring"])
-    start_watch()
+    start_watchdog()
     return mesh
 
 
@@ -618,7 +618,7 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
 def reset(destroy_process_group: bool = False) -> None:
     """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
     global _group_timeout, _ranks_per_node, _links, _is_layout_given
-    stop_watch()
+    stop_watchdog()
     _groups.clear()
     _meshes.clear()
     _host_groups.clear()

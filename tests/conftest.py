@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 PRELOAD = [
     "diffusers.models.transformers.transformer_wan",
-    "opensora_accel.integrations.check_loop",
+    "opensora_accel.watching.first_steps",
     "opensora_accel.profiler",
     "opensora_accel.training.loop",
     "pytest",

@@ -36,7 +36,7 @@ CONTENTS = {
             "norms",
             "collectives",
         ),
-        *("planner", "verify", "integrations/check_loop", "profiling", "saved_state", "colossalai"),
+        *("planner", "verify", "watching", "profiling", "saved_state", "colossalai"),
     ],
     "Reference": ["names", "api", "sharding", "changelog"],
     "How it works": ["architecture", "faults", "contributing"],
@@ -60,7 +60,7 @@ def stage(source: Path) -> None:
         index.write(contents())
     with (source / "integrations" / "README.md").open("a", encoding="utf-8") as index:
         others = sorted(path.stem for path in (source / "integrations").glob("*.md"))
-        listed = [name for name in others if name not in ("README", "check_loop")]
+        listed = [name for name in others if name != "README"]
         index.write(tree("", listed))
     (source / "api.md").write_text(api(), encoding="utf-8")
 

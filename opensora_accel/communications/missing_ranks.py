@@ -3,8 +3,8 @@
 A collective waits for every rank of its group. Where one does not come (it raised an error, it went another way, it
 was stopped), the others learn so when their timeout is over, and the backend says only which socket was silent. So a
 rank whose collective failed asks all ranks, through the store that started the job, what they are doing. A thread of
-each rank (`opensora_accel/watch.py`) answers, even where the rank itself waits. Of 3 ranks, of which rank 1 validates
-by itself and rank 2 waits in the same collective as rank 0, rank 0 says:
+each rank (`opensora_accel/watchdog.py`) answers, even where the rank itself waits. Of 3 ranks, of which rank 1
+validates by itself and rank 2 waits in the same collective as rank 0, rank 0 says:
 
     all_to_all over the ranks 0, 1, 2 failed on rank 0: rank 1 did not come: it is at validate.py:41 in score
 """
@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from opensora_accel import watch
+from opensora_accel import watchdog
 
 
 class MissingRankError(RuntimeError):
@@ -38,7 +38,7 @@ class waiting:
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
-            watch.entered.append((self.operation, self.group))
+            watchdog.entered.append((self.operation, self.group))
 
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -53,12 +53,12 @@ class waiting:
             if isinstance(error, dist.DistError) or "gloo/" in str(error):
                 backend = str(error).splitlines()[0]
                 raise MissingRankError(
-                    f"{watch.explanation(self.operation, self.group)}. Every rank of a group must call a sharded "
+                    f"{watchdog.explanation(self.operation, self.group)}. Every rank of a group must call a sharded "
                     f"model, in validation and sampling too. Backend: {backend}"
                 ) from error
         finally:
             # Not before: a rank that asks meanwhile is to hear of this operation.
-            watch.entered.pop()
+            watchdog.entered.pop()
 
 
 def report_failure(message: str) -> None:
@@ -66,4 +66,4 @@ def report_failure(message: str) -> None:
     if dist.is_initialized():
         # Where rank 0's store is gone nobody can hear of it.
         with suppress(RuntimeError):
-            watch.answer(f"failed: {message}")
+            watchdog.answer(f"failed: {message}")

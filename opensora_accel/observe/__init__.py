@@ -12,6 +12,7 @@ from opensora_accel import lazy
 
 if TYPE_CHECKING:
     from opensora_accel.observe.call_site import find_call_site
+    from opensora_accel.observe.clipping import How, before_clipping
     from opensora_accel.observe.equality import (
         Holders,
         digest,
@@ -92,6 +93,7 @@ __all__ = [
     "FlopCounter",
     "ForwardCall",
     "Holders",
+    "How",
     "LimitedBytes",
     "LiveBytes",
     "MeshShape",
@@ -111,6 +113,7 @@ __all__ = [
     "arena_memory",
     "as_then",
     "axes_between",
+    "before_clipping",
     "call_to_its_end",
     "calls_of",
     "casts_lifted",

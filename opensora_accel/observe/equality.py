@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.parallel_states import get_data_parallel_group, get_mesh, has_mesh
-from opensora_accel.watch import named
+from opensora_accel.watchdog import named
 from shardformer.tensor_parallel import group_of_cut
 
 # Columns of the table that a tensor is read as.
@@ -115,8 +115,16 @@ def holders_of(model: nn.Module) -> dict[str, Holders]:
     return found
 
 
+class Difference(NamedTuple):
+    """The first tensor that differs between ranks that should hold the same."""
+
+    kind: Literal["weights", "gradients"]
+    # Who has what.
+    text: str
+
+
 @torch.no_grad()
-def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> str | None:
+def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> Difference | None:
     """Names the first parameter, or else gradient, that differs between ranks that should hold the same.
 
     None where all are equal; the same on every rank.
@@ -165,10 +173,10 @@ def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> str | 
         if is_other
     }
     assert dist.group.WORLD is not None
-    return _told(keys, gather_objects(seen, dist.group.WORLD))
+    return _describe(keys, gather_objects(seen, dist.group.WORLD))
 
 
-def _told(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> str:
+def _describe(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> Difference:
     """Names the first of `keys` that some rank has seen to differ, with the ranks of each value.
 
     Args:
@@ -200,7 +208,8 @@ def _told(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> str:
     ]
     along = "over all ranks" if axis == "world" else f"along {axis}"
     others = f"; {len(everywhere) - 1} more tensors differ" if len(everywhere) > 1 else ""
-    return f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}{others}"
+    text = f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}{others}"
+    return Difference("weights" if key.startswith("weight") else "gradients", text)
 
 
 def _name(key: str) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from opensora_accel.arguments import tensors_in
 from opensora_accel.communications import gather_objects
-from opensora_accel.watch import named
+from opensora_accel.watchdog import named
 
 
 @dataclass

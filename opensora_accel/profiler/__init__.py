@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
     from opensora_accel.profiler.run_page import CONFIG, METRICS, PAGE, SAMPLES, write_run_page
     from opensora_accel.profiler.time import profile
-    from opensora_accel.profiler.watching import watch
     from opensora_accel.regions import region
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "region",
     "report",
     "tell_of_out_of_memory",
-    "watch",
     "write_run_page",
 ]
 

@@ -8,7 +8,6 @@ from opensora_accel.verify.command import Proof, show_on_terminal
 from opensora_accel.verify.diagnose import diagnose
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
-from opensora_accel.verify.watch import before_clipping
 
 __all__ = [
     "Cause",
@@ -16,7 +15,6 @@ __all__ = [
     "RankPool",
     "Report",
     "Run",
-    "before_clipping",
     "command",
     "diagnose",
     "meshes_of",

@@ -33,7 +33,6 @@ from opensora_accel.verify.diagnose import (
     fit_gradients,
     fit_shares,
 )
-from opensora_accel.verify.observe import Observation, observe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import (
@@ -44,6 +43,7 @@ from opensora_accel.verify.results import (
     find_origin,
     wrong_shapes,
 )
+from opensora_accel.verify.run_step import Observation, observe
 
 # How long the other ranks may take to notice that one of them failed.
 _GRACE_S = 5.0

@@ -25,9 +25,9 @@ from torch import Tensor
 from opensora_accel.observe import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
 from opensora_accel.verify.causes import Cause, Origin, Side, Where
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, relative_error
-from opensora_accel.verify.observe import Observation
 from opensora_accel.verify.parameters import join_shares, match_rows
-from opensora_accel.verify.watch import expected_after_clipping
+from opensora_accel.verify.run_step import Observation
+from opensora_accel.verify.side_effects import expected_after_clipping
 
 AnyCause = TypeVar("AnyCause", bound=Cause)
 # One call of the single device for every data rank in turn, or a single one for the whole batch.

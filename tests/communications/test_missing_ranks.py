@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardformer
-from opensora_accel import Plan, init_parallel, parallel_states, watch
+from opensora_accel import Plan, init_parallel, parallel_states, watchdog
 from opensora_accel import communications as comm
 from opensora_accel.communications import waiting
 from opensora_accel.communications.missing_ranks import MissingRankError
@@ -89,16 +89,16 @@ def meanwhile():
     answers = []
 
     def explanation(*_):
-        answers.append(watch._whereabouts())
+        answers.append(watchdog._whereabouts())
         return "failed"
 
     with (
-        mock.patch.object(watch, "explanation", explanation),
+        mock.patch.object(watchdog, "explanation", explanation),
         pytest.raises(MissingRankError),
         waiting("ring_exchange", dist.group.WORLD),
     ):
         raise RuntimeError("gloo/transport: timed out")
-    assert not watch.entered
+    assert not watchdog.entered
     return answers
 
 
@@ -216,7 +216,7 @@ def recorded():
         return None
     with pytest.raises(RuntimeError):
         dist.broadcast(torch.ones(1), 1)
-    return watch._trace(only_active=False)
+    return watchdog._trace(only_active=False)
 
 
 def test_a_collective_whose_timeout_is_all_but_over_is_found(impatient):
@@ -226,9 +226,9 @@ def test_a_collective_whose_timeout_is_all_but_over_is_found(impatient):
     first, second = by_name["gloo:all_reduce"], by_name["gloo:broadcast"]
     second |= {"retired": False, "timeout_ms": 600_000}
     begun_ns = second["time_created_ns"]
-    assert watch.overdue({"entries": [first]}, begun_ns + 10**12) is None, "it has ended"
-    assert watch.overdue({"entries": [first, second]}, begun_ns + 500 * 10**9) is None
-    found = watch.overdue({"entries": [first, second]}, begun_ns + 597 * 10**9)
+    assert watchdog.overdue({"entries": [first]}, begun_ns + 10**12) is None, "it has ended"
+    assert watchdog.overdue({"entries": [first, second]}, begun_ns + 500 * 10**9) is None
+    found = watchdog.overdue({"entries": [first, second]}, begun_ns + 597 * 10**9)
     assert found == ("broadcast", "0", 597.0)
 
 
@@ -237,7 +237,7 @@ def test_a_collective_whose_timeout_is_all_but_over_is_found(impatient):
     [([3], "rank 3"), ([2, 5], "ranks 2, 5"), ([0, 1, 2, 3, 6], "ranks 0-3, 6")],
 )
 def test_ranks_are_written_short(ranks, text):
-    assert watch.named(ranks, "rank") == text
+    assert watchdog.named(ranks, "rank") == text
 
 
 def timeouts(timeout_s):

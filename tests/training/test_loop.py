@@ -488,7 +488,12 @@ def test_a_watched_run_names_what_goes_wrong(ranks, folder, tmp_path, fault):
     fault("a batch whose loss is NaN, watched")
     config = tiny_config(folder, tmp_path / "drift", Plan(dp_replicate=2), **options)
     for told, error in ranks(2, watched, config, drifts_in_step_three):
-        assert not told and error.startswith("step 3: the weight of ") and "equal in step 1" in error
+        assert (
+            not told
+            and error.startswith("in step 3 ")
+            and "the weight of " in error
+            and "equal in step 1" in error
+        )
     fault("weights that drift apart")
 
 

@@ -54,7 +54,7 @@ from opensora_accel.training.saved_state.folder import (
     remove_partial,
     set_aside,
 )
-from opensora_accel.watch import BACKGROUND
+from opensora_accel.watchdog import BACKGROUND
 
 # The name of the threads that write.
 SAVING = "saved state"

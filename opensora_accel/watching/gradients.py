@@ -31,7 +31,7 @@ from opensora_accel.arguments import tensors_in
 from opensora_accel.fsdp import reshard
 from opensora_accel.observe import ForwardCall, Holders, as_then, local_part, norms
 from opensora_accel.parallel_states import get_data_parallel_group, get_sequence_parallel_group
-from opensora_accel.watch import named
+from opensora_accel.watchdog import named
 
 logger = logging.getLogger(__name__)
 
@@ -236,11 +236,11 @@ def mistakes_of_gradients(
             yield "reduction", what + _told_count(by_hand, counts)
             return
     if not keeps_direction:
-        logger.warning("check_loop: gradients were clipped by value, and so their size is not checked")
+        logger.warning("watch: gradients were clipped by value, and so their size is not checked")
         return
     size = size_of_gradient(model, holders, calls)
     if size is None:
-        logger.warning("check_loop: the loss is too curved to tell the size of its gradient")
+        logger.warning("watch: the loss is too curved to tell the size of its gradient")
         return
     # Gradients that were averaged by hand after the backward may have been clipped in the same place.
     size = size / one.in_all if are_alike else size

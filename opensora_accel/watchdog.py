@@ -31,7 +31,7 @@ _PREFIX = "opensora_accel"
 _TORCH = os.path.dirname(torch.__file__)
 _COMMUNICATIONS = os.path.join(os.path.dirname(__file__), "communications")
 _POLL_S = 0.5
-_NAME = "watch"
+_NAME = "opensora_accel watchdog"
 # How long a rank that failed waits for what the others answer.
 PATIENCE_S = 3.0
 # So long before a timeout of NCCL is over it is told; asking takes up to three seconds.
@@ -46,21 +46,21 @@ _stop = threading.Event()
 _has_failed = False
 
 
-def start_watch() -> None:
+def start_watchdog() -> None:
     """Starts the thread that answers; `init_parallel` calls it when the groups are there."""
     global _store, _stop, _has_failed
     # Called again after groups were made anew, it leaves no thread of the old ones behind.
-    stop_watch()
+    stop_watchdog()
     # One rank waits for nobody, and the other ranks of a fake group do not exist.
     if dist.get_world_size() == 1 or "fake" in dist.get_backend():
         return
     # A connection of its own: the program may wait in the store, for a group that is being made.
     _store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     _stop, _has_failed = threading.Event(), False
-    threading.Thread(target=_watch, args=(_store, _stop), name=_NAME, daemon=True).start()
+    threading.Thread(target=_answer, args=(_store, _stop), name=_NAME, daemon=True).start()
 
 
-def stop_watch() -> None:
+def stop_watchdog() -> None:
     """Ends the thread; `parallel_states.reset` calls it."""
     global _store
     _store = None
@@ -70,13 +70,13 @@ def stop_watch() -> None:
 @atexit.register
 def _end() -> None:
     # A thread that comes back from torch while Python ends would abort the process.
-    stop_watch()
+    stop_watchdog()
     for thread in threading.enumerate():
         if thread.name == _NAME:
             thread.join(_POLL_S)
 
 
-def _watch(store: dist.Store, stop: threading.Event) -> None:
+def _answer(store: dist.Store, stop: threading.Event) -> None:
     answered = told = False
     while not stop.wait(_POLL_S) and dist.is_initialized():
         try:

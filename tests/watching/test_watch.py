@@ -14,7 +14,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.observe.equality import digest
-from opensora_accel.profiler import watch
+from opensora_accel.watching import LoopMistake, watch
 from tests.profiler.timelines import one_second_step, share_of_step, shortened
 from tests.tiers import some
 from tests.video_models import CASES
@@ -86,11 +86,13 @@ def watched_steps(plan, wrong=None, rank=None, at=None, every=2, num_steps=5):
     """Losses of steps under a watch; in step `at`, `rank` is made wrong. With the error, where there was one."""
     case, model, wrapped, optimizer = build(plan)
     losses, hooks = [], (len(model._forward_pre_hooks), len(model._forward_hooks))
-    with watch(model, plan, every=every) as run:
+    # The samples are the same on all ranks, which the first steps would name.
+    with watch(model, plan, every=every, check_steps=0) as run:
         try:
             for number in range(1, num_steps + 1):
                 set_last_microbatch(model, True)
                 loss = loss_of(wrapped, case.inputs())
+                run.loss(loss)
                 loss.backward()
                 if plan.tp > 1 and plan.ring > 1:
                     # Without DDP the gradients of a ring's ranks are added up by the loop.
@@ -102,8 +104,7 @@ def watched_steps(plan, wrong=None, rank=None, at=None, every=2, num_steps=5):
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-                run.step(loss=loss)
-        except ValueError as error:
+        except LoopMistake as error:
             return losses, str(error)
     assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
     return losses, run.block_norms
@@ -162,7 +163,7 @@ def norms_of(plan):
     from shardformer.tensor_parallel import full_tensor
 
     case, model, wrapped, _ = build(plan)
-    with watch(model, plan) as run:
+    with watch(model, plan, check_steps=0) as run:
         loss_of(wrapped, case.inputs()).backward()
         run.check()
         squares = dict.fromkeys(run.block_norms, 0.0)
@@ -183,7 +184,7 @@ def test_norms_are_taken_of_any_dtype(dtypes):
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False, dtype=dtype) for dtype in dtypes))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 2.0)
-    with watch(model) as run:
+    with watch(model, check_steps=0) as run:
         run.check()
     assert sum(norm**2 for norm in run.block_norms.values()) == pytest.approx(4 * 9 * len(dtypes))
 
@@ -231,20 +232,20 @@ def test_what_differs_is_named_on_every_rank(ranks, which):
     messages = {message for _, message in found}
     assert len(messages) == 1, messages
     (message,) = messages
-    assert message.startswith("step 3: the ") and told in message
+    assert message.startswith("in step 3 ") and f"the {told}" in message
     assert f"rank {rank} has " in message and "they were equal in step 1" in message
 
 
 def test_what_differs_between_two_looks_is_found_at_the_next(ranks):
     for losses, message in ranks(2, watched_steps, PLANS["ddp"], change_a_weight, 1, 4):
-        assert len(losses) == 4 and message.startswith("step 5: the weight ") and "equal in step 3" in message
+        assert len(losses) == 4 and message.startswith("in step 5 ") and "equal in step 3" in message
 
 
 def other_samples(_):
     """Ranks of a sequence group that draw other noise from the sixth step on, long after the first forwards."""
     plan = PLANS["ulysses"]
     case, model, wrapped, optimizer = build(plan)
-    with watch(model, plan, every=3) as run:
+    with watch(model, plan, every=3, check_steps=0) as run:
         for number in range(1, 12):
             inputs = case.inputs()
             if number >= 6:
@@ -303,22 +304,23 @@ def nan_told(plan, where):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("opensora_accel.profiler.watching").addHandler(handler)
+    logging.getLogger("opensora_accel.watching.watch").addHandler(handler)
     try:
-        with watch(model, plan) as run:
+        with watch(model, plan, check_steps=0) as run:
             set_last_microbatch(model, True)
             loss = loss_of(wrapped, case.inputs())
+            run.loss(loss, samples=[f"clip_{dist.get_rank()}.mp4"])
             (loss * (torch.nan if where == "loss" else 1.0)).backward()
             before = {name: local(p.grad).clone() for name, p in model.named_parameters()}
             state = torch.get_rng_state()
-            run.check(files=[f"clip_{dist.get_rank()}.mp4"])
+            run.check()
             kept = all(
                 torch.equal(before[name].view(torch.int32), local(p.grad).view(torch.int32))
                 for name, p in model.named_parameters()
             )
             assert kept and torch.equal(state, torch.get_rng_state())
     finally:
-        logging.getLogger("opensora_accel.profiler.watching").removeHandler(handler)
+        logging.getLogger("opensora_accel.watching.watch").removeHandler(handler)
     return records
 
 
@@ -351,19 +353,19 @@ def test_a_spike_is_told_with_its_files_and_its_block(caplog):
     case = CASES["Wan"]
     model = case.make()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with caplog.at_level(logging.WARNING), watch(model, spike=4.0, every=10) as run:
+    with caplog.at_level(logging.WARNING), watch(model, spike=4.0, every=10, check_steps=0) as run:
         for number in range(1, 31):
             loss = model(**case.inputs(), return_dict=False)[0].square().mean()
+            run.loss(loss * (9 if number == 27 else 1), samples=[f"{number}.mp4", f"{number}.mp4"])
             loss.backward()
             if number == 25:
                 model.blocks[1].attn1.to_k.weight.grad += 1000
             # Clipped ones would not show it.
-            run.check(files=[f"{number}.mp4"])
+            run.check()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            run.step(loss=loss * (9 if number == 27 else 1), files=[f"{number}.mp4", f"{number}.mp4"])
-    own = [record for record in caplog.records if record.name == "opensora_accel.profiler.watching"]
+    own = [record for record in caplog.records if record.name == "opensora_accel.watching.watch"]
     norm, loss = (record.getMessage() for record in own)
     assert "the gradient norm of step 25 is " in norm and "most of it in blocks.1: " in norm
     assert norm.endswith("when last looked at; its files: 25.mp4")
@@ -374,8 +376,17 @@ def test_a_spike_is_told_with_its_files_and_its_block(caplog):
 
 def test_wrong_arguments_are_refused():
     model = nn.Linear(2, 2)
-    for wrong in ({"every": 0}, {"spike": 1.0}, {"spike": float("nan")}, {"plan": Plan(ulysses=2)}):
-        with pytest.raises(ValueError, match=r"every must|spike must|the plan is for 2 ranks"):
+    wrongs = (
+        {"every": 0},
+        {"check_steps": -1},
+        {"spike": 1.0},
+        {"spike": float("nan")},
+        {"plan": Plan(ulysses=2)},
+    )
+    for wrong in wrongs:
+        with pytest.raises(
+            ValueError, match=r"every must|check_steps must|spike must|the plan is for 2 ranks"
+        ):
             watch(model, **wrong)
 
 
@@ -405,6 +416,8 @@ def costs():
 
     def step(inputs, run=None):
         begin = time.process_time()
+        if run is not None:
+            run.loss(1.0)
         model(**inputs, return_dict=False)[0].square().mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         if run is not None:
@@ -412,12 +425,12 @@ def costs():
         optimizer.step()
         optimizer.zero_grad()
         if run is not None:
-            run.step(loss=1.0)
+            run.step()
         return time.process_time() - begin
 
     def turns(inputs, number):
         for _ in range(number):
-            with watch(model, every=100) as run:
+            with watch(model, every=100, check_steps=0) as run:
                 look, watched = step(inputs, run), step(inputs, run)  # the first step looks over the ranks
             yield look, watched, step(inputs)
 

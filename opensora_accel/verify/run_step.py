@@ -19,10 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from opensora_accel.communications import held_against_exact, without_comparing_inputs
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.observe import (
+    How,
     ModelFn,
     Run,
     Step,
     accelerator_stand_ins,
+    before_clipping,
     call_to_its_end,
     casts_lifted,
     launcher_environment,
@@ -40,11 +42,9 @@ from opensora_accel.verify.parameters import (
     plain_name,
     whole,
 )
-from opensora_accel.verify.watch import (
+from opensora_accel.verify.side_effects import (
     Clip,
     Definitions,
-    How,
-    before_clipping,
     fsdp1_modules,
     generator_states,
     held_back_by_fsdp2,

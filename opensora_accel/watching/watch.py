@@ -1,24 +1,26 @@
-"""What a verifier can check while a run trains, for at most a hundredth of its time.
+"""What a training loop enters, so that what goes wrong in it is named: by mistake, rank, parameter, step and file.
 
-    with watch(model, plan, every=100) as run:
+    with watch(model, plan, every=100, ema=ema) as run:      # the sharded model, before or after DDP; FSDP2 first
         for batch in loader:
-            loss = model(batch).loss
+            loss = loss_of(model, batch)                     # the mean over this rank's samples, as ever
+            run.loss(loss, samples=batch.files)              # where it is, before the backward
             loss.backward()
-            run.check(files=batch.files)                   # where gradients are clipped, before it
-            optimizer.step()
+            run.check()                                      # where gradients are clipped, before it
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()                                 # a step ends here
             optimizer.zero_grad()
-            run.step(loss=loss, files=batch.files)         # a step ends here
 
 A mistake between ranks leaves no trace in the loss. What is looked at, and when:
 
-    every step      the norm of all gradients: NaN, an infinity, a spike, told with the step's files
-                    when it is not finite: the step runs again, and the first module and rank are named
-    every N steps   weights and their gradients, on the ranks that should hold the same (`equality`)
-                    sample, noise and timestep, on the ranks that share a sample (`shardformer`'s own check)
-                    the norm of each block's gradients
+    first two steps  all mistakes of `mistakes.REMEDIES`, by up to eleven forwards more in each (`first_steps`)
+    every step       the norm of all gradients: NaN, an infinity, a spike, told with the step's files
+                     when it is not finite: the step runs again, and the first module and rank are named
+    every N steps    weights and their gradients, on the ranks that should hold the same (`observe.equality`)
+                     sample, noise and timestep, on the ranks that share a sample (`shardformer`'s own check)
+                     the norm of each block's gradients
 
-What differs between ranks ends the run by an error on all of them, because no step after it is worth its time. Anything
-else is told in the log.
+A mistake between ranks ends the run by a `LoopMistake` on all of them, because no step after it is worth its time.
+Anything else is told in the log. After the first two steps it takes at most a hundredth of the run's time.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +50,9 @@ from opensora_accel.observe import (
 )
 from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
+from opensora_accel.watching.first_steps import FirstSteps, mistakes_of_saved_weights
+from opensora_accel.watching.mistakes import LoopMistake
+from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer import blocks_of
 from shardformer.policy import Policy, find_policy, has_policy
 
@@ -63,15 +68,21 @@ class watch:
     """Watches a training run; all ranks enter it together.
 
     Args:
-        model: sharded as it is trained, before or after it was wrapped by DDP.
+        model: as `shardformer.shard` made it, before or after DDP was put around it.
         plan: for a check that its ranks are those of the job.
         every: steps between two looks over the ranks; the first step is one.
+        check_steps: so many first steps are looked at in depth; 0 for none.
+        ema: the averaged copy, on the ranks that keep one, for the first steps.
         spike: times the median of the last hundred steps from which a loss or a norm is told.
         policy: as given to `shardformer.shard`; without any, the items of the model's outermost lists of modules count
             as blocks.
 
+    Communication: see the methods, and `first_steps`.
+
     Raises:
-        ValueError: `every` is not positive, `spike` not above 1, or the plan has other ranks than the job.
+        LoopMistake: on all ranks, where one of them does what `mistakes.REMEDIES` lists.
+        ValueError: `every` is not positive, `check_steps` negative, `spike` not above 1, the plan has other ranks than
+            the job, or `model` is a wrapper.
     """
 
     def __init__(
@@ -80,14 +91,23 @@ class watch:
         plan: Plan | None = None,
         *,
         every: int = 100,
+        check_steps: int = 2,
+        ema: nn.Module | None = None,
         spike: float = 5.0,
         policy: Policy | None = None,
         first_step: int = 1,
     ):
         if every < 1:
             raise ValueError(f"every must be at least 1 step between two looks; got {every}")
+        if check_steps < 0:
+            raise ValueError(f"check_steps must be 0 or a number of first steps; got {check_steps}")
         if not spike > 1:
             raise ValueError(f"spike must be above 1, times the median of the steps before; got {spike}")
+        if hasattr(model, "module") and isinstance(model.module, nn.Module):
+            raise ValueError(
+                f"watch takes the model that shardformer.shard returned, not the {type(model).__name__} around it; "
+                "pass model.module"
+            )
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         if plan is not None and plan.world_size != num_ranks:
             raise ValueError(f"the plan is for {plan.world_size} ranks, and the job has {num_ranks}")
@@ -101,6 +121,10 @@ class watch:
         self._places = {name: block_of.get(id(p), len(blocks)) for name, p in model.named_parameters()}
         self._holders = holders_of(model)
         self._inputs = StepInputs(model)
+        self._first = FirstSteps(model, self._inputs, ema, check_steps) if check_steps else None
+        # What the loop has told of this step's losses, and the samples that they are of.
+        self._told: list[float | Tensor] = []
+        self._samples: list[str] = []
         self._norms, self._losses = deque[float](maxlen=_NUM_STEPS), deque[float](maxlen=_NUM_STEPS)
         self._is_checked = False
         # Optimizers that have begun to step in this step.
@@ -112,30 +136,59 @@ class watch:
     def __enter__(self) -> watch:
         own = {id(parameter) for parameter in self._model.parameters()}
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(
+            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> StepArguments | None:
             # A step may have more than one optimizer; other models of the program have theirs.
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                if id(optimizer) in self._stepped:
-                    self.step()  # a loop that does not tell where a step ends
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                return None
+            if id(optimizer) in self._stepped:
+                self.step()  # a loop that does not tell where a step ends
+
+            def look() -> None:
                 self._stepped.add(id(optimizer))
                 self.check()
 
+            return when_gradients_are_there(args, kwargs, look)
+
         with ExitStack() as undo:
             undo.enter_context(self._inputs)
+            # First, so that a mistake has its own name.
+            if self._first is not None:
+                undo.enter_context(self._first)
             undo.callback(register_optimizer_step_pre_hook(before).remove)
             undo.callback(compare_next_forwards, False)
             self._undo = undo.pop_all()
         compare_next_forwards(self._is_due)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+    def __exit__(self, *exception: Any) -> None:
+        self._undo.__exit__(*exception)
 
     @property
     def _is_due(self) -> bool:
         return (self._number - self._first_step) % self._every == 0
 
-    def check(self, norm: float | None = None, files: Sequence[str] = ()) -> None:
+    # ---- what a loop calls
+
+    def loss(self, loss: float | Tensor, samples: Sequence[Any] = ()) -> None:
+        """The loss that is reported, once before each backward: the mean over this rank's samples.
+
+        Args:
+            loss: a scalar that has the model's outputs in its graph, not yet divided for accumulation; the first steps
+                compare gradients with it. A number is enough for spikes. When the step ends it is read, for which the
+                host waits for a GPU.
+            samples: what this rank's samples are known by (files, indices): the same on the ranks that share them,
+                others elsewhere. They are told where a norm or a loss is not what it should be.
+        """
+        if self._stepped:
+            self.step()  # a loop that does not say where a step ends
+        self._told.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        self._samples += map(str, samples)
+        if self._first is not None and isinstance(loss, Tensor):
+            self._first.loss(loss, samples)
+
+    def check(self, norm: float | None = None) -> None:
         """Looks at the gradients of this step, once. Where the loop does not call it, the optimizer's step does.
 
         Clipped gradients have no spikes, so a loop that clips calls it before.
@@ -143,30 +196,76 @@ class watch:
         Args:
             norm: of all gradients, the same on every rank, where the loop knows it already: it saves a reduction and
                 a wait for the device.
-            files: those that this rank's samples are from, told where the norm is not finite or a spike.
 
         Communication: where `norm` is not given, an all-reduce of a number for each block; every N-th step, two
         integers for each parameter.
 
         Raises:
-            ValueError: on all ranks, where a weight or a gradient is not what the ranks that should hold the same have.
+            LoopMistake: on all ranks, where a weight or a gradient is not what the ranks that should hold the same
+                have.
         """
         if self._is_checked:
             return
         self._is_checked = True
         try:
-            self._look(norm, files)
+            self._look(norm)
         finally:
-            self._inputs.calls.clear()
+            if self._is_past_first_steps:
+                self._inputs.calls.clear()
 
-    def _look(self, norm: float | None, files: Sequence[str]) -> None:
+    def step(self) -> None:
+        """A step has ended. Where the loop does not say so, it ends when the next one begins."""
+        if self._told:
+            self._look_at_loss(math.fsum(float(each) for each in self._told) / len(self._told))
+        self._told.clear()
+        self._samples.clear()
+        if self._is_past_first_steps:
+            self._inputs.calls.clear()
+        self._number += 1
+        self._is_checked = False
+        self._stepped.clear()
+        compare_next_forwards(self._is_due)
+
+    @contextmanager
+    def sampling(self, may_keep_bytes: int = 64 << 20) -> Iterator[None]:
+        """Around validation and sampling in mid-training, which all ranks enter; looked at between the first steps.
+
+        Args:
+            may_keep_bytes: what may be alive afterwards on the device that was not before.
+        """
+        if self._first is None:
+            yield
+            return
+        with self._first.sampling(may_keep_bytes):
+            yield
+
+    def saves(self, state: Mapping[str, Any]) -> None:
+        """What the loop is about to write, on the ranks that write: names and shapes have to be the model's own.
+
+        Args:
+            state: by name, tensors; of adapters (LoRA) alone, or of the whole model.
+
+        Raises:
+            LoopMistake: on this rank alone.
+        """
+        found = mistakes_of_saved_weights(self._model, state)
+        if found:
+            raise LoopMistake([("saved weights", found)], self._number)
+
+    # ---- what it looks at
+
+    @property
+    def _is_past_first_steps(self) -> bool:
+        return self._first is None or self._first.is_over
+
+    def _look(self, norm: float | None) -> None:
         before = self.block_norms
         if norm is None or self._is_due:
             self._look_at_blocks()
             norm = math.sqrt(sum(each**2 for each in self.block_norms.values())) if norm is None else norm
         if not math.isfinite(norm):
             where = trace_nonfinite(self._model, self._inputs.calls)
-            self._tell(f"the gradient norm of step {self._number} is {norm}: {where}", files)
+            self._tell(f"the gradient norm of step {self._number} is {norm}: {where}")
         elif len(self._norms) >= _FEWEST_STEPS and norm > self._spike * statistics.median(self._norms):
             if self.last_look != self._number:
                 self._look_at_blocks()
@@ -174,31 +273,14 @@ class watch:
             self._tell(
                 f"the gradient norm of step {self._number} is {norm:.3g}, {norm / statistics.median(self._norms):.1f} "
                 f"times the median of {len(self._norms)} steps; most of it in {name}: {self.block_norms[name]:.3g}, "
-                f"{before.get(name, math.nan):.3g} when last looked at",
-                files,
+                f"{before.get(name, math.nan):.3g} when last looked at"
             )
         if math.isfinite(norm):
             self._norms.append(norm)
             if self._is_due:
                 self._look_over_ranks()
 
-    def step(self, loss: float | Tensor | None = None, files: Sequence[str] = ()) -> None:
-        """A step has ended. Where the loop does not say so, it ends when its optimizer steps again.
-
-        Args:
-            loss: a number or a scalar tensor, of this rank's samples and not the mean over ranks, so that a spike
-                names the files that it is of; reading a tensor on a GPU waits for it.
-            files: those that this rank's samples are from.
-        """
-        if loss is not None:
-            self._look_at_loss(loss.item() if isinstance(loss, Tensor) else loss, files)
-        self._inputs.calls.clear()
-        self._number += 1
-        self._is_checked = False
-        self._stepped.clear()
-        compare_next_forwards(self._is_due)
-
-    def _look_at_loss(self, loss: float, files: Sequence[str]) -> None:
+    def _look_at_loss(self, loss: float) -> None:
         median = statistics.median(self._losses) if len(self._losses) >= _FEWEST_STEPS else math.inf
         group = get_sequence_parallel_group() if dist.is_initialized() else None
         # Ranks that share a sample have the same loss: one of them says so.
@@ -211,13 +293,14 @@ class watch:
                 loss,
                 loss / median,
                 len(self._losses),
-                _shown(files),
+                _shown(self._samples),
             )
         if math.isfinite(loss):
             self._losses.append(loss)
 
-    def _tell(self, what: str, files: Sequence[str]) -> None:
+    def _tell(self, what: str) -> None:
         """Rank 0 warns, with the files of all ranks. Communication: an object all-gather."""
+        files = self._samples
         if dist.is_initialized():
             assert dist.group.WORLD is not None
             files = [file for each in gather_objects(list(files), dist.group.WORLD) for file in each]
@@ -226,17 +309,14 @@ class watch:
 
     @torch.no_grad()
     def _look_over_ranks(self) -> None:
-        told = first_difference(self._model, self._holders)
-        if told is not None:
+        difference = first_difference(self._model, self._holders)
+        if difference is not None:
             since = (
                 f"they were equal in step {self._last_equal}: go on from a state saved until then"
                 if self._last_equal
-                else "this is the first look: load or initialise the same weights on all of them"
+                else "this is the first look"
             )
-            raise ValueError(
-                f"step {self._number}: {told}. Ranks that hold the same parameters train different models from here; "
-                f"{since}"
-            )
+            raise LoopMistake([(difference.kind, f"{difference.text}; {since}")], self._number)
         self._last_equal = self._number
 
     @torch.no_grad()

@@ -1,23 +1,15 @@
-"""The mistakes that a training loop makes under sequence parallelism, each named within its first two steps.
-
-    with check_loop(model) as check:                 # the sharded model, before or after DDP; FSDP2 first
-        for batch in loader:
-            loss = loss_of(model, batch)             # the mean over this rank's samples, as ever
-            check.loss(loss, samples=batch["path"])  # where it is, before the backward
-            loss.backward()
-            optimizer.step()                         # a step ends here
-            optimizer.zero_grad()
+"""The first steps of a loop, looked at in depth: each mistake under sequence parallelism is named within two of them.
 
 None of these mistakes stops a run, and most leave the loss as it was. What is looked at, and when:
 
-    at __enter__          the ranks hold the same weights
-    before each forward   who has whose clip, text and timestep (`loop_inputs`); train or eval mode
+    at the start          the ranks hold the same weights
+    before each forward   who has whose clip, text and timestep (`inputs`); train or eval mode
     at each backward      old gradients
-    at the optimizer      gradients are equal where weights are, those of the loss (`loop_gradients`), clipped alike
-    after two steps       every weight that has a gradient moved (`loop_weights`), and the EMA on every rank
+    at the optimizer      gradients are equal where weights are, those of the loss (`gradients`), clipped alike
+    after two steps       every weight that has a gradient moved (`weights`), and the EMA on every rank
 
 What ranks tell each other begins with the place where they are: a rank that skips a step is told from those that wait
-for it. All ranks raise the same error. After the two steps the hooks are gone, and a step costs what it did.
+for it. All ranks raise the same error. After these steps the hooks are gone, and a step costs what it did.
 """
 
 from __future__ import annotations
@@ -37,63 +29,32 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from opensora_accel.arguments import tensors_in
 from opensora_accel.communications import gather_objects, without_comparing_inputs
 from opensora_accel.fsdp import reshard
-from opensora_accel.integrations.loop_gradients import (
-    Losses,
-    Scaled,
-    mistakes_of_gradients,
-    norms_of_gradients,
-    scaled_since,
-)
-from opensora_accel.integrations.loop_inputs import Draws, Repeats, look_at_inputs, mistakes_of_inputs
-from opensora_accel.integrations.loop_weights import TrainedWeights, digests
 from opensora_accel.observe import (
     LiveBytes,
     StepInputs,
+    before_clipping,
     digest,
     first_difference,
     holders_of,
     local_part,
 )
 from opensora_accel.parallel_states import get_data_parallel_group
-from opensora_accel.verify import before_clipping
-from opensora_accel.watch import named
+from opensora_accel.watchdog import named
+from opensora_accel.watching.gradients import (
+    Losses,
+    Scaled,
+    mistakes_of_gradients,
+    norms_of_gradients,
+    scaled_since,
+)
+from opensora_accel.watching.inputs import Draws, Repeats, look_at_inputs, mistakes_of_inputs
+from opensora_accel.watching.mistakes import LoopMistake
+from opensora_accel.watching.weights import TrainedWeights, digests
 from opensora_accel.wrapping import StepArguments, replaced, when_gradients_are_there
 from shardformer.engine import uncompiled
 
 logger = logging.getLogger(__name__)
 
-# What each mistake is called, and what to do about it.
-REMEDIES = {
-    "weights": "load or initialise the same weights on all of them",
-    "bucket": "draw buckets by parallel_states.get_data_parallel_group().rank(), and not by the global rank",
-    "sample": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group(), or "
-    "integrations.accelerate.data_parallel_dataloader",
-    "repeated samples": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group()",
-    "noise": "draw noise per sample, or from a generator that is seeded by the data rank",
-    "repeated noise": "draw noise per sample, or from a generator that is seeded by the data rank",
-    "timestep": "draw timesteps per sample, or from a generator that is seeded by the data rank",
-    "repeated timestep": "draw timesteps per sample, or from a generator that is seeded by the data rank",
-    "caption dropout": "draw dropped captions per sample, or from a generator that is seeded by the data rank",
-    "eval mode": "call model.train() when sampling or validation is over",
-    "stale gradients": "call optimizer.zero_grad() after each optimizer.step()",
-    "cleared gradients": "call optimizer.zero_grad() after optimizer.step() or before the backward, and not in between",
-    "skipped step": "agree on what decides (a finite loss or norm, an overflow, the end of the data) by an all-reduce, "
-    "and step on all ranks or on none",
-    "loss": "compute it on the whole output, which each of them has, and reduce it over no ranks before the backward",
-    "loss scale": "backward the mean over this rank's samples, divided by the number of backwards in a step; multiply "
-    "or divide by no number of ranks",
-    "gradients": "average them over all ranks: DDP or FSDP2 without a process group, or with "
-    "parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)",
-    "reduction": "average gradients once over all ranks, as DDP and FSDP2 do; sum over none, divide by nothing more",
-    "clipping": "clip by the norm of all shards, when gradients are averaged: "
-    "shardformer.clip_grad_norm_(model, max_norm), or torch.nn.utils.clip_grad_norm_ on DTensors",
-    "optimizer": "make the optimizer after shardformer.shard(model, plan), from model.parameters()",
-    "unmoved weight": "give it a learning rate and write no old value back, or freeze it: requires_grad_(False)",
-    "ema": "update it on every rank that was given one, after the optimizer's step",
-    "sampling": "sample on all ranks under torch.no_grad(), and keep neither outputs nor models on the device",
-    "saved weights": "save full tensors by the names of the model itself: shardformer.tensor_parallel.full_state_dict, "
-    "or shardformer.save_lora for adapters",
-}
 # Where a rank may be when ranks tell each other something.
 _FORWARD, _OPTIMIZER, _SAMPLING, _END = "calls the model", "steps the optimizer", "samples", "ends the loop"
 _PLURAL = {"calls": "call", "steps": "step", "samples": "sample", "ends": "end"}
@@ -105,20 +66,12 @@ def _told_place(place: str, ranks: list[int]) -> str:
     return f"{named(ranks, 'rank')} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}".rstrip()
 
 
-class LoopMistake(ValueError):
-    """What a loop does wrong; `names` are keys of `REMEDIES`."""
-
-    def __init__(self, found: Sequence[tuple[str, str]], step: int):
-        self.names = tuple(name for name, _ in found)
-        listed = "".join(f"\n  {name}: {what}. To do: {REMEDIES[name]}" for name, what in found)
-        super().__init__(f"in step {step} this loop does not train as one device would:{listed}")
-
-
-class check_loop:
+class FirstSteps:
     """Checks the first steps of a training loop; all ranks enter it together.
 
     Args:
         model: as `shardformer.shard` made it, not the wrapper that DDP puts around it.
+        inputs: of the model's forwards, kept by whoever enters this.
         ema: the averaged copy, on the ranks that keep one.
         num_steps: of the optimizer, that are checked.
 
@@ -126,18 +79,11 @@ class check_loop:
     and of up to eleven forwards without gradients for each of the step's.
 
     Raises:
-        LoopMistake: on all ranks, where one of them does what this module's table lists.
-        ValueError: no step is to be checked, or `model` is a wrapper.
+        LoopMistake: on all ranks, where one of them does what `mistakes.REMEDIES` lists.
     """
 
-    def __init__(self, model: nn.Module, *, ema: nn.Module | None = None, num_steps: int = 2):
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1 step of the optimizer; got {num_steps}")
-        if hasattr(model, "module") and isinstance(model.module, nn.Module):
-            raise ValueError(
-                f"check_loop takes the model that shardformer.shard returned, not the {type(model).__name__} around "
-                "it; pass model.module"
-            )
+    def __init__(self, model: nn.Module, inputs: StepInputs, ema: nn.Module | None, num_steps: int):
+        self._inputs = inputs
         self._model, self._ema, self._num_steps = model, ema, num_steps
         self._holders = holders_of(model)
         data = get_data_parallel_group() if dist.is_initialized() else None
@@ -165,12 +111,11 @@ class check_loop:
 
     # ---- what a loop calls
 
-    def __enter__(self) -> check_loop:
-        self._draws, self._inputs = Draws(), StepInputs(self._model)
+    def __enter__(self) -> FirstSteps:
+        self._draws = Draws()
         with ExitStack() as undo:
             # Its own comparison names an argument, and ends the run before anything else can be said.
             undo.enter_context(without_comparing_inputs())
-            undo.enter_context(self._inputs)
             for hook in (
                 self._model.register_forward_pre_hook(
                     uncompiled(self._before_forward), prepend=True, with_kwargs=True
@@ -185,7 +130,7 @@ class check_loop:
             undo.enter_context(self._draws)
             self._undo = undo.pop_all()
         try:
-            self._tell(self._unequal("weights"))
+            self._tell(self._unequal())
         except LoopMistake:
             self._undo.close()
             raise
@@ -208,7 +153,7 @@ class check_loop:
             samples: what this rank's samples are known by (files, indices): the same on the ranks that share them,
                 others elsewhere.
         """
-        if self._is_over:
+        if self.is_over:
             return
         # The outputs' hooks take it for a backward.
         kept = [(call, dict(call.gradients)) for call in self._inputs.calls]
@@ -227,7 +172,7 @@ class check_loop:
         Args:
             may_keep_bytes: what may be alive afterwards on the device that was not before.
         """
-        if self._is_over:
+        if self.is_over:
             yield
             return
         self._place = _SAMPLING
@@ -257,29 +202,6 @@ class check_loop:
             )
         self._tell(found)
 
-    def saves(self, state: Mapping[str, Any]) -> None:
-        """What the loop is about to write, on the ranks that write: names and shapes have to be the model's own.
-
-        Args:
-            state: by name, tensors; of adapters (LoRA) alone, or of the whole model.
-
-        Raises:
-            LoopMistake: on this rank alone.
-        """
-        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-        found = []
-        for name, tensor in state.items():
-            wrapper = next((each for each in _WRAPPERS if f".{each}" in f".{name}"), None)
-            if wrapper is not None:
-                found.append(f"{name} has the name of a wrapper, {wrapper[:-1]}")
-            elif isinstance(tensor, DTensor):
-                found.append(f"{name} is a DTensor, of which this rank has a shard")
-            elif isinstance(tensor, Tensor) and shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
-                found.append(f"{name} has the shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
-        if found:
-            more = f"; {len(found) - 1} more like it" if len(found) > 1 else ""
-            raise LoopMistake([("saved weights", found[0] + more)], self._step)
-
     # ---- when it looks
 
     @property
@@ -287,7 +209,8 @@ class check_loop:
         return min(self._num_steps_done + 1, self._num_steps)
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether so many steps were made: nothing more is looked at."""
         return self._num_steps_done >= self._num_steps
 
     @contextmanager
@@ -297,7 +220,7 @@ class check_loop:
 
         def met(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
             is_ours = wrapper.module is self._model and torch.is_grad_enabled()
-            if not is_ours or self._is_over or torch.compiler.is_compiling():
+            if not is_ours or self.is_over or torch.compiler.is_compiling():
                 return forward(wrapper, *args, **kwargs)
             self._place = _FORWARD
             self._gather(None)
@@ -319,7 +242,7 @@ class check_loop:
         if not torch.is_grad_enabled():
             return
         self._place = _FORWARD
-        if self._is_over:
+        if self.is_over:
             self._finish()
             return
         mine = look_at_inputs(model, args, kwargs, self._data_rank, draws), model.training
@@ -341,7 +264,7 @@ class check_loop:
             return
         self._draws.is_paused = False
         known = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if known and not self._is_over:
+        if known and not self.is_over:
             self._outputs = known
             # Whichever comes first: by the second one, weights may have a gradient of this backward.
             for output_tensor in known:
@@ -378,7 +301,7 @@ class check_loop:
     @torch.no_grad()
     def _before_clipping(self, how: str, _limit: float, parameters: Sequence[Tensor]) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}
-        if self._is_over or not any(id(parameter) in own for parameter in parameters):
+        if self.is_over or not any(id(parameter) in own for parameter in parameters):
             return
         norms = norms_of_gradients(self._model)
         self._is_clipped_by_value |= how == "value"
@@ -396,7 +319,7 @@ class check_loop:
     def _before_optimizer(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepArguments | None:
-        if self._is_over:
+        if self.is_over:
             return None
         return when_gradients_are_there(args, kwargs, lambda: self._look_at_gradients(optimizer))
 
@@ -420,7 +343,7 @@ class check_loop:
             by_hand = 1.0 if scaled is None else scaled.by_hand
             self._tell(list(self._losses.mistakes(everyone, by_hand)) if self._losses.told else [])
             self._tell(self._repeats.of_noise())
-            self._tell(self._unequal("gradients"))
+            self._tell(self._unequal())
             self._tell(self._mistakes_of_clips())
             self._tell(self._of_size(self._gather(scaled)))
         finally:
@@ -443,7 +366,7 @@ class check_loop:
         watched = [call for call in self._inputs.calls if call.gradients]
         if not all(self._gather(bool(watched))) or all(each is None for each in scaled):
             logger.warning(
-                "check_loop: in step %d no gradients are in parameter.grad, and so they are not checked",
+                "watch: in step %d no gradients are in parameter.grad, and so they are not checked",
                 self._step,
             )
             return []
@@ -451,7 +374,7 @@ class check_loop:
         return list(mistakes_of_gradients(self._model, self._holders, watched, scaled, keeps_direction))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._weights.held_by(optimizer) and not self._is_over and not self._is_first_forward:
+        if self._weights.held_by(optimizer) and not self.is_over and not self._is_first_forward:
             self._num_steps_done += 1
             self._inputs.calls.clear()
             self._begin_step()
@@ -468,19 +391,16 @@ class check_loop:
             return
         if num_steps == 0:
             logger.warning(
-                "check_loop: nothing was compared: the loop ended before an optimizer of the model's parameters stepped"
+                "watch: nothing was compared: the loop ended before an optimizer of the model's parameters stepped"
             )
         else:
-            logger.info("check_loop: %d steps train as one device would", num_steps)
+            logger.info("watch: %d steps train as one device would", num_steps)
 
     # ---- what it looks at
 
-    def _unequal(self, which: str) -> list[tuple[str, str]]:
-        told = first_difference(self._model, self._holders)
-        if told is None:
-            return []
-        kind = "weights" if told.startswith("the weight") else which
-        return [(kind, told)]
+    def _unequal(self) -> list[tuple[str, str]]:
+        difference = first_difference(self._model, self._holders)
+        return [] if difference is None else [(difference.kind, difference.text)]
 
     def _old_gradient(self) -> list[tuple[str, str]]:
         old = {
@@ -506,9 +426,9 @@ class check_loop:
         if still:
             yield "ema", f"the weights moved, and the EMA did not on {named(still, 'rank')}"
         elif len(has_one) == len(everyone) and self._ema is not None:
-            told = first_difference(self._ema, holders_of(self._ema))
-            if told is not None:
-                yield "ema", told
+            difference = first_difference(self._ema, holders_of(self._ema))
+            if difference is not None:
+                yield "ema", difference.text
 
     # ---- the ranks
 
@@ -543,3 +463,20 @@ class check_loop:
                 found.setdefault(name, what)
         if found:
             raise LoopMistake(list(found.items()), self._step)
+
+
+def mistakes_of_saved_weights(model: nn.Module, state: Mapping[str, Any]) -> str:
+    """What is wrong with the names and shapes of weights that are about to be written; "" where they are right."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = []
+    for name, tensor in state.items():
+        wrapper = next((each for each in _WRAPPERS if f".{each}" in f".{name}"), None)
+        if wrapper is not None:
+            found.append(f"{name} has the name of a wrapper, {wrapper[:-1]}")
+        elif isinstance(tensor, DTensor):
+            found.append(f"{name} is a DTensor, of which this rank has a shard")
+        elif isinstance(tensor, Tensor) and shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+            found.append(f"{name} has the shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+    if not found:
+        return ""
+    return found[0] + (f"; {len(found) - 1} more like it" if len(found) > 1 else "")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_accel.observe import digest
-from opensora_accel.watch import named
+from opensora_accel.watchdog import named
 from opensora_accel.wrapping import replaced
 from shardformer.engine import Summary, is_real, named_values, summarise
 

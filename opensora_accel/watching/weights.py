@@ -89,7 +89,7 @@ class TrainedWeights:
         narrow = [n for n in unmoved if self._has_rate[n] and torch.finfo(dtypes[n]).bits < 32]
         if narrow:
             logger.warning(
-                "check_loop: %d weights (%s, …) have not moved in %d steps; in their type, %s, a step may be rounded "
+                "watch: %d weights (%s, …) have not moved in %d steps; in their type, %s, a step may be rounded "
                 "away: keep the weights that the optimizer steps in fp32",
                 *(len(narrow), narrow[0], num_steps, str(dtypes[narrow[0]]).removeprefix("torch.")),
             )
