@@ -13,6 +13,7 @@ from opensora_accel import lazy
 if TYPE_CHECKING:
     from opensora_accel.observe.call_site import find_call_site
     from opensora_accel.observe.clipping import How, before_clipping
+    from opensora_accel.observe.collectives import CollectiveRecorder
     from opensora_accel.observe.equality import (
         Holders,
         digest,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
     from opensora_accel.observe.flops import FlopCounter, peak_of
     from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
-    from opensora_accel.observe.live_bytes import LimitedBytes, LiveBytes
+    from opensora_accel.observe.live_bytes import DeviceBytes, LimitedBytes, LiveBytes
     from opensora_accel.observe.meshes import (
         MAX_RANKS,
         PART_AXIS_NAMES,
@@ -57,7 +58,13 @@ if TYPE_CHECKING:
         prepare_model,
         without_loss_scaling,
     )
-    from opensora_accel.observe.operators import NAMESPACES, CollectiveCall, calls_of
+    from opensora_accel.observe.operators import (
+        NAMESPACES,
+        CollectiveCall,
+        arguments_of,
+        calls_of,
+        transfer_operators,
+    )
     from opensora_accel.observe.owners import (
         DETAILED_KINDS,
         ELSEWHERE,
@@ -89,6 +96,8 @@ __all__ = [
     "BlockMemory",
     "Change",
     "CollectiveCall",
+    "CollectiveRecorder",
+    "DeviceBytes",
     "Exchanges",
     "FlopCounter",
     "ForwardCall",
@@ -111,6 +120,7 @@ __all__ = [
     "are_settled",
     "arena_bytes",
     "arena_memory",
+    "arguments_of",
     "as_then",
     "axes_between",
     "before_clipping",
@@ -140,6 +150,7 @@ __all__ = [
     "smallest_change",
     "subsets",
     "trace_nonfinite",
+    "transfer_operators",
     "without_loss_scaling",
     "without_values",
 ]

@@ -19,6 +19,7 @@ _TOOLKIT = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "shardfor
 _PLUMBING = (
     _HERE,
     os.path.join(_PACKAGE, "verify", "communication") + os.sep,
+    os.path.join(_PACKAGE, "planner", "recording.py"),
     *(
         os.path.join(_PACKAGE, "communications", f"{name}.py")
         for name in ("transport", "two_level", "compressed")

@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
     flop_registry,
     register_flop_formula,
@@ -27,6 +26,7 @@ from torch.utils.flop_counter import (
 )
 
 import opensora_accel.attention  # defines the operators  # noqa: F401
+from opensora_accel.observe.modes import OperatorMode
 
 # By a part of the device's name, the most telling first: operations a second of dense products in bf16 with fp32
 # accumulation, and in fp32 without TF32; NVIDIA's data sheets.
@@ -53,7 +53,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     return None, ""
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(OperatorMode):
     """Within it, the products of this thread's operators are counted, and told apart where `recomputing`."""
 
     def __init__(self) -> None:
@@ -62,18 +62,13 @@ class FlopCounter(TorchDispatchMode):
         self.model_flops = self.hardware_flops = 0
         self._is_recomputing = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A DTensor shows the sizes of the whole. Its operation comes back with those of its part.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Adds what its formula says."""
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
+            flops = formula(*args, **kwargs, out_val=outputs)
             self.hardware_flops += flops
             self.model_flops += 0 if self._is_recomputing else flops
-        return out
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

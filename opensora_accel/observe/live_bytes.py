@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from opensora_accel.arguments import tensors_in
+from opensora_accel.observe.kinds import RECOMPUTE
+from opensora_accel.observe.modes import OperatorMode
+from opensora_accel.observe.owners import arena_memory
+from opensora_accel.observe.places import Place
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(OperatorMode):
     """Within it, counts the bytes of every storage that an operation makes, for as long as the storage lives.
 
     Counts what tensors ask for, not an allocator's rounding and fragments. FSDP2 frees its gathered parameters by
@@ -56,16 +60,11 @@ class LiveBytes(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A DTensor shows the bytes of the whole. Its operation is taken apart first, and comes back with local tensors.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+    def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Counts what the operator has made."""
+        for tensor in tensors_in(outputs):
+            self._count(tensor.untyped_storage())
         self.timeline.append(self.now_bytes)
-        return outputs
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
@@ -85,6 +84,33 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[address] = size_bytes
 
 
+class DeviceBytes(LiveBytes):
+    """Live bytes without the host memory that offload has set aside; each new storage is told of."""
+
+    def is_made(self, address: int, kind: str, size_bytes: int) -> None:
+        """A storage has come to light, and is about to be counted.
+
+        Args:
+            kind: of `KINDS`, as far as the place says: "recomputation" while a checkpoint recomputes, or "other".
+        """
+        raise NotImplementedError
+
+    def _place(self) -> Place:
+        """Where the step is."""
+        raise NotImplementedError
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address not in self._sizes and address not in self._ignored:
+            for memory in arena_memory():  # known for host memory only once it is there
+                if memory.untyped_storage()._cdata == address:
+                    self.ignore(memory)
+                    return
+            kind = "recomputation" if self._place().phase == RECOMPUTE else "other"
+            self.is_made(address, kind, storage.nbytes())
+        super()._count(storage)
+
+
 class LimitedBytes(LiveBytes):
     """Within it an operation fails that takes the live bytes beyond a limit, as a GPU's allocator lets it fail."""
 
@@ -92,13 +118,13 @@ class LimitedBytes(LiveBytes):
         super().__init__()
         self.limit_bytes = limit_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Counts, and fails beyond the limit."""
         before = self.now_bytes
-        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        super().after(func, args, kwargs, outputs)
         if self.now_bytes > self.limit_bytes:
             # As CUDA's allocator has it, with a limit instead of a device.
             raise torch.OutOfMemoryError(
                 f"Tried to allocate {self.now_bytes - before} bytes. The limit is {self.limit_bytes} bytes, of which "
                 f"{before} are in use"
             )
-        return outputs

@@ -110,8 +110,7 @@ def calls_of(
     name = func._schema.name.split("::")[1]
     if name in _SILENT:
         return
-    names = [argument.name for argument in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = arguments_of(func, args, kwargs)
     # c10d gives the group itself, boxed; functional collectives give its name, or itself.
     group = values.get("process_group", values.get("group_name", values.get("group")))
     if isinstance(group, torch.ScriptObject):
@@ -171,6 +170,18 @@ def calls_of(
         "gather": 0 if is_root else size_bytes,
     }
     yield call(kind, tensors, sent.get(kind, 0), peer)  # a recv and a barrier send nothing
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator was given, by the names of its schema; what was left to its default is not there."""
+    names = (argument.name for argument in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def transfer_operators() -> list[str]:
+    """The operators of torch's C++ that start what somebody waits for; functional collectives call these."""
+    in_cpp = [name for name in _KIND_OF if hasattr(torch.ops.c10d, name)]
+    return [name for name in in_cpp if getattr(torch.ops.c10d, name).default._schema.returns]
 
 
 def _chunk_bytes(tensor: Tensor, splits: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:

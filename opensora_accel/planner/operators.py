@@ -9,11 +9,8 @@ all_gather_into_tensor by FSDP2  collective  on the stream "gather"
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Sequence
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from opensora_accel.arguments import tensors_in
-from opensora_accel.observe import CollectiveCall
+from opensora_accel.observe import CollectiveCall, arguments_of
 from opensora_accel.planner.trace import Operation, OperationKind, Stream
 
 # They start no kernel, beside views.
@@ -38,11 +35,6 @@ _ONLY_WRITE = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
 # FSDP2 brings this rank's shards to their place in what is gathered.
 COPY_IN = "all_gather_copy_in"
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
-
-_TORCH = os.path.dirname(torch.__file__)
-_FSDP = os.path.join(_TORCH, "distributed", "fsdp", "")
-_DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
-_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 
 
 # ---- kernels
@@ -130,10 +122,9 @@ def reads_and_writes(
     func: Any, args: Sequence[Any], kwargs: Any, outputs: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that an operator reads, and those that it writes."""
-    arguments = func._schema.arguments
-    values = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+    values = arguments_of(func, args, kwargs)
     written = _written_arguments(func)
-    only_writes = name_of(func) in _ONLY_WRITE or any(argument.is_out for argument in arguments)
+    only_writes = name_of(func) in _ONLY_WRITE or any(argument.is_out for argument in func._schema.arguments)
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for name, value in values.items():
@@ -150,8 +141,7 @@ def reads_and_writes(
 
 def filled_by(func: Any, args: Sequence[Any], kwargs: Any, outputs: Any) -> list[Tensor]:
     """Tensors that a collective fills: what it is given as outputs, or works on in place, and what it returns."""
-    names = [argument.name for argument in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = arguments_of(func, args, kwargs)
     given = [value for name, value in values.items() if name.startswith("output")]
     if not given:
         given = [values[name] for name in ("tensors", "tensor") if name in values]
@@ -160,33 +150,20 @@ def filled_by(func: Any, args: Sequence[Any], kwargs: Any, outputs: Any) -> list
 
 def is_waited_for(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether the caller of a collective waits for it at once."""
-    names = [argument.name for argument in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    return func.namespace == "c10d" and "async_op" in names and not values.get("async_op", True)
-
-
-def caller_of_collective() -> str:
-    """FSDP2 or DDP, where one of them is calling now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_FSDP):
-            return "FSDP2"
-        if path == _ENGINE:
-            # A hook of C++ at a parameter, and the only one that communicates is DDP's.
-            at_leaf = getattr(torch._C._current_autograd_node(), "variable", None) is not None
-            return "DDP" if at_leaf else ""
-        if path == _DDP:
-            # The model's own forward runs within DDP's.
-            return "" if frame.f_code.co_name == "_run_ddp_forward" else "DDP"
-        frame = frame.f_back
-    return ""
+    has_choice = any(argument.name == "async_op" for argument in func._schema.arguments)
+    return (
+        func.namespace == "c10d" and has_choice and not arguments_of(func, args, kwargs).get("async_op", True)
+    )
 
 
 def stream_of(call: CollectiveCall, caller: str) -> Stream:
-    """Where a collective runs beside others."""
+    """Where a collective runs beside others.
+
+    Args:
+        caller: `CallSite.via`.
+    """
     if call.is_point_to_point:
         return "ring"
-    if caller == "FSDP2":
+    if caller.startswith("FSDP2"):
         return "gather" if call.kind == "all-gather" else "reduce"
-    return "reduce" if caller == "DDP" else "exchange"
+    return "reduce" if caller.startswith("DDP") else "exchange"

@@ -22,30 +22,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.arguments import tensors_in
 from opensora_accel.observe import (
     ELSEWHERE,
     NAMESPACES,
-    RECOMPUTE,
+    OUTSIDE,
+    DeviceBytes,
     FlopCounter,
-    LiveBytes,
     MeshShape,
     Owners,
     Place,
     Places,
     arena_memory,
     calls_of,
+    find_call_site,
     group_of,
 )
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
 from opensora_accel.planner.operators import (
     COPY_IN,
-    caller_of_collective,
     filled_by,
     is_waited_for,
     kernel_of,
@@ -58,10 +56,6 @@ from opensora_accel.planner.operators import (
 )
 from opensora_accel.planner.trace import Operation, Phase, Stream
 from opensora_accel.wrapping import replaced
-
-_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
-# Operators of other namespaces are run in parts, where they have any: a ring's are attention and messages.
-_OPAQUE = (*NAMESPACES, "aten", "prims")
 
 
 @dataclass(frozen=True)
@@ -107,12 +101,14 @@ class Storage:
     is_reduced: bool = False
 
 
-class StepRecorder(LiveBytes):
+class StepRecorder(DeviceBytes):
     """Within it live bytes are counted; while `recording`, each kernel, collective and copy is an `Operation`.
 
     Args:
         shape: of the mesh, by which groups are named.
     """
+
+    sees_parts = True
 
     def __init__(self, shape: MeshShape):
         super().__init__()
@@ -207,23 +203,8 @@ class StepRecorder(LiveBytes):
 
     # ---- operators
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A DTensor's operation is taken apart first, and comes back with local tensors.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            # torch's C++ asks for a device, for every second operator.
-            is_known = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
-            return args[0].fake_device if is_known else func(*args, **kwargs)
-        if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
-            # torch has left this mode to call it. What the operator does is to be seen again.
-            TorchDispatchMode.__enter__(self)
-            try:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
-            finally:
-                TorchDispatchMode.__exit__(self, None, None, None)
-        outputs = func(*args, **kwargs)
+    def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Appends what the operator has started, and counts what it has made."""
         if self.is_recording:
             if func.namespace in NAMESPACES:
                 self._add_calls(func, args, kwargs, outputs)
@@ -231,7 +212,6 @@ class StepRecorder(LiveBytes):
                 self._add_kernel(func, args, kwargs, outputs)
         for tensor in tensors_in(outputs):
             self._count(tensor.untyped_storage())
-        return outputs
 
     def add(self, operation: Operation, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> int:
         """Appends an operation with what it waits for and where it stands; its number."""
@@ -326,7 +306,7 @@ class StepRecorder(LiveBytes):
             self.unpackings.append(number)
 
     def _add_calls(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        caller, filled = caller_of_collective(), filled_by(func, args, kwargs, outputs)
+        caller, filled = find_call_site().via, filled_by(func, args, kwargs, outputs)
         number: int | None = None
         for call, tensors in calls_of(func, args, kwargs):
             if call.kind == "barrier":
@@ -355,7 +335,7 @@ class StepRecorder(LiveBytes):
                 self._kernel_stream = "reduce"
                 shares = len(call.group) if call.kind == "reduce-scatter" else 0
                 self._reduced_bytes += call.input_bytes // shares if shares else 0
-            if caller == "DDP" and call.kind == "all-reduce" and call.carries_numbers:
+            if caller.startswith("DDP") and call.kind == "all-reduce" and call.carries_numbers:
                 self.buckets.append(number)
                 self._bucket_memory |= {_address(tensor) for tensor in tensors}
         if (
@@ -407,21 +387,14 @@ class StepRecorder(LiveBytes):
         if serial is not None and self.storages[serial].kind == "other":
             self.storages[serial].kind = "communication"
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._sizes and address not in self._ignored:
-            for memory in arena_memory():
-                if _address(memory) == address:
-                    self.ignore(memory)
-                    return
-            self._serials[address] = len(self.storages)
-            place = None if self._places is None else self._places.now
-            is_recomputed = place is not None and place.phase == RECOMPUTE
-            # What an operation on one block's tensors makes, as the optimizer does, is that block's too.
-            owner = self.marks[-1].owner if place is not None and self.marks else ""
-            kind = "recomputation" if is_recomputed else "other"
-            self.storages.append(Storage(kind, owner, is_reduced=self._is_reducing))
-        super()._count(storage)
+    def is_made(self, address: int, kind: str, size_bytes: int) -> None:
+        """What an operation on one block's tensors makes, as the optimizer does, is that block's too."""
+        self._serials[address] = len(self.storages)
+        owner = self.marks[-1].owner if self._places is not None and self.marks else ""
+        self.storages.append(Storage(kind, owner, is_reduced=self._is_reducing))
+
+    def _place(self) -> Place:
+        return OUTSIDE if self._places is None else self._places.now
 
     def _forget(self, address: int) -> None:
         super()._forget(address)

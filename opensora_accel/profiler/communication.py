@@ -26,18 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from opensora_accel.arguments import tensors_in
 from opensora_accel.interception import intercept, switched_on
-from opensora_accel.observe import CollectiveCall, calls_of
+from opensora_accel.observe import CollectiveCall, calls_of, transfer_operators
 from opensora_accel.profiler.clock import HostClock
 from opensora_accel.profiler.intervals import Interval, exposed_seconds
 from opensora_accel.profiler.records import CommunicationCall
-
-# Operators that start a transfer; functional collectives call these. A barrier carries nothing, and is waited for.
-_OPERATORS = (
-    *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_"),
-    *("allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_"),
-    *("reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "broadcast_", "reduce_", "gather_"),
-    *("scatter_", "send", "recv_", "recv_any_source_", "barrier"),
-)
 
 
 @dataclass(eq=False)
@@ -72,7 +64,7 @@ class Transfers:
         self._libraries: list[Any] = []
 
     def __enter__(self) -> Transfers:
-        self._libraries = [intercept(f"c10d::{name}", self._call) for name in _OPERATORS]
+        self._libraries = [intercept(f"c10d::{name}", self._call) for name in transfer_operators()]
         self._libraries.append(intercept("_c10d_functional::wait_tensor", self._wait_tensor))
         self._wait = dist.Work.wait
 

@@ -25,18 +25,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
+from opensora_accel.arguments import tensors_in
 from opensora_accel.observe import (
     DETAILED_KINDS,
     ELSEWHERE,
     GATHERED,
     KINDS,
+    NAMESPACES,
     OFFLOAD,
     OUTSIDE,
-    RECOMPUTE,
-    LiveBytes,
+    DeviceBytes,
     Owner,
     Owners,
     Place,
@@ -50,7 +50,7 @@ from opensora_accel.profiler.records import MemorySample
 # A change of live bytes by this share of the peak is seen in a picture.
 _SEEN = 1 / 256
 # Operators whose arguments and results are buffers that are sent and received.
-_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
+_COMMUNICATION = (*NAMESPACES, "fsdp")
 
 # Words of a heading stand below each other, so that a row of all kinds has 100 columns.
 _HEADS = {
@@ -261,7 +261,7 @@ def by_kind(holdings: Holdings) -> dict[str, int]:
     return found
 
 
-class StorageCounter(LiveBytes):
+class StorageCounter(DeviceBytes):
     """Live bytes by counting storages. What is in host memory for offload is no part of them, and told beside.
 
     Args:
@@ -281,7 +281,7 @@ class StorageCounter(LiveBytes):
         self._made: dict[int, Owner] = {}
         self._known: dict[int, Owner] = {}
         self.largest: dict[str, int] = {}
-        self._makes = True
+        self._makes, self._sends = True, False
         self._direction = self._told_bytes = 0
         # Moments whose owners are not looked up yet, and storages that are gone since.
         self._waiting: list[_Waiting] = []
@@ -303,36 +303,32 @@ class StorageCounter(LiveBytes):
     def sample(self, holdings: Holdings, time_s: float) -> MemorySample:
         return MemorySample(time_s, by_kind(holdings))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Looks up whose the storages of the last turn were."""
         if self._waiting:
             self._look_up()
-        sends = func.namespace in _COMMUNICATION
-        self._makes = not (sends or func.is_view or func._schema.is_mutable)
-        outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        if sends:
-            for tensor in tree_leaves((args, kwargs, outputs)):
-                if isinstance(tensor, Tensor):
-                    address = tensor.untyped_storage()._cdata
-                    made = self._made.get(address)
-                    if made is not None and made.kind == "other":
-                        self._made[address] = Owner("communication", made.block)
-        return outputs
+        self._sends = func.namespace in _COMMUNICATION
+        self._makes = not (self._sends or func.is_view or func._schema.is_mutable)
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._sizes and address not in self._ignored:
-            for memory in arena_memory():
-                if memory.untyped_storage()._cdata == address:
-                    self.ignore(memory)
-                    return
-            place = self._places.now
-            kind = "recomputation" if place.phase == RECOMPUTE else "other"
-            block = place.block or ELSEWHERE
-            self._made[address] = Owner(kind, block)
-            # A bucket of DDP comes to light when a gradient is copied into it, and is nothing that a block computes.
-            if self._makes:
-                self.largest[block] = max(self.largest.get(block, 0), storage.nbytes())
-        super()._count(storage)
+    def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Counts what the operator has made, and notes what it sends."""
+        super().after(func, args, kwargs, outputs)
+        for tensor in tensors_in((args, kwargs, outputs)) if self._sends else ():
+            address = tensor.untyped_storage()._cdata
+            made = self._made.get(address)
+            if made is not None and made.kind == "other":
+                self._made[address] = Owner("communication", made.block)
+
+    def is_made(self, address: int, kind: str, size_bytes: int) -> None:
+        """It belongs to the block where the step is, as long as nobody holds it."""
+        block = self._places.now.block or ELSEWHERE
+        self._made[address] = Owner(kind, block)
+        # A bucket of DDP comes to light when a gradient is copied into it, and is nothing that a block computes.
+        if self._makes:
+            self.largest[block] = max(self.largest.get(block, 0), size_bytes)
+
+    def _place(self) -> Place:
+        return self._places.now
 
     def _forget(self, address: int) -> None:
         super()._forget(address)

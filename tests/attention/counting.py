@@ -4,10 +4,10 @@ import contextlib
 
 import torch
 
-from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.observe import CollectiveRecorder
 
 
-class Sent(Recorder):
+class Sent(CollectiveRecorder):
     """Number of all-to-alls and sends, and the bytes that leave this rank in them; exchanged sizes are left out."""
 
     @property

@@ -14,7 +14,7 @@ from opensora_accel.communications.compressed import (
     dequantize,
     quantize,
 )
-from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.observe import CollectiveRecorder
 from tests.tiers import some
 
 U = 2.0**-8  # bf16 rounds by at most this share
@@ -82,7 +82,7 @@ def test_what_rounding_leaves_out_does_not_add_up(ranks, num_ranks, dtype, reduc
 
 def bytes_of_sums(numel):
     num_ranks = dist.get_world_size()
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         RoundedSum().reduce_scatter(torch.empty(numel), torch.ones(num_ranks * numel), dist.group.WORLD)
         RoundedSum().all_reduce_(torch.ones(numel), dist.group.WORLD)
     return [(call.kind, call.dtype, call.sent_bytes) for call in recorder.calls]

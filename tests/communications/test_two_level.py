@@ -15,8 +15,8 @@ from opensora_accel.attention import ulysses_attention
 from opensora_accel.communications import transport, two_level
 from opensora_accel.communications.compressed import RoundedSum
 from opensora_accel.links import Link, one_level_s, two_levels_s
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.parallel_states import get_nodes, get_parallel_group
-from opensora_accel.verify.communication.record import Recorder
 from tests.models import wan
 from tests.tiers import PROVE
 
@@ -92,7 +92,7 @@ def messages_between_nodes():
     """Calls and bytes of an all-to-all and an all-reduce over 2 nodes of 2 ranks."""
     group = by_node(2, 2)
     nodes = get_nodes(group)
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         comm.all_to_all(torch.ones(1, 8, 4), group, 2, 1, splits=[8] * 4)
         two_level.all_reduce_(torch.ones(10), group, transport.all_reduce_)
         two_level.all_reduce_(torch.ones(10), group, RoundedSum().all_reduce_)
@@ -150,7 +150,7 @@ def links_and_choices():
     taken = []
     with mock.patch.object(two_level, "get_nodes", lambda _group: nodes):
         for num_elements in (4096, 2**24):
-            with Recorder() as recorder:
+            with CollectiveRecorder() as recorder:
                 comm.all_to_all(torch.ones(1, 4, num_elements), group, 2, 1, splits=[4] * 4)
             taken.append(len(recorder.calls))
     return (within.latency_s, between.bandwidth_bytes_per_s), taken

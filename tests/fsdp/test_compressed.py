@@ -12,7 +12,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications.compressed import BLOCK, WIRE_DTYPES, dequantize, quantize
 from opensora_accel.fsdp import set_last_microbatch, shard_parameters
 from opensora_accel.fsdp_collectives import forget_rounding
-from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.observe import CollectiveRecorder
 from tests.fsdp.steps import batch, make_model, whole
 from tests.tiers import some
 from tests.tolerances import RELATIVE, relative_errors
@@ -97,7 +97,7 @@ def accumulated(plan, is_skipped):
     def backward(micro, is_last):
         inputs, target = batch(0, micro, slice(group.rank(), None, group.size()))
         set_last_microbatch(model, is_last)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             (out,) = model(**inputs, return_dict=False)
             (out - target).square().mean().backward()
         kinds.append({call.kind for call in recorder.calls if call.dtype == "bfloat16"})
@@ -154,7 +154,7 @@ def gathered(plan, dtype):
             parameter.copy_(travelled[name])
     loss_of(reference, slice(None), dtype).backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         loss_of(model, slice(group.rank(), None, group.size()), dtype).backward()
     found = whole(model, {name: p.grad for name, p in model.named_parameters()})
     masters = whole(model, dict(model.named_parameters()))

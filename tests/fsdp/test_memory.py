@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.fsdp import set_last_microbatch
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.observe.fakes import fake_world
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.verify.communication.promise import broken_promises
-from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.record_step import record_step
 from tests.fsdp.steps import batch
 from tests.models import wan
@@ -33,7 +33,7 @@ def calls_of_accumulation(plan):
     for micro in range(3):
         inputs, target = batch(0, micro, slice(0, 1), torch.float32)
         set_last_microbatch(model, micro == 2)
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             (out,) = model(**inputs, return_dict=False)
             (out.float() - target).square().mean().backward()
         calls = [call for call in recorder.calls if call.is_by_fsdp and len(call.group) > 1]

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel import parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.observe.meshes import MeshShape, Run, group_of
 from opensora_accel.observe.owners import arena_memory
 from opensora_accel.planner.workload import workload_of_model
 from opensora_accel.profiler import LiveBytes
-from opensora_accel.verify.communication.record import Recorder
 from tests.video_models.case import randn, text_mask
 
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -131,7 +131,7 @@ def really(workload, plan, steps=3):
         peak_bytes = min(peaks)
         arena = GLOBAL_ACTIVATION_MANAGER.engine.arena
         host_bytes = 0 if arena is None else arena.size_bytes
-    recorder = Recorder()
+    recorder = CollectiveRecorder()
     with recorder:
         step()
     calls = Counter()

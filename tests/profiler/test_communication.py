@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardformer
 from opensora_accel import Plan, init_parallel
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.profiler import profile
 from opensora_accel.profiler.records import read_rank
-from opensora_accel.verify.communication.record import Recorder
 from tests.tiers import PROVE
 from tests.video_models import CASES
 
@@ -39,7 +39,7 @@ def sent(plan, folder):
 
     for _ in range(3):  # the first ones send more: DDP arranges its buckets, and ranks compare their inputs
         step()
-    with Recorder() as recorded:
+    with CollectiveRecorder() as recorded:
         step()
     with profile(model, plan, folder) as run:
         step()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.verify.communication import Recorder
+from opensora_accel.observe import CollectiveRecorder
 from shardformer.engine.agreement import NUM_COMPARED_FORWARDS, named_values, summarise
 from tests.models import wan, wan_inputs
 
@@ -90,7 +90,7 @@ def recorded():
     model, inputs = sharded()
     seen = []
     for _ in range(NUM_COMPARED_FORWARDS + 1):
-        with Recorder() as recorder, torch.no_grad():
+        with CollectiveRecorder() as recorder, torch.no_grad():
             model(**inputs)
         seen.append([call.kind for call in recorder.calls])
     return seen

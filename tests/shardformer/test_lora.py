@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.observe import CollectiveRecorder
 from tests.models import wan, wan_inputs
 from tests.tiers import some
 from tests.tolerances import RELATIVE
@@ -163,7 +163,7 @@ def gathered_bytes(folder):
     _, model = wan_with_adapter("diffusers")
     sizes = [p.nbytes for name, p in model.named_parameters() if "lora" in name]
     shardformer.shard(model, plan)
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         shardformer.save_lora(model, folder)
     return [call.sent_bytes for call in recorder.calls if call.kind == "all-gather"], sizes
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import opensora_accel.checkpoint
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.verify.communication.record import Recorder
+from opensora_accel.observe import CollectiveRecorder
 from tests.opensora_models.mmdit import flash_attention
 from tests.shardformer.conformance import compare, errors, fp64_model, in_double, step
 from tests.tiers import each_once
@@ -338,9 +338,9 @@ def sent(name):
     init_parallel(plan)
     case = CASES[name]
     model = shardformer.shard(case.make(), plan)
-    with Recorder() as forward:
+    with CollectiveRecorder() as forward:
         out = step_forward(model, case)
-    with Recorder() as backward:
+    with CollectiveRecorder() as backward:
         out.square().mean().backward()
     return [Counter(call.kind for call in recorded.calls) for recorded in (forward, backward)]
 

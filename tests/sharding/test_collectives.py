@@ -13,10 +13,10 @@ from opensora_accel.communications import (
     reduce_scatter_forward_gather_backward,
 )
 from opensora_accel.links import Link
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.sharding import Equation, Partial, Replicate, Shard
 from opensora_accel.sharding.collectives import Collective, einsum_flops, redistribution
 from opensora_accel.sharding_command.balance import Balance
-from opensora_accel.verify.communication.record import Recorder
 
 
 def really_sent(shape):
@@ -31,7 +31,7 @@ def really_sent(shape):
         "reduce-scatter": lambda: reduce_scatter_forward_gather_backward(whole, dist.group.WORLD, 0),
         "all-to-all": lambda: all_to_all_packed([share], dist.group.WORLD, 1, 0, splits=[splits]),
     }.items():
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             run()
         # Sizes that ranks tell each other are whole numbers.
         found[kind] = sum(call.sent_bytes for call in recorder.calls if call.dtype != "int64")

@@ -31,13 +31,13 @@ from torch.nn import functional
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.observe.fitting import BlockMemory, StepMemory
 from opensora_accel.observe.flops import FlopCounter
 from opensora_accel.observe.meshes import MeshShape, Run, group_of
 from opensora_accel.observe.owners import Owner, arena_memory
 from opensora_accel.profiler import LiveBytes, profile, tell_of_out_of_memory
 from opensora_accel.profiler.analyse import analyse
-from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.record_step import record_step
 from shardformer import blocks_of, parallelize
 from shardformer.engine import DTYPES
@@ -201,7 +201,7 @@ def look_closely(world: World, task: Mapping[str, Any]) -> dict[str, Any]:
             for _ in range(1 + task["profiled_steps"]):  # the first counts FLOPs, and is left out
                 step()
                 run.step()
-        with Recorder() as recorder:
+        with CollectiveRecorder() as recorder:
             step()
         dist.barrier()
         found = analyse(folder, max_processes=1)
@@ -317,12 +317,12 @@ def count_simulated(plan: Plan, sizes: Sizes) -> dict[str, Any]:
 
     Calls and bytes are those of the real operators on tensors without values, and FLOPs theirs.
     """
-    counter, recorder = FlopCounter(), Recorder()
+    counter, recorder = FlopCounter(), CollectiveRecorder()
 
     def run_step(model: torch.nn.Module, run: Run) -> None:
         # Called again where ranks tell each other sizes: the last time counts.
         nonlocal counter, recorder
-        counter, recorder = FlopCounter(), Recorder()
+        counter, recorder = FlopCounter(), CollectiveRecorder()
         step = PlanStep(plan, sizes, torch.device("cpu"), model)
         for _ in range(WARM_UP_STEPS):
             step()
@@ -333,7 +333,7 @@ def count_simulated(plan: Plan, sizes: Sizes) -> dict[str, Any]:
     return traffic(recorder, plan) | {"rank_flops": counter.hardware_flops}
 
 
-def traffic(recorder: Recorder, plan: Plan) -> dict[str, Any]:
+def traffic(recorder: CollectiveRecorder, plan: Plan) -> dict[str, Any]:
     """Calls and bytes sent, by kind and axis, without the whole numbers that ranks tell each other to agree."""
     shape, axes = MeshShape.of(plan), dict[str, dict[str, int]]()
     for call in recorder.calls:

@@ -243,9 +243,9 @@ def count_traffic(run: Callable[[], Any]) -> dict[str, int]:
     Raises:
         ValueError: an operator communicates of which the recorder does not know what it sends.
     """
-    from opensora_accel.verify.communication.record import Recorder
+    from opensora_accel.observe import CollectiveRecorder
 
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         run()
     found = dict.fromkeys(("collectives", "sends", "barriers", "sent_bytes", "sizes_bytes"), 0)
     for call in recorder.calls:

@@ -16,6 +16,7 @@ from opensora_accel.communications import without_comparing_inputs
 from opensora_accel.fsdp_collectives import elements_of_messages
 from opensora_accel.observe import (
     CollectiveCall,
+    CollectiveRecorder,
     Exchanges,
     MeshShape,
     ModelFn,
@@ -32,7 +33,6 @@ from opensora_accel.observe import (
     without_values,
 )
 from opensora_accel.plan import Plan
-from opensora_accel.verify.communication.record import Recorder
 
 # Sizes that ranks send each other are known once all have been recorded; then all are recorded again with them.
 _MOST_RECORDINGS = 4
@@ -183,7 +183,7 @@ def _record_rank(
     run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
     with fake_world(rank, shape.world_size), without_values(fake_tensors), others:
         model = call_to_its_end("model_fn()", model_fn)
-        recorder = Recorder(dict(model.named_parameters()))
+        recorder = CollectiveRecorder(dict(model.named_parameters()))
         # In the same surroundings as where gradients are compared, so that one step serves both.
         with launcher_environment(run), accelerator_stand_ins(), without_comparing_inputs(), recorder:
             call_to_its_end("step(model, run)", step, model, run)

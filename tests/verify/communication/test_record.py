@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from opensora_accel.attention import ring_attention
 from opensora_accel.communications import all_to_all
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.observe.fakes import OtherRanks, fake_world
 from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
-from opensora_accel.verify.communication.record import Recorder
 
 # torch 2.13 wants other names for collectives that torch 2.11 knows only under these.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -167,7 +167,7 @@ CALLS = {
 
 
 def recorded(name):
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         CALLS[name][0]()
     return recorder.calls
 
@@ -208,7 +208,7 @@ def test_a_call_sends_the_bytes_of_theory(request, backend, name):
 
 
 def messages():
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         batched()
         one_message()
     return [(call.kind, call.peer, call.input_bytes, call.sent_bytes) for call in recorder.calls]
@@ -223,7 +223,7 @@ def in_a_subgroup():
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return []
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         dist.broadcast(data(), 2, group=group)
         dist.all_reduce(data(), group=group)
         other = 2 - dist.get_rank()
@@ -250,7 +250,7 @@ def test_an_operator_that_is_not_known_is_not_left_out():
     library = torch.library.Library("c10d", "FRAGMENT")
     library.define("telepathy(Tensor x) -> Tensor")
     library.impl("telepathy", lambda x: x.clone(), "CPU")
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         torch.ops.c10d.telepathy(data())
     (call,) = recorder.calls
     assert (call.kind, call.operator, call.input_bytes, call.sent_bytes) == (
@@ -262,7 +262,7 @@ def test_an_operator_that_is_not_known_is_not_left_out():
 
 
 def test_functional_messages_in_one_operator():
-    with fake_world(1, P), Recorder() as recorder:
+    with fake_world(1, P), CollectiveRecorder() as recorder:
         name = dist.group.WORLD.group_name
         torch.ops._c10d_functional.batch_p2p_ops(["isend", "irecv"], [2, 0], [0, 0], [data(), data()], name)
     assert [(c.kind, c.peer, c.sent_bytes) for c in recorder.calls] == [("send", 2, BYTES), ("recv", 0, 0)]
@@ -279,7 +279,7 @@ def in_every_phase():
     weight = torch.ones(4, 4, requires_grad=True)
     layer = nn.Identity()
     layer.forward = doubled_elsewhere
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         checkpoint(layer, weight, use_reentrant=False).sum().backward()
         dist.all_reduce(weight.grad)
     return [call for call in recorder.calls if call.dtype != "int64"]
@@ -311,7 +311,7 @@ def by_ddp(bucket_mb):
     model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 60))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     wrapped(torch.ones(2, 40)).sum().backward()  # the first backward settles the buckets
-    with Recorder(dict(model.named_parameters())) as recorder:
+    with CollectiveRecorder(dict(model.named_parameters())) as recorder:
         wrapped(torch.ones(2, 40)).sum().backward()
     return [
         (call.kind, call.num_elements, call.phase, call.where.via, call.gradients) for call in recorder.calls
@@ -329,7 +329,7 @@ def test_the_reducer_of_ddp_is_seen_with_the_gradients_it_carries(ranks, bucket_
 
 def by_hand(flatten):
     model = nn.Linear(4, 3)
-    with Recorder(dict(model.named_parameters())) as recorder:
+    with CollectiveRecorder(dict(model.named_parameters())) as recorder:
         loss = model(torch.ones(2, 4)).sum()
         loss.backward()
         dist.all_reduce(loss.detach())
@@ -355,7 +355,7 @@ def by_fsdp():
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         model(torch.ones(2, 5)).sum().backward()
     return [(call.kind, call.phase, call.num_elements, call.where.via) for call in recorder.calls]
 
@@ -376,7 +376,7 @@ def test_fsdp2_gathers_and_reduces_padded_parameters(ranks):
 def round_a_ring():
     shape = (2, 5, 3, 4)
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         out = ring_attention(q, k, v, dist.group.WORLD, splits=[5] * P, kv_splits=[5] * P)
         out.sum().backward()
     return q.nbytes, [(call.phase, call.kind, call.peer, call.sent_bytes) for call in recorder.calls]
@@ -391,7 +391,7 @@ def test_the_sends_inside_of_ring_attention(ranks):
 
 
 def test_ddp_runs_on_the_fake_backend():
-    with fake_world(3, 8), OtherRanks(), Recorder() as recorder:
+    with fake_world(3, 8), OtherRanks(), CollectiveRecorder() as recorder:
         model = DistributedDataParallel(nn.Linear(4, 3))
         model(torch.ones(2, 4)).sum().backward()
     assert [call.kind for call in recorder.calls][-1] == "all-reduce"
@@ -400,7 +400,7 @@ def test_ddp_runs_on_the_fake_backend():
 
 def averaged_while_recorded():
     tensor = torch.full((3,), float(dist.get_rank()))
-    with Recorder():
+    with CollectiveRecorder():
         dist.all_reduce(tensor)
     return tensor.tolist()
 

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.communications import all_to_all
+from opensora_accel.observe import CollectiveRecorder
 from opensora_accel.observe.fakes import FakeFloats, LazyChunks
 from opensora_accel.observe.meshes import MeshShape, Run
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine
 from opensora_accel.verify.communication.promise import broken_promises
-from opensora_accel.verify.communication.record import Recorder
 from opensora_accel.verify.communication.record_step import record_step
 from tests.tiers import some
 from tests.verify import loops
@@ -48,7 +48,7 @@ def really_called(plan):
     model = tiny_wan()
     shape = MeshShape.of(plan)
     run = Run(shape, dist.get_rank(), shape.data_rank(dist.get_rank()), shape.data_size)
-    with Recorder(dict(model.named_parameters())) as recorder:
+    with CollectiveRecorder(dict(model.named_parameters())) as recorder:
         wan_step(model, run)
     return recorder.calls
 
@@ -328,7 +328,7 @@ def exchanging_step(model, run):
 
 
 def really_exchanged():
-    with Recorder() as recorder:
+    with CollectiveRecorder() as recorder:
         exchanging_step(None, Run(MeshShape.of({"sequence": 3}), dist.get_rank(), 0, 1))
     return recorder.calls
 

@@ -13,26 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.arguments import tensors_in
-from opensora_accel.observe import (
-    AFTER,
-    BACKWARD,
-    FORWARD,
-    NAMESPACES,
-    RECOMPUTE,
-    CollectiveCall,
-    calls_of,
-    find_call_site,
-)
+from opensora_accel.observe.call_site import find_call_site
+from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.observe.modes import OperatorMode
+from opensora_accel.observe.operators import NAMESPACES, CollectiveCall, calls_of
 from opensora_accel.wrapping import ReplacedParameter
-
-_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
-# Namespaces whose operators are looked at as they are; others are run in parts, where they have any.
-_OPAQUE = (*NAMESPACES, "aten", "prim", "prims")
 
 # What the averaging of gradients is made of: buckets, casts and divisors. Views share their storage anyway.
 _HOLDS_GRADIENTS_OF_ITS_INPUTS = {
@@ -41,7 +29,7 @@ _HOLDS_GRADIENTS_OF_ITS_INPUTS = {
 }
 
 
-class Recorder(TorchDispatchMode):
+class CollectiveRecorder(OperatorMode):
     """Within it, each call of torch.distributed on this rank becomes a `CollectiveCall` in `calls`, in order.
 
     Also in backward, in recomputation, and inside of FSDP2, DDP (its reducer's all-reduce comes from C++ and passes
@@ -52,6 +40,8 @@ class Recorder(TorchDispatchMode):
     Args:
         parameters: by name; calls that carry their gradients then name them.
     """
+
+    sees_parts = True
 
     def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         super().__init__()
@@ -65,36 +55,30 @@ class Recorder(TorchDispatchMode):
         """Parameters that had a gradient when a backward was done, also if the step has cleared it."""
         return frozenset(self._gradients.seen)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a DTensor takes its operation apart; this mode then sees what is done to its parts
-        kwargs = kwargs or {}
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Notes the calls of an operator that communicates."""
         # A task of autograd's engine runs on this thread only within a backward.
         in_backward = torch._C._current_graph_task_id() != -1
         self.num_backwards += in_backward and not self._was_in_backward
         if self._was_in_backward and not in_backward:
             self._gradients.note()
         self._was_in_backward = in_backward
-        if func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
-            # torch has left this mode to call it; what the operator does is to be seen again.
-            with self:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
-        if func.namespace in NAMESPACES:
-            for call, tensors in calls_of(func, args, kwargs):
-                where = find_call_site()
-                if in_backward:
-                    phase = RECOMPUTE if where.is_recomputed else BACKWARD
-                else:
-                    # Outside of a backward and after the first: what the loop does itself, such as clipping.
-                    phase = AFTER if self.num_backwards else FORWARD
-                gradients = self._gradients.names_in(tensors)
-                self.calls.append(replace(call, phase=phase, where=where, gradients=gradients))
-        result = func(*args, **kwargs)
+        if func.namespace not in NAMESPACES:
+            return
+        for call, tensors in calls_of(func, args, kwargs):
+            where = find_call_site()
+            if in_backward:
+                phase = RECOMPUTE if where.is_recomputed else BACKWARD
+            else:
+                # Outside of a backward and after the first: what the loop does itself, such as clipping.
+                phase = AFTER if self.num_backwards else FORWARD
+            gradients = self._gradients.names_in(tensors)
+            self.calls.append(replace(call, phase=phase, where=where, gradients=gradients))
+
+    def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Follows the gradients that it has moved."""
         if self.num_backwards:
-            self._gradients.follow(func, args, result, in_backward)
-        return result
+            self._gradients.follow(func, args, outputs, self._was_in_backward)
 
 
 class _GradientStorages:
