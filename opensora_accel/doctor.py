@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from opensora_accel.links import measure_link
-from opensora_accel.parallel_states import levels_of, start_distributed
+from opensora_accel.links import levels_of, measure_link
+from opensora_accel.parallel_states import start_distributed
 
 GIB = 2**30
 REMEDIES = {

@@ -22,7 +22,7 @@ A rank's own shard has another norm than the whole gradient. Clip by the whole o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
-from opensora_accel.fsdp_collectives import use_collectives
+from opensora_accel.experimental import call_experiments
 from opensora_accel.parallel_states import get_mesh, make_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.wrapping import refuse_old_parameters
@@ -115,9 +115,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
             # The group on the second mesh: gathered and reduced in the dtype that its parameters have.
             if group.mesh_info is fp32:
                 group.mp_policy = _AS_THEY_ARE
-        # Other plans leave what FSDP2 keeps to itself alone.
-        if (plan.reduce_dtype, plan.gather_dtype, plan.two_level) != ("same", "same", "off"):
-            use_collectives(unit, plan, fp32)
+        call_experiments("shard_unit", plan, unit, fp32)
     _prefetch(model, blocks, plan.prefetch)
     refuse_old_parameters(before, model)
     return model
@@ -142,6 +140,20 @@ def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
+
+
+def param_groups(unit: Any) -> Iterator[Any]:
+    """FSDP2's groups of parameters of one module, each gathered together."""
+    yield from (group for group in unit._get_fsdp_state()._fsdp_param_groups if group is not None)
+
+
+def forget_rounding(model: nn.Module) -> None:
+    """Drops what collectives that round have kept for the next step, after gradients that no optimizer step used."""
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            for user in (group._reduce_scatter_comm, group._all_reduce_hook):
+                if hasattr(user, "forget"):
+                    user.forget()
 
 
 def _shard_dim(parameter: nn.Parameter, num_shards: int) -> Shard:

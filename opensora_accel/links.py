@@ -12,12 +12,6 @@ Each rank has a link of its own, so a node has L ports: a ring through all ranks
 
 m is the whole tensor that every rank has before (all-reduce, reduce-scatter, all-to-all) or after (all-gather). With
 one node N is 1, and there is no b.
-
-An all-to-all in two levels: within a node each rank gets all that the others send to its place on any node, and then N
-ranks exchange L times as much at once. Between nodes as many bytes travel, in L times fewer messages. Two levels pay
-where m/P < αb·βw: where the piece for one rank is smaller than what a node's link carries during one latency of the
-network. An all-reduce in two levels: a reduce-scatter within the node, an all-reduce of the 1/L between nodes, and an
-all-gather within the node. Its messages are fewer, and what it sends within and between nodes does not overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -40,8 +34,6 @@ _SMALL_BYTES, _LARGE_BYTES = 8, 4 * 2**20
 _ROUNDS = 7
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
-# Those that can run within nodes and then between them.
-TwoLevelKind = Literal["all-to-all", "all-reduce"]
 
 
 @dataclass(frozen=True)
@@ -110,24 +102,25 @@ def one_level_s(
     return messages_s + max(inside_s, outside_s)
 
 
-def two_levels_s(
-    kind: TwoLevelKind,
-    size_bytes: float,
-    nodes: int,
-    per_node: int,
-    links: tuple[Link, Link],
-) -> float:
-    """Seconds of the same collective within nodes and then between them."""
+def levels_of(
+    lines: Sequence[Sequence[int]], ranks_per_node: int
+) -> tuple[list[list[int]], list[list[int]]] | None:
+    """The ranks of all groups, [groups, ranks], by node, and by the place on their nodes.
 
-    def near_s(kind: Kind) -> float:
-        return one_level_s(kind, size_bytes, 1, per_node, links)
-
-    def far_s(part_bytes: float) -> float:
-        return one_level_s(kind, part_bytes, nodes, 1, links)
-
-    if kind == "all-to-all":
-        return near_s("all-to-all") + far_s(size_bytes)
-    return near_s("reduce-scatter") + far_s(size_bytes / per_node) + near_s("all-gather")
+    Four ranks a node and the groups 0 1 4 5 and 2 3 6 7: within a node 0 1, 4 5, 2 3 and 6 7, between nodes 0 4, 1 5,
+    2 6 and 3 7. None where a group has not several ranks on each of several nodes, and as many on each.
+    """
+    within, between = list[list[int]](), list[list[int]]()
+    for line in lines:
+        by_node: dict[int, list[int]] = {}
+        for rank in line:
+            by_node.setdefault(rank // ranks_per_node, []).append(rank)
+        nodes = list(by_node.values())
+        if len(nodes) < 2 or len(nodes[0]) < 2 or any(len(node) != len(nodes[0]) for node in nodes):
+            return None
+        within += nodes
+        between += map(list, zip(*nodes, strict=True))
+    return within, between
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:

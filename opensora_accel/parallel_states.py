@@ -20,23 +20,22 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opensora_accel.links import Link, measure_link
+from opensora_accel.experimental import call_experiments
 from opensora_accel.plan import DATA_AXES, MESH_AXES, MIXED_AXES, SEQUENCE_AXES, Plan
 from opensora_accel.watchdog import BACKGROUND, start_watchdog, stop_watchdog
 
 __all__ = [
-    "Nodes",
     "get_data_parallel_group",
+    "get_exchange",
+    "get_exchange_groups",
     "get_mesh",
-    "get_nodes",
     "get_parallel_group",
     "get_sequence_parallel_group",
     "get_tensor_parallel_group",
@@ -44,16 +43,18 @@ __all__ = [
     "has_parallel_group",
     "host_group",
     "init_parallel",
-    "levels_of",
     "limit_waiting",
+    "lines_along",
     "make_mesh",
+    "own_group",
     "reset",
     "set_data_parallel_group",
+    "set_exchange",
     "set_mixed_parallel_group",
     "set_sequence_parallel_group",
     "set_tensor_parallel_group",
-    "splits_by_node",
     "start_distributed",
+    "when_reset",
 ]
 
 logger = logging.getLogger(__name__)
@@ -75,16 +76,8 @@ _LONGEST_TIMEOUT_S = 1e8
 _START_TIMEOUT_S = 600.0
 
 
-class Nodes(NamedTuple):
-    """The two levels of a group with L ranks on each of N nodes."""
-
-    # The L ranks of this node, in the group's order.
-    within: dist.ProcessGroup
-    # The N ranks that have this one's place on their nodes.
-    between: dist.ProcessGroup
-    # To the first and to the second; where they are known, two levels are taken only where they are faster.
-    links: tuple[Link, Link] | None
-
+# sent, its group, and how many elements one rank sends to another where that is not always the same → what came.
+Exchange = Callable[[Tensor, dist.ProcessGroup, Callable[[int, int], int] | None], Tensor]
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _meshes: dict[str, DeviceMesh] = {}
@@ -92,12 +85,11 @@ _meshes: dict[str, DeviceMesh] = {}
 _host_groups: dict[str, dist.ProcessGroup] = {}
 # By their ranks: groups of this rank that several names, or the levels of several groups, may share.
 _made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-# By the name of a group whose collectives run in two levels.
-_nodes: dict[str, Nodes] = {}
-# For a plan with two levels.
-_ranks_per_node: int | None = None
-# Within a node and between nodes, as measured when a job with two_level="auto" started.
-_links: tuple[Link, Link] | None = None
+# By the name of a group whose all-to-alls somebody else runs: who, and over which groups, by what they are called.
+_exchanges: dict[str, Exchange] = {}
+_exchange_groups: dict[str, Mapping[str, dist.ProcessGroup]] = {}
+# What others keep of a job, and drop with its groups.
+_at_reset: list[Callable[[], None]] = []
 # What `init_parallel` was told; groups that are made later get it too.
 _group_timeout: datetime.timedelta | None = None
 # Whether another library has decided who stands where, and made groups of its own.
@@ -131,7 +123,7 @@ def init_parallel(
         ValueError: the degrees do not multiply to the number of ranks (the message lists those that fit), the
             timeout is no positive number, `ranks` do not rise along the axes, or the process has a mesh already.
     """
-    global _group_timeout, _ranks_per_node, _is_layout_given
+    global _group_timeout, _is_layout_given
     timeout = _timeout(timeout_s)
     if _meshes:
         raise ValueError(
@@ -149,9 +141,7 @@ def init_parallel(
         ranks = torch.arange(dist.get_world_size()).view(plan.degrees)
     else:
         _check_places(ranks, plan)
-    if plan.two_level != "off":
-        _ranks_per_node = plan.ranks_per_node or _local_world_size()
-        _check_two_levels(ranks, plan)
+    call_experiments("check_ranks", plan, ranks)
     # Axes that span the same ranks share one group: a communicator more would cost memory of every GPU, and sockets.
     _made[tuple(ranks.flatten().tolist())] = dist.distributed_c10d._get_default_group()
     for group in groups:
@@ -173,9 +163,7 @@ def init_parallel(
     # A simulated one has no options.
     _group_timeout = timeout or getattr(backend.options, "_timeout", None)
     _set_timeout(_groups.values())
-    if plan.two_level == "auto":
-        _measure_links(ranks, torch.device(device_type))
-    _split_by_node(_groups["ulysses"], ranks, "ulysses", MESH_AXES)
+    call_experiments("init_parallel", plan, ranks)
     if device_type != "cpu" and plan.ring > 1:
         # NCCL makes a group's communicator in its first collective, in which every rank must take part. A ring passes
         # messages, and a rank without keys has none.
@@ -191,7 +179,7 @@ def _check_places(ranks: Tensor, plan: Plan) -> None:
             f"the plan wants each of {dist.get_world_size()} ranks once in {plan.degrees}; got {ranks.tolist()}"
         )
     for axes in [(axis,) for axis in MESH_AXES] + [DATA_AXES, SEQUENCE_AXES]:
-        for line in _lines_along(ranks, axes, MESH_AXES):
+        for line in lines_along(ranks, axes, MESH_AXES):
             if line != sorted(line):
                 raise ValueError(
                     f"ranks have to rise along {' × '.join(axes)}, because a process group has them in that order; "
@@ -212,112 +200,36 @@ def make_mesh(num_outer: int, num_inner: int) -> DeviceMesh:
     mesh = DeviceMesh.from_group(groups, whole.device_type, mesh=ranks, mesh_dim_names=names)
     found = mesh["shard"] if num_outer == 1 else mesh["replicate", "shard"]
     _set_timeout(found.get_all_groups())
-    if num_outer > 1:
-        _split_by_node(found["replicate"].get_group(), ranks, "replicate", names)
     return found
 
 
-def get_nodes(group: dist.ProcessGroup) -> Nodes | None:
-    """The levels of a group whose collectives the plan wants in two: those over ulysses, and between copies.
+def set_exchange(
+    group: dist.ProcessGroup, exchange: Exchange, groups: Mapping[str, dist.ProcessGroup]
+) -> None:
+    """From now on `exchange(sent, group, piece_size)` runs the group's all-to-alls, as `transport.exchange` would.
 
-    None where the plan wants one, and where the group has no two: all its ranks on one node, or one on each.
+    Args:
+        groups: over which it sends, by what they are called: "within a node".
     """
-    return _nodes.get(group.group_name) if _nodes else None
+    _exchanges[group.group_name], _exchange_groups[group.group_name] = exchange, groups
 
 
-def splits_by_node() -> bool:
-    """Whether `init_parallel` was called with a plan that has two levels."""
-    return _ranks_per_node is not None
+def get_exchange(group: dist.ProcessGroup) -> Exchange | None:
+    """Who runs the group's all-to-alls; None where the backend does, at once."""
+    return _exchanges.get(group.group_name) if _exchanges else None
 
 
-def _local_world_size() -> int:
-    """The ranks of each machine, by the launcher's word.
-
-    Communication: one all-reduce, because machines may have been started with different numbers.
-
-    Raises:
-        ValueError: they were.
-    """
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # The largest, and the smallest with its sign turned.
-    most, fewest = bounds = torch.tensor([own, -own])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=host_group(dist.distributed_c10d._get_default_group()))
-    if most + fewest != 0:
-        raise ValueError(
-            f"two_level needs as many ranks on every machine, but they have from {-int(fewest)} to {int(most)}; start "
-            'the same number on each, or set two_level="off"'
-        )
-    return own
+def get_exchange_groups(group: dist.ProcessGroup) -> Mapping[str, dist.ProcessGroup]:
+    """The groups over which the group's all-to-alls are sent, where somebody else runs them."""
+    return _exchange_groups.get(group.group_name, {})
 
 
-def _check_two_levels(ranks: Tensor, plan: Plan) -> None:
-    """Fails on all ranks where "on" asks for what the plan's groups cannot have."""
-    if plan.two_level != "on":
-        return
-    axes = {"ulysses": _lines_along(ranks, ("ulysses",), MESH_AXES)}
-    if plan.sharding != "none":
-        copies = ranks.reshape(plan.mixed // plan.num_shards, plan.num_shards, plan.tp)
-        axes["copies of the parameters"] = _lines_along(copies, ("copy",), ("copy", "shard", "tp"))
-    if not any(levels_of(lines, _ranks_per_node or 1) for lines in axes.values()):
-        had = " and ".join(f"{len(lines[0])} {name} of ranks {lines[0]}" for name, lines in axes.items())
-        raise ValueError(
-            f'two_level="on" needs a group with several ranks on each of several nodes; with {_ranks_per_node} ranks a '
-            f"node the plan has {had}; give that axis a multiple of {_ranks_per_node} ranks, set ranks_per_node, or "
-            'take two_level="auto", which runs one level where there are no two'
-        )
+def when_reset(forget: Callable[[], None]) -> None:
+    """Calls `forget` when the job's groups are dropped, once."""
+    _at_reset.append(forget)
 
 
-def _measure_links(ranks: Tensor, device: torch.device) -> None:
-    """Within nodes and between them, where there are both; the slowest link of each counts, on all ranks.
-
-    Communication: messages of up to 4 MiB to the next rank, a tenth of a second in all.
-    """
-    global _links
-    levels = levels_of([ranks.flatten().tolist()], _ranks_per_node or 1)
-    if levels is not None:
-        slowest = []
-        for lines, name in zip(levels, ("node", "nodes"), strict=True):
-            slowest.append(measure_link(_own_group(lines, name, _made), device))
-        _links = slowest[0], slowest[1]
-
-
-def _split_by_node(group: dist.ProcessGroup, ranks: Tensor, axis: str, names: Sequence[str]) -> None:
-    """Registers the levels of this rank's group along an axis of a mesh of ranks, where it has two.
-
-    Communication: the ranks of a new group wait for each other.
-    """
-    if _ranks_per_node is None:
-        return
-    levels = levels_of(_lines_along(ranks, (axis,), names), _ranks_per_node)
-    # Links may not be known where the job's ranks do not fill its nodes.
-    if levels is not None:
-        within, between = (_own_group(lines, f"{axis}_by_node", _made) for lines in levels)
-        _set_timeout([within, between])
-        _nodes[group.group_name] = Nodes(within, between, _links)
-
-
-def levels_of(
-    lines: Sequence[Sequence[int]], ranks_per_node: int
-) -> tuple[list[list[int]], list[list[int]]] | None:
-    """The ranks of all groups, [groups, ranks], by node, and by the place on their nodes.
-
-    Four ranks a node and the groups 0 1 4 5 and 2 3 6 7: within a node 0 1, 4 5, 2 3 and 6 7, between nodes 0 4, 1 5,
-    2 6 and 3 7. None where a group has not several ranks on each of several nodes, and as many on each.
-    """
-    within, between = list[list[int]](), list[list[int]]()
-    for line in lines:
-        by_node: dict[int, list[int]] = {}
-        for rank in line:
-            by_node.setdefault(rank // ranks_per_node, []).append(rank)
-        nodes = list(by_node.values())
-        if len(nodes) < 2 or len(nodes[0]) < 2 or any(len(node) != len(nodes[0]) for node in nodes):
-            return None
-        within += nodes
-        between += map(list, zip(*nodes, strict=True))
-    return within, between
-
-
-def _lines_along(ranks: Tensor, axes: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+def lines_along(ranks: Tensor, axes: Sequence[str], names: Sequence[str]) -> list[list[int]]:
     """All groups along some axes of a mesh of ranks: [groups, ranks of each]."""
     dims = [names.index(axis) for axis in axes]
     others = [dim for dim in range(ranks.dim()) if dim not in dims]
@@ -330,7 +242,17 @@ def _group_along(
     ranks: Tensor, axes: Sequence[str], names: Sequence[str], made: dict[tuple[int, ...], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
     """This rank's group along some axes of a mesh of ranks, as `_own_group` finds or makes it."""
-    return _own_group(_lines_along(ranks, axes, names), "mesh_" + "_".join(axes), made)
+    return _own_group(lines_along(ranks, axes, names), "mesh_" + "_".join(axes), made)
+
+
+def own_group(lines: list[list[int]], description: str) -> dist.ProcessGroup:
+    """This rank's one of the groups [groups, ranks], which all ranks of the job name alike; one that is there is used.
+
+    Communication: the ranks of a new group wait for each other.
+    """
+    group = _own_group(lines, description, _made)
+    _set_timeout([group])
+    return group
 
 
 def _own_group(
@@ -617,14 +539,16 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
 
 def reset(destroy_process_group: bool = False) -> None:
     """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
-    global _group_timeout, _ranks_per_node, _links, _is_layout_given
+    global _group_timeout, _is_layout_given
     stop_watchdog()
     _groups.clear()
     _meshes.clear()
     _host_groups.clear()
     _made.clear()
-    _nodes.clear()
-    _ranks_per_node = _links = None
+    _exchanges.clear()
+    _exchange_groups.clear()
+    while _at_reset:
+        _at_reset.pop()()
     _is_layout_given = False
     _group_timeout = None
     _forget_meshes()

@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+# They may import everything, and nothing imports them.
+EXPERIMENTS = [{"opensora_accel.experiments"}]
 USE = [
     {"opensora_accel.cli"},
     {
@@ -47,10 +49,10 @@ LIBRARY = [
         "opensora_accel.fsdp",
         "opensora_accel.sharding",
     },
-    {"opensora_accel.offload", "opensora_accel.fsdp_collectives"},
+    {"opensora_accel.offload"},
     {"opensora_accel.communications"},
     {"opensora_accel.parallel_states"},
-    {"opensora_accel.weights"},
+    {"opensora_accel.weights", "opensora_accel.experimental"},
     {
         "opensora_accel.plan",
         "opensora_accel.precision",
@@ -71,7 +73,7 @@ LIBRARY = [
         "opensora_accel.lazy",
     },
 ]
-LAYERS = [*USE, *TOOLS, *LIBRARY]
+LAYERS = [*EXPERIMENTS, *USE, *TOOLS, *LIBRARY]
 """From the top. A room imports from the rows below its own; within a row nothing but a package and its front.
 
 So the library knows no tool, no tool another one or what users start.
@@ -106,6 +108,8 @@ def test_imports_run_downward_and_stop_at_faces(module, path):
     [
         ("opensora_accel.plan", "from opensora_accel.parallel_states import init_parallel"),
         ("opensora_accel.plan", "import opensora_accel"),
+        ("opensora_accel.fsdp", "def f():\n    from opensora_accel.experiments import by_node"),
+        ("opensora_accel.cli", "from opensora_accel.experiments import low_bit"),
         ("opensora_accel.communications.ring", "from opensora_accel import attention"),
         ("opensora_accel.offload.engine", "import opensora_accel.checkpoint"),
         ("opensora_accel.attention.ulysses", "from opensora_accel.checkpoint import checkpoint"),
@@ -171,8 +175,8 @@ def test_sources_use_nothing_that_is_made_for_tests():
 # By module: names that `global` statements change, and containers, thread-locals and objects of its own that it holds.
 STATE = {
     "opensora_accel.parallel_states": {
-        *("_groups", "_meshes", "_host_groups", "_made", "_nodes"),
-        *("_group_timeout", "_is_layout_given", "_links", "_ranks_per_node"),
+        *("_groups", "_meshes", "_host_groups", "_made", "_exchanges", "_exchange_groups"),
+        *("_at_reset", "_group_timeout", "_is_layout_given"),
     },
     "opensora_accel.offload.manager": {"GLOBAL_ACTIVATION_MANAGER"},
     "opensora_accel.watchdog": {"entered", "_has_failed", "_stop", "_store"},
@@ -180,8 +184,8 @@ STATE = {
     "opensora_accel.checkpoint.selective": {"_active"},
     "shardformer.engine.tokens": {"_running"},
     "shardformer.modeling.attention": {"_running", "_traced"},
-    "opensora_accel.communications.checks": {"_compares_inputs", "_compares_next_forwards"},
-    "opensora_accel.communications.compressed": {"_holds_against_exact"},
+    "opensora_accel.communications.checks": {"_compares_inputs", "_compares_next_forwards", "_wants_exact"},
+    "opensora_accel.experiments.by_node": {"_links", "_nodes", "_ranks_per_node"},
     "opensora_accel.regions": {"_listener"},
 }
 
@@ -211,7 +215,7 @@ def state_of(source: str) -> set[str]:
 
 
 def test_state_that_outlives_a_call_is_what_the_page_of_the_house_lists():
-    everywhere = set().union(*LIBRARY)
+    everywhere = set().union(*LIBRARY, *EXPERIMENTS)
     # A kernel or a table is made once and does not change.
     constants = {"opensora_accel.attention.kernels.choose", "shardformer.policy"}
     found = {

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_accel.links import Link, measure_rounds, one_level_s, sent_bytes, two_levels_s
+from opensora_accel.experiments.by_node import two_levels_s
+from opensora_accel.links import Link, measure_rounds, one_level_s, sent_bytes
 
 # 1 s a message and 10 bytes a second within a node; 100 s and 1 byte a second between nodes.
 LINKS = Link(10, 1), Link(1, 100)

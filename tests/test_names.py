@@ -16,7 +16,7 @@ NAMES = re.findall(r"^\| `([\w.]+)`", (ROOT / "docs" / "names.md").read_text(enc
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Families' tables, which `tables_named` gives; what goes with an experiment; and how one looks into a norm.
 NOT_PROMISED = re.compile(
-    r"shardformer\.policy\.wan\.|opensora_accel\.fsdp_collectives\.forget_rounding"
+    r"shardformer\.policy\.wan\.|opensora_accel\.fsdp\.forget_rounding"
     r"|shardformer\.modeling\.(kernels\.explain_kernel|norm_orders\.find_meaning)"
 )
 

@@ -33,7 +33,7 @@ CORE = (
     "tests/test_parallel_states.py",
     "tests/test_plan.py",
     *("--ignore=tests/checkpoint/test_chunked.py", "--ignore=tests/checkpoint/test_compiled.py"),
-    *("--ignore=tests/checkpoint/test_fsdp.py", "--ignore=tests/communications/test_two_level.py"),
+    *("--ignore=tests/checkpoint/test_fsdp.py", "--ignore=tests/experiments/test_by_node.py"),
     "--ignore=tests/communications/test_missing_ranks.py",
 )
 TRAINING = ".[train,plot,schedulefree,lowbit,kernels]"

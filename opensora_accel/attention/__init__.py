@@ -1,19 +1,23 @@
 """Attention over a sequence that is spread over ranks. Layout [B, S_local, H, D]; exact in both directions."""
 
-from opensora_accel.attention.call import torch_attention
+from opensora_accel.attention.call import AttentionCall, autocast, enter_call, torch_attention
 from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
 from opensora_accel.attention.kernels.cpu import cpu_kernel_as_on_a_gpu
 from opensora_accel.attention.linear import linear_attention
-from opensora_accel.attention.local import explain_kernel, local_attention
+from opensora_accel.attention.local import attend_whole, explain_kernel, local_attention
 from opensora_accel.attention.ring import ring_attention
-from opensora_accel.attention.ulysses import switch_sharded_dim, ulysses_attention
+from opensora_accel.attention.ulysses import switch_sharded_dim, ulysses_attention, whole_mask
 from opensora_accel.attention.usp import SequenceGroups, usp_attention
 
 __all__ = [
+    "AttentionCall",
     "SequenceGroups",
+    "attend_whole",
+    "autocast",
     "balance",
     "cpu_kernel_as_on_a_gpu",
+    "enter_call",
     "explain_kernel",
     "gathered_attention",
     "joint_attention",
@@ -24,4 +28,5 @@ __all__ = [
     "torch_attention",
     "ulysses_attention",
     "usp_attention",
+    "whole_mask",
 ]

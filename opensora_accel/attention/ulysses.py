@@ -16,9 +16,8 @@ Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from opensora_accel.attention.call import autocast, enter_call
 from opensora_accel.attention.local import attend_whole
-from opensora_accel.attention.ulysses_pipeline import attend_in_groups, heads_divide
 from opensora_accel.communications import (
     Cut,
     Sizes,
@@ -36,13 +34,13 @@ from opensora_accel.communications import (
     gather_forward_split_backward,
     share_sizes,
 )
-from opensora_accel.parallel_states import get_nodes, get_parallel_group
+from opensora_accel.parallel_states import get_parallel_group
 
 
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor | Callable[[], Tensor],
+    v: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
     mask: Tensor | None = None,
@@ -50,7 +48,6 @@ def ulysses_attention(
     scale: float | None = None,
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     """This rank's rows of the attention over the whole sequence, equal to that of one device.
 
@@ -58,53 +55,33 @@ def ulysses_attention(
 
     Args:
         q: [B, S_q/P, H, D].
-        k, v: [B, S_kv/P, H_kv, D]; H is a multiple of H_kv. v may be a function that computes it: with `overlap` it
-            runs while q and k travel.
+        k, v: [B, S_kv/P, H_kv, D]; H is a multiple of H_kv.
         group: the P ranks; by default the registered sequence group.
         mask: [B, S_kv/P], this rank's part of the key mask, true where a key may be seen.
         causal: query i sees keys 0…i of the whole sequence; needs S_q = S_kv.
         scale: 1/√D by default.
         splits, kv_splits: every rank's number of queries and of keys, where the caller knows them; otherwise
             they are exchanged. Within torch.compile they must be given.
-        overlap: sends under compute, in more and smaller collectives (`ulysses_pipeline`), where every rank gets as
-            many key heads; the same numbers to the last bit. There is no second derivative then.
 
     Returns:
         [B, S_q/P, H, D].
 
     Raises:
         ValueError: the shapes are no attention; on every rank and before any data is sent, unless the sizes are
-        given. Or `overlap` over a group whose all-to-alls run in two levels.
+        given.
 
     Communication: two `all_to_all_single`, q with k and v, and the output, each (P−1)/P of its bytes; as many in
     backward. A mask adds one all-gather of its bytes.
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
-    if overlap and get_nodes(group) is not None:
-        raise ValueError(
-            "overlap sends in pieces under compute, and the all-to-all of this group runs in two levels; pass "
-            'overlap=False, or set two_level="off" in the plan'
-        )
-    # A graph holds no transfer that has only begun.
-    overlaps = overlap and not torch.compiler.is_compiling() and heads_divide(q, k, group)
-    if callable(v) and not overlaps:
-        v = v()
-    q, k = autocast(q, k)
-    # Where v is not there yet, only its dtype and shape are checked here: they are to be those of k.
-    (known_v,) = (k,) if callable(v) else autocast(v)
-    call = enter_call(
-        q, k, known_v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale
-    )
-    if overlaps:
-        project_v = v if callable(v) else lambda: known_v
-        whole_mask = None if mask is None else partial(_whole_mask, mask, group, call.kv_splits)
-        return attend_in_groups(q, k, project_v, whole_mask, group, call)
+    q, k, v = autocast(q, k, v)
+    call = enter_call(q, k, v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale)
     if group.size() == 1:
-        return attend_whole(q, k, known_v, mask, call)
+        return attend_whole(q, k, v, mask, call)
     num_heads = q.size(2)
     # [B, S/P, H, D] → [B, S, H/P, D] → attention → [B, S, H/P, D] → [B, S/P, H, D]
-    q, k, whole_v, mask = scatter_heads(q, k, known_v, mask, group, call.splits, call.kv_splits)
-    return gather_heads(attend_whole(q, k, whole_v, mask, call), group, call.splits, num_heads)
+    q, k, v, mask = scatter_heads(q, k, v, mask, group, call.splits, call.kv_splits)
+    return gather_heads(attend_whole(q, k, v, mask, call), group, call.splits, num_heads)
 
 
 @dataclass(frozen=True)
@@ -203,11 +180,11 @@ def scatter_heads(
     )
     # Key heads are repeated after the exchange, because copies would have to travel otherwise.
     k, v = heads.align_keys(k, group.rank()), heads.align_keys(v, group.rank())
-    return q, k, v, None if mask is None else _whole_mask(mask, group, kv_splits)
+    return q, k, v, None if mask is None else whole_mask(mask, group, kv_splits)
 
 
-def _whole_mask(mask: Tensor, group: dist.ProcessGroup, splits: Sizes) -> Tensor:
-    """[B, S_kv/P] → [B, S_kv]."""
+def whole_mask(mask: Tensor, group: dist.ProcessGroup, splits: Sizes) -> Tensor:
+    """The key mask of all ranks: [B, S_kv/P] → [B, S_kv]."""
     as_bytes = mask.to(torch.uint8)
     if not torch.compiler.is_compiling():
         return gather_forward_split_backward(as_bytes, group, 1, splits=splits).bool()

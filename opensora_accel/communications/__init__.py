@@ -11,9 +11,6 @@ ranks compare shapes, dtypes and options first as well.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from opensora_accel import lazy
 from opensora_accel.communications.alltoall import Cut, all_to_all, all_to_all_packed, all_to_all_unchecked
 from opensora_accel.communications.along_dim import (
     copy_forward_reduce_backward,
@@ -28,8 +25,10 @@ from opensora_accel.communications.checks import (
     compare_next_forwards,
     debug_enabled,
     every_forward_is_compared,
+    exact_collectives,
     gather_objects,
     inputs_are_compared,
+    wants_exact,
     without_comparing_inputs,
 )
 from opensora_accel.communications.missing_ranks import MissingRankError, report_failure, waiting
@@ -37,22 +36,9 @@ from opensora_accel.communications.neighbours import exchange_halo, ring_exchang
 from opensora_accel.communications.sizes import Sizes, exchange_integers, share_sizes
 from opensora_accel.communications.transport import finish, start_all_to_all, start_shift
 
-if TYPE_CHECKING:
-    from opensora_accel.communications.compressed import (
-        WIRE_DTYPES,
-        CompressedShards,
-        RoundedSum,
-        held_against_exact,
-        holds_against_exact,
-        replace_by_exact,
-    )
-
 __all__ = [
-    "WIRE_DTYPES",
-    "CompressedShards",
     "Cut",
     "MissingRankError",
-    "RoundedSum",
     "Sizes",
     "all_to_all",
     "all_to_all_packed",
@@ -62,18 +48,16 @@ __all__ = [
     "copy_forward_reduce_backward",
     "debug_enabled",
     "every_forward_is_compared",
+    "exact_collectives",
     "exchange_halo",
     "exchange_integers",
     "finish",
     "gather_forward_reduce_scatter_backward",
     "gather_forward_split_backward",
     "gather_objects",
-    "held_against_exact",
-    "holds_against_exact",
     "inputs_are_compared",
     "reduce_forward_copy_backward",
     "reduce_scatter_forward_gather_backward",
-    "replace_by_exact",
     "report_failure",
     "ring_exchange",
     "share_sizes",
@@ -81,10 +65,7 @@ __all__ = [
     "start_all_to_all",
     "start_shift",
     "transport",
-    "two_level",
     "waiting",
+    "wants_exact",
     "without_comparing_inputs",
 ]
-
-# Compressed gradients and weights load where a Plan asks for them.
-__getattr__, __dir__ = lazy.attach(__name__)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from opensora_accel.communications.checks import check_agreement, check_dim, check_group
 from opensora_accel.communications.sizes import Sizes, splits_of_locals, splits_of_total
-from opensora_accel.communications.two_level import exchange
+from opensora_accel.communications.transport import exchange
 
 
 def all_to_all(

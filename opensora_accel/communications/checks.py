@@ -132,3 +132,22 @@ def check_agreement(
                 f"ranks of the group disagree: rank 0 calls {calls[0][1]}, "
                 f"rank {rank} (global rank {dist.get_global_rank(group, rank)}) calls {description}"
             )
+
+
+_wants_exact = False
+
+
+@contextlib.contextmanager
+def exact_collectives() -> Iterator[None]:
+    """Within it collectives that round give exact results, and fail where their own are beyond their bounds."""
+    global _wants_exact
+    before, _wants_exact = _wants_exact, True
+    try:
+        yield
+    finally:
+        _wants_exact = before
+
+
+def wants_exact() -> bool:
+    """Whether a proof runs, in which a collective that rounds is held against the exact one."""
+    return _wants_exact

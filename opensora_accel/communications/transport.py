@@ -6,7 +6,7 @@ which one (`waiting`). Shapes are the caller's matter; buffers are contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opensora_accel.communications.missing_ranks import waiting
 from opensora_accel.interception import seen_anyway
+from opensora_accel.parallel_states import get_exchange
 
 
 def all_gather(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
@@ -118,3 +119,34 @@ def finish(works: list[dist.Work], group: dist.ProcessGroup, device: torch.devic
             work = works.pop(0)
             # A transfer of gloo knows the timeout that its group was made with, and none that was set since.
             work.wait(backend.options._timeout) if is_gloo else work.wait()
+
+
+def exchange(
+    sent: Tensor, group: dist.ProcessGroup, piece_size: Callable[[int, int], int] | None = None
+) -> Tensor:
+    """What the ranks of the group have for this one, in order of ranks.
+
+    Args:
+        sent: a piece for each rank, in order: [N, ...], in equal pieces; or [N] and `piece_size`.
+        piece_size: how many elements one rank (first) sends to another (second), where that is not always the same.
+
+    Communication: one `all_to_all_single`, where the group's all-to-alls are not run by somebody else.
+    """
+    other = get_exchange(group)
+    return exchange_at_once(sent, group, piece_size) if other is None else other(sent, group, piece_size)
+
+
+def exchange_at_once(
+    sent: Tensor, group: dist.ProcessGroup, piece_size: Callable[[int, int], int] | None = None
+) -> Tensor:
+    """`exchange` by one `all_to_all_single`."""
+    if piece_size is None:
+        received = torch.empty_like(sent)
+        all_to_all_single(received, sent, group)
+        return received
+    rank, ranks = group.rank(), range(group.size())
+    send_sizes = [piece_size(rank, target) for target in ranks]
+    receive_sizes = [piece_size(source, rank) for source in ranks]
+    received = sent.new_empty(sum(receive_sizes))
+    all_to_all_single(received, sent, group, receive_sizes, send_sizes)
+    return received

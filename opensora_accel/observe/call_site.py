@@ -20,12 +20,12 @@ _PLUMBING = (
     _HERE,
     os.path.join(_PACKAGE, "verify", "communication") + os.sep,
     os.path.join(_PACKAGE, "planner", "recording.py"),
+    os.path.join(_PACKAGE, "communications", "transport.py"),
+    # What FSDP2, and a collective by node, call in place of torch's own collectives.
     *(
-        os.path.join(_PACKAGE, "communications", f"{name}.py")
-        for name in ("transport", "two_level", "compressed")
+        os.path.join(_PACKAGE, "experiments", f"{name}.py")
+        for name in ("by_node", "compressed", "fsdp_collectives")
     ),
-    # What FSDP2 calls in place of its own collectives.
-    os.path.join(_PACKAGE, "fsdp_collectives.py"),
     "<",
 )
 # Files of torch that pass a call on: they stand between whoever communicates and its operator.

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from opensora_accel.links import two_levels_s
+from opensora_accel.experimental import experiment
 from opensora_accel.observe import BlockMemory, StepMemory
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import Placement, collective_s, core_share, host_s, kernel_s
@@ -333,6 +333,7 @@ class Estimator:
             nodes, per_node = placement.spread(group)
             if plan.two_level == "on" and nodes > 1 and per_node > 1:
                 links = self.hardware.within, self.hardware.between or self.hardware.within
+                two_levels_s = experiment("by_node").two_levels_s
                 once = two_levels_s("all-to-all", 3 * local / plan.tp, nodes, per_node, links)
                 once += two_levels_s("all-to-all", local / plan.tp, nodes, per_node, links)
             else:

@@ -46,8 +46,8 @@ from torch.optim.optimizer import (
 from opensora_accel import regions
 from opensora_accel.observe import BACKWARD, FORWARD, RECOMPUTE, FlopCounter, find_blocks
 from opensora_accel.parallel_states import (
+    get_exchange_groups,
     get_mesh,
-    get_nodes,
     get_parallel_group,
     has_mesh,
     has_parallel_group,
@@ -517,10 +517,8 @@ def _groups() -> dict[str, list[int]]:
             group = get_parallel_group(name)
             if group is not None and group.size() > 1:
                 found[name] = dist.get_process_group_ranks(group)
-                nodes = get_nodes(group)
-                if nodes is not None:
-                    by_node[f"{name} within a node"] = dist.get_process_group_ranks(nodes.within)
-                    by_node[f"{name} between nodes"] = dist.get_process_group_ranks(nodes.between)
+                for part, of_part in get_exchange_groups(group).items():
+                    by_node[f"{name} {part}"] = dist.get_process_group_ranks(of_part)
     found |= by_node
     found["world"] = list(range(dist.get_world_size()))
     return found

@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING
 from opensora_accel import lazy
 
 if TYPE_CHECKING:
-    from opensora_accel.training.config import ProfileOptions, TrainConfig, load_config
+    from opensora_accel.training.config import OptimConfig, ProfileOptions, TrainConfig, load_config
     from opensora_accel.training.planned import job_of
+    from opensora_accel.training.pretrained import in_one_line
+    from opensora_accel.training.ranks import from_all_ranks
     from opensora_accel.training.tiny_run import proof_of
 
-__all__ = ["ProfileOptions", "TrainConfig", "cache_command", "command", "job_of", "load_config", "proof_of"]
+__all__ = [
+    "OptimConfig",
+    "ProfileOptions",
+    "TrainConfig",
+    "cache_command",
+    "command",
+    "from_all_ranks",
+    "in_one_line",
+    "job_of",
+    "load_config",
+    "proof_of",
+]
 
 __getattr__, __dir__ = lazy.attach(__name__)

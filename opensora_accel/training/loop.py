@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora_accel.fsdp import set_last_microbatch
-from opensora_accel.fsdp_collectives import forget_rounding
+from opensora_accel.experimental import experiment
+from opensora_accel.fsdp import forget_rounding, set_last_microbatch
 from opensora_accel.observe import peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
 from opensora_accel.profiler import profile, tell_of_out_of_memory, write_run_page
@@ -37,7 +37,6 @@ from opensora_accel.training.encoders import (
     train_tokenizer,
 )
 from opensora_accel.training.kept import EmbeddedCaptions, StoredCaptions, free_unused
-from opensora_accel.training.lowbit import check_low_bit
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import (
@@ -100,7 +99,9 @@ class Trainer:
         self.dtype = DTYPES[config.plan.precision]
         from_first_rank(lambda: check_trackers(config))  # which alone uses them
         check_schedule_free(config.optim)
-        check_low_bit(config.optim, torch.device("cpu") if config.plan.cpu_offload else self.device)
+        if config.optim.state != "fp32":
+            on = torch.device("cpu") if config.plan.cpu_offload else self.device
+            experiment("low_bit").check_low_bit(config.optim, on)
         self.disk_cache = open_disk_cache(config.cache_folder) if config.cache_folder else None
         data_group = get_data_parallel_group()
         assert data_group is not None

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from opensora_accel.experimental import experiment
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
-from opensora_accel.training.lowbit import low_bit_adamw
 from opensora_accel.training.ranks import from_all_ranks
 
 
@@ -26,7 +27,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     if config.state != "fp32":
-        return low_bit_adamw(groups, config)
+        low_bit: torch.optim.Optimizer = experiment("low_bit").low_bit_adamw(groups, config)
+        return low_bit
     if config.schedule == "free":
         import schedulefree
 
@@ -46,6 +48,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)  # a compiled step reads it
         else:
             group["lr"] = rate
+
+
+def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:
+    """A moment of zeros, in the shape of the parameter, in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
+    # torchao's own method, of moments of few bits. Its last argument asks for signed codes, which a mean of squares
+    # does not need.
+    if hasattr(optimizer, "_new_buffer"):
+        moment: Tensor = optimizer._new_buffer(parameter, name == "exp_avg")
+        return moment
+    return torch.zeros_like(parameter, requires_grad=False)
+
+
+def is_quantized(moment: Tensor) -> bool:
+    """Whether a moment is kept as codes and scales, of which `experiments.low_bit.saved_values` makes new values."""
+    return hasattr(moment.to_local() if isinstance(moment, DTensor) else moment, "codes")
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

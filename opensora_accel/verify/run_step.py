@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from opensora_accel.communications import held_against_exact, without_comparing_inputs
+from opensora_accel.communications import exact_collectives, without_comparing_inputs
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.observe import (
     How,
@@ -357,7 +357,7 @@ def observe(
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with observer.watching(), flash_attn_stand_in(), without_comparing_inputs(), held_against_exact():
+        with observer.watching(), flash_attn_stand_in(), without_comparing_inputs(), exact_collectives():
             model = None
             if model_fn is not None:
                 # Weights are drawn alike everywhere; only then the generators are told where they are.

@@ -18,6 +18,7 @@ from torch import nn
 
 from opensora_accel.checkpoint import checkpoint_blocks, chunk_tokens, preserve_state
 from opensora_accel.deferred import is_deferred, materialize, resume_recording
+from opensora_accel.experimental import call_experiments
 from opensora_accel.parallel_states import (
     get_mesh,
     get_parallel_group,
@@ -25,7 +26,6 @@ from opensora_accel.parallel_states import (
     get_tensor_parallel_group,
     has_mesh,
     has_parallel_group,
-    splits_by_node,
 )
 from opensora_accel.plan import Plan
 from opensora_accel.precision import lift_casts
@@ -137,11 +137,7 @@ def shard(
         raise ValueError(
             f"this {type(model).__name__} is sharded already; call shardformer.unshard(model) first"
         )
-    if plan.two_level != "off" and not splits_by_node():
-        raise ValueError(
-            f'two_level="{plan.two_level}" needs the groups by node that opensora_accel.init_parallel(plan) makes; '
-            'call it with this plan, or set two_level="off"'
-        )
+    call_experiments("check_groups", plan)
     policy = policy or find_policy(model)
     group = _sequence_group(plan)
     # Left by an exception, the stack takes back what was done: a policy that fails leaves the model as it was.

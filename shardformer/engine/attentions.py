@@ -29,6 +29,7 @@ from opensora_accel.attention import (
     usp_attention,
 )
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
+from opensora_accel.experimental import call_experiments, from_experiments
 from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
 from shardformer.engine.tokens import Tokens, mark_own
@@ -36,12 +37,9 @@ from shardformer.functions import replace_function
 from shardformer.modeling import (
     Attention,
     Extent,
-    LateTensor,
     Lengths,
     Mask,
     MaskReader,
-    computed,
-    project_late,
     redirect_attention,
     redirect_flash_attn,
     redirect_linear_attention,
@@ -61,14 +59,14 @@ def redirect_attentions(
     for path in policy.linear_attention:
         for name, module in find(model, path):
             undo.callback(redirect_linear_attention(module, name, tokens.group))
-    if plan.overlap_ulysses:
-        _project_values_late(model, policy, undo)
+    call_experiments("prepare_attentions", plan, model, policy, undo)
+    kernels = _Kernels(plan, tokens.group)
 
     def is_traceable() -> bool:
         # A graph holds no transfer that has only begun.
-        return tokens.are_followed() and not plan.overlap_ulysses
+        return tokens.are_followed() and not kernels.overlaps
 
-    for name, module, attention in _attentions(model, plan, policy, tokens):
+    for name, module, attention in _attentions(model, kernels, policy, tokens):
         tokens.attentions.append(attention)
         undo.callback(
             redirect_attention(module, name, attention, tokens.own_counts, tokens.total, is_traceable)
@@ -77,25 +75,9 @@ def redirect_attentions(
         undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))
 
 
-def _project_values_late(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
-    modules = [module for path in policy.self_attention for _name, module in find(model, path)]
-    if not modules:
-        joint = "joint attention of text and video"
-        kind = joint if policy.joint_attention else "attention that keeps its own kernel"
-        raise ValueError(
-            f"overlap_ulysses overlaps self-attention, and {type(model).__name__} has {kind} alone; leave it out"
-        )
-    for module in modules:
-        for name, child in module.named_children():
-            # One that is fused with q and k is there before they are, and only its heads travel in groups.
-            if name in policy.value_projections and hasattr(child, "out_features"):
-                undo.callback(project_late(module, name))
-
-
 def _attentions(
-    model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens
+    model: nn.Module, kernels: _Kernels, policy: Policy, tokens: Tokens
 ) -> Iterator[tuple[str, nn.Module, Attention]]:
-    kernels = _Kernels(plan, tokens.group)
     for paths, make in ((policy.self_attention, _self_attention), (policy.whole_queries, _whole_queries)):
         for path in paths:
             for name, module in find(model, path):
@@ -130,14 +112,18 @@ class _Kernels:
         # A sequence group that somebody else registered is all ring or all ulysses, as the plan says.
         is_ring = plan.ring == plan.sequence and not has_parallel_group("ring")
         self._axes = SequenceGroups(group, None) if is_ring else SequenceGroups.of(None)
-        self._has_ring, self._overlap = plan.ring > 1, plan.overlap_ulysses
+        self._has_ring = plan.ring > 1
+        self._ulysses = from_experiments(plan, ulysses_attention)
+        # With keys and values of all ranks, for masks that neither heads nor blocks of keys could cut.
+        self.gathered = from_experiments(plan, gathered_attention)
+        # Whether transfers run under compute.
+        self.overlaps = self._ulysses is not ulysses_attention
 
     def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
         # Ulysses, where it is all of the plan, needs no group but the sequence group.
         if not self._has_ring:
-            late = v.value if isinstance(v, LateTensor) else v
-            return ulysses_attention(q, k, late, self._group, overlap=self._overlap, **options)
+            return self._ulysses(q, k, v, self._group, **options)
         return usp_attention(q, k, v, self._axes, **options)
 
     def joint(self, video: Projected, text: Projected, **options: Any) -> tuple[Tensor, Tensor]:
@@ -162,9 +148,8 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         extent = _extent(tokens, q.size(1), name)
         read = reader.read(mask, q.size(0), extent, extent, q.device)
         if read.bias is not None:
-            # More than padding: neither heads nor blocks of keys could cut it.
-            v = computed(v)
-            return gathered_attention(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
+            # More than padding.
+            return kernels.gathered(q, k, v, tokens.group, bias=read.bias, scale=scale, kv_splits=splits)
         return _of_padding(kernels.spread(q, k, v, mask=read.keys, **options), read)
 
     return attention
@@ -200,7 +185,7 @@ def _joint_attention(tokens: Tokens, kernels: _Kernels, entry: JointAttention, n
         video_q, text_q = _cut(q, asking)
         (video_k, text_k), (video_v, text_v) = (_cut(t, extent) for t in (k, v))
         if read.bias is not None:
-            return gathered_attention(
+            return kernels.gathered(
                 q, video_k, video_v, tokens.group, bias=read.bias, text_k=text_k, text_v=text_v,
                 text_first=text_first, scale=scale, kv_splits=tokens.state.splits,
             )  # fmt: skip
@@ -256,7 +241,7 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         # through this rank.
         share = q[:, own]
         if read.bias is not None:
-            out = gathered_attention(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
+            out = kernels.gathered(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
         else:
             out = kernels.spread(share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits)
             out = _of_padding(out, read)

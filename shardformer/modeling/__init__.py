@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     )
     from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
     from shardformer.modeling.halo import add_halo
-    from shardformer.modeling.late_values import LateTensor, computed, project_late
     from shardformer.modeling.linear_attention import redirect_linear_attention
     from shardformer.modeling.masks import Extent, Mask, MaskReader
     from shardformer.modeling.norms import SwapReport, swap_norms
@@ -25,15 +24,12 @@ __all__ = [
     "NORMS",
     "Attention",
     "Extent",
-    "LateTensor",
     "Lengths",
     "Mask",
     "MaskReader",
     "SwapReport",
     "T5LayerNorm",
     "add_halo",
-    "computed",
-    "project_late",
     "redirect_attention",
     "redirect_flash_attn",
     "redirect_linear_attention",

@@ -26,10 +26,11 @@ from harness import Report, make_claim, make_table
 from ranks import Job, World, count_traffic, run_tasks
 from torch import Tensor
 
-from opensora_accel.communications import transport, two_level
-from opensora_accel.communications.compressed import WIRE_DTYPES, CompressedShards, RoundedSum
-from opensora_accel.links import Link, one_level_s, two_levels_s
-from opensora_accel.parallel_states import Nodes, levels_of
+from opensora_accel.communications import transport
+from opensora_accel.experiments import by_node
+from opensora_accel.experiments.by_node import Nodes, two_levels_s
+from opensora_accel.experiments.compressed import WIRE_DTYPES, CompressedShards, RoundedSum
+from opensora_accel.links import Link, levels_of, one_level_s
 
 PER_NODE = 2
 # What is simulated: the bytes of a rank's tensor; and by name nodes, ranks of each, and the links of one rank within
@@ -84,8 +85,8 @@ def make_sides(world: World, name: str, size_bytes: int) -> Sides:
         away = {"plain": sent.nbytes * others / num_ranks}
         away["ours"] = sent.nbytes * ((per_node - 1) / per_node + (num_nodes - 1) / num_nodes)
         return (
-            partial(two_level.exchange, sent, group),
-            in_two_levels(world, partial(two_level.exchange, sent)),
+            partial(by_node.exchange, sent, group),
+            in_two_levels(world, partial(by_node.exchange, sent)),
             0.0,
             away,
         )
@@ -123,11 +124,11 @@ def make_sides(world: World, name: str, size_bytes: int) -> Sides:
             0.05,
             bytes_of | {"ours": bytes_of["plain"] / 2},
         )
-    by_node = partial(reduce, partial(two_level.all_reduce_, sum_=transport.all_reduce_))
+    in_levels = partial(reduce, partial(by_node.all_reduce_, sum_=transport.all_reduce_))
     num_nodes = num_ranks // PER_NODE
     near = 2 * numbers.nbytes * (PER_NODE - 1) / PER_NODE
     bytes_of["ours"] = near + 2 * numbers.nbytes / PER_NODE * (num_nodes - 1) / num_nodes
-    return plain, in_two_levels(world, by_node), 1e-5, bytes_of
+    return plain, in_two_levels(world, in_levels), 1e-5, bytes_of
 
 
 def in_two_levels(world: World, function: Callable[[dist.ProcessGroup], Tensor]) -> Callable[[], Tensor]:
@@ -139,7 +140,7 @@ def in_two_levels(world: World, function: Callable[[dist.ProcessGroup], Tensor])
     nodes = Nodes(within, between, None)
 
     def run() -> Tensor:
-        with mock.patch.object(two_level, "get_nodes", lambda _group: nodes):
+        with mock.patch.object(by_node, "get_nodes", lambda _group: nodes):
             return function(world.group)
 
     return run

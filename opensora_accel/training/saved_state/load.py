@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel.deferred import region_of
 from opensora_accel.training.adapters import saved_weights
-from opensora_accel.training.lowbit import new_moment
-from opensora_accel.training.optim import EMA
+from opensora_accel.training.optim import EMA, new_moment
 from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM, Record
 from opensora_accel.training.saved_state.save import ENTRIES, TrainState, class_name
 from opensora_accel.weights import Stored, find_stored

@@ -36,10 +36,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from opensora_accel.deferred import region_of
+from opensora_accel.experimental import experiment
 from opensora_accel.files import retried, sha256_of
 from opensora_accel.training.adapters import saved_weights
-from opensora_accel.training.lowbit import is_quantized, saved_values
-from opensora_accel.training.optim import EMA, FreeAverage
+from opensora_accel.training.optim import EMA, FreeAverage, is_quantized
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
     AVERAGED,
@@ -214,11 +214,12 @@ class Saver:
         try:
             with torch.cuda.stream(self._stream):  # nothing, where there is none
                 for tensor, staged, name in held:
-                    local = saved_values(tensor)
+                    quantized = is_quantized(tensor)
+                    local = experiment("low_bit").saved_values(tensor) if quantized else _own_part(tensor)
                     if name not in staged:
                         # Page-locked memory is dear to get, and its shapes do not change: the next save uses it again.
                         staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                    if is_quantized(tensor):
+                    if quantized:
                         # Its values were made for this, and are gone before the next ones are made.
                         staged[name].copy_(local, non_blocking=True)
                     else:
@@ -485,3 +486,8 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from opensora_accel.links import levels_of
 from opensora_accel.observe import (
     AFTER,
     BACKWARD,
@@ -34,7 +35,6 @@ from opensora_accel.observe import (
     name_of,
     promised_groups,
 )
-from opensora_accel.parallel_states import levels_of
 from opensora_accel.plan import MIXED_AXES, Plan
 from opensora_accel.verify.communication.agreement import Violation, disagreements, sources_of
 from opensora_accel.verify.communication.record_step import RankRecord, Record

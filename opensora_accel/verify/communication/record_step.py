@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from opensora_accel.communications import without_comparing_inputs
-from opensora_accel.fsdp_collectives import elements_of_messages
+from opensora_accel.fsdp import param_groups
 from opensora_accel.observe import (
     CollectiveCall,
     CollectiveRecorder,
@@ -188,8 +188,17 @@ def _record_rank(
         with launcher_environment(run), accelerator_stand_ins(), without_comparing_inputs(), recorder:
             call_to_its_end("step(model, run)", step, model, run)
         parameters = _parameters(model, recorder.with_gradient)
-        elements = elements_of_messages(model)
+        elements = _elements_of_messages(model)
     return RankRecord(rank, tuple(recorder.calls), parameters, recorder.num_backwards, elements)
+
+
+def _elements_of_messages(model: nn.Module) -> dict[int, int]:
+    """How many elements a message of so many bytes has, of all compressed gathers that have run."""
+    found: dict[int, int] = {}
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            found |= getattr(group._all_gather_comm, "elements_of_message", {})
+    return found
 
 
 def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parameter, ...]:

@@ -3,7 +3,8 @@
 import pytest
 
 from opensora_accel import Plan
-from opensora_accel.fsdp_collectives import AverageOverCopies, RoundedReduceScatter, param_groups
+from opensora_accel.experiments.fsdp_collectives import AverageOverCopies, RoundedReduceScatter
+from opensora_accel.fsdp import param_groups
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import read_record
 from shardformer import blocks_of

@@ -9,9 +9,8 @@ import torch
 
 import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
-from opensora_accel.communications.compressed import BLOCK, WIRE_DTYPES, dequantize, quantize
-from opensora_accel.fsdp import set_last_microbatch, shard_parameters
-from opensora_accel.fsdp_collectives import forget_rounding
+from opensora_accel.experiments.compressed import BLOCK, WIRE_DTYPES, dequantize, quantize
+from opensora_accel.fsdp import forget_rounding, set_last_microbatch, shard_parameters
 from opensora_accel.observe import CollectiveRecorder
 from tests.fsdp.steps import batch, make_model, whole
 from tests.tiers import some

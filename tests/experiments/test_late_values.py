@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.attention import ulysses_pipeline
+from opensora_accel.experiments import overlap
 from opensora_accel.observe.fakes import FakeFloats, fake_world
 from shardformer.policy import find_policy
 from tests.shardformer.conformance import fp64_model, in_double, step
@@ -139,7 +139,7 @@ def test_transfers_of_a_14b_model_hide():
         }
         timeline = Timeline(8)
         timeline.of = {}
-        start = ulysses_pipeline.start_all_to_all
+        start = overlap.start_all_to_all
 
         def started(*args, **options):
             works = start(*args, **options)
@@ -148,8 +148,8 @@ def test_transfers_of_a_14b_model_hide():
 
         with (
             timeline,
-            mock.patch.object(ulysses_pipeline, "start_all_to_all", started),
-            mock.patch.object(ulysses_pipeline, "finish", timeline.wait),
+            mock.patch.object(overlap, "start_all_to_all", started),
+            mock.patch.object(overlap, "finish", timeline.wait),
         ):
             (out,) = model(**inputs, return_dict=False)
             forward = len(timeline.transfers)

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_accel.attention import ulysses_attention
+from opensora_accel import attention
 from opensora_accel.communications import share_sizes
+from opensora_accel.experiments import overlap
 from tests.attention.reference import random_inputs, weights_like
 
 
@@ -19,13 +20,14 @@ def both_ways(heads, tokens, batch, dtype, options):
     mask = None if mask is None else mask[:batch, own[1]]
     weight = torch.eye(8, dtype=dtype).requires_grad_()
     found = []
-    for overlap in (False, True):
+    for ulysses_attention in (attention.ulysses_attention, overlap.ulysses_attention):
         q, k, x = (tensor.clone().requires_grad_() for tensor in inputs)
         # v is projected while q and k travel, or is there already.
-        v = (lambda x=x: x @ weight) if options.get("late", True) else x @ weight
+        is_late = options.get("late", True) and ulysses_attention is overlap.ulysses_attention
+        v = (lambda x=x: x @ weight) if is_late else x @ weight
         out = ulysses_attention(
             q, k, v, group, mask=mask, causal=options.get("causal", False),
-            splits=shares[0], kv_splits=shares[1], overlap=overlap,
+            splits=shares[0], kv_splits=shares[1],
         )  # fmt: skip
         found.append([out, *torch.autograd.grad(out, [q, k, x, weight], weights_like(out))])
     return found

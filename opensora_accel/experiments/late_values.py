@@ -1,7 +1,7 @@
 """Projects the values of an attention module when its kernel is called, and not before.
 
 A model's own code projects q, k and v, norms and rotates q and k, and calls the kernel. Ulysses could send q and k
-while v is still to be projected (`opensora_accel/attention/ulysses_pipeline.py`), but by then v is there:
+while v is still to be projected (`overlap.py`), but by then v is there:
 
     the model's order    to_q  to_k  to_v  norms, rotary  →  kernel(q, k, v)
     wanted               to_q  to_k        norms, rotary  →  send q, k; to_v under it; send v; attend
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from opensora_accel.wrapping import Forward, wrap_forward
-from shardformer.modeling.attention import running_redirection
+from shardformer.modeling import running_redirection
 
 # What a tensor knows without being computed.
 _FACTS: set[Any] = {

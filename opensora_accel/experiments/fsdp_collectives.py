@@ -16,31 +16,25 @@ step. A run that goes on starts without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from opensora_accel.communications import (
-    WIRE_DTYPES,
-    CompressedShards,
-    RoundedSum,
-    holds_against_exact,
-    replace_by_exact,
-    transport,
-    two_level,
-)
-from opensora_accel.parallel_states import get_nodes
+from opensora_accel.communications import transport, wants_exact
+from opensora_accel.experiments import by_node
+from opensora_accel.experiments.compressed import WIRE_DTYPES, CompressedShards, RoundedSum, replace_by_exact
+from opensora_accel.fsdp import param_groups
 from opensora_accel.plan import Plan
 
 
-def use_collectives(unit: FSDPModule, plan: Plan, kept: FSDPMeshInfo | None) -> None:
-    """Makes one module that `fully_shard` has returned send as the plan says.
+def shard_unit(plan: Plan, unit: FSDPModule, kept: FSDPMeshInfo | None) -> None:
+    """Makes one module that `fully_shard` has returned send as the plan says. All ranks call.
 
     Args:
         kept: the mesh of parameters that the model keeps in fp32: those are gathered as they are.
@@ -63,7 +57,7 @@ def use_collectives(unit: FSDPModule, plan: Plan, kept: FSDPMeshInfo | None) -> 
             group._all_gather_comm = CompressedGather(group.fsdp_params, WIRE_DTYPES[plan.gather_dtype])
         if isinstance(group.mesh_info, HSDPMeshInfo):
             copies, mesh = group.mesh_info.replicate_process_group, group.mesh_info.mesh
-            if plan.reduce_dtype == "same" and get_nodes(copies) is None:
+            if by_node.split_copies(plan, copies) is None and plan.reduce_dtype == "same":
                 continue
             # FSDP2 has no place for another all-reduce. Told that there are no copies it makes none, and calls the hook
             # with the shard's average; the parameters keep the mesh that has the copies.
@@ -73,31 +67,6 @@ def use_collectives(unit: FSDPModule, plan: Plan, kept: FSDPMeshInfo | None) -> 
             group._all_reduce_hook = AverageOverCopies(group, copies, rounds=plan.reduce_dtype == "bf16")
         elif plan.reduce_dtype == "bf16":
             group._reduce_scatter_comm = RoundedReduceScatter(group.fsdp_params)
-
-
-def forget_rounding(model: nn.Module) -> None:
-    """Drops what error feedback keeps, after gradients that no optimizer step used: the next one is not theirs."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in param_groups(module):
-                for user in (group._reduce_scatter_comm, group._all_reduce_hook):
-                    if isinstance(user, (RoundedReduceScatter, AverageOverCopies)):
-                        user.forget()
-
-
-def elements_of_messages(model: nn.Module) -> dict[int, int]:
-    """How many elements a message of so many bytes has, of all compressed gathers that have run."""
-    found: dict[int, int] = {}
-    for module in model.modules():
-        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
-            if isinstance(group._all_gather_comm, CompressedGather):
-                found |= group._all_gather_comm.elements_of_message
-    return found
-
-
-def param_groups(unit: Any) -> Iterator[Any]:
-    """FSDP2's groups of parameters of one module, each gathered together."""
-    yield from (group for group in unit._get_fsdp_state()._fsdp_param_groups if group is not None)
 
 
 class _Allocates(Comm):
@@ -140,7 +109,7 @@ class CompressedGather(_Allocates, AllGather):
 
         output = output_tensor.view(group.size(), -1)
         exact = None
-        if holds_against_exact():
+        if wants_exact():
             exact = torch.empty_like(output)
             transport.all_gather(exact.view(-1), input_tensor.clone(), group)
 
@@ -238,7 +207,7 @@ class AverageOverCopies:
         if not _have_all_gradients(self._param_group.fsdp_params, reduced):
             self._sums.forget()
         reduced /= self._copies.size()
-        two_level.all_reduce_(reduced, self._copies, self._sum)
+        by_node.all_reduce_(reduced, self._copies, self._sum)
 
 
 def _have_all_gradients(params: Sequence[Any], reduced: Tensor) -> bool:

@@ -12,18 +12,21 @@ import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel import communications as comm
 from opensora_accel.attention import ulysses_attention
-from opensora_accel.communications import transport, two_level
-from opensora_accel.communications.compressed import RoundedSum
-from opensora_accel.links import Link, one_level_s, two_levels_s
+from opensora_accel.communications import transport
+from opensora_accel.experiments import by_node as collectives
+from opensora_accel.experiments import overlap
+from opensora_accel.experiments.by_node import get_nodes, two_levels_s
+from opensora_accel.experiments.compressed import RoundedSum
+from opensora_accel.links import Link, one_level_s
 from opensora_accel.observe import CollectiveRecorder
-from opensora_accel.parallel_states import get_nodes, get_parallel_group
+from opensora_accel.parallel_states import get_parallel_group
 from tests.models import wan
 from tests.tiers import PROVE
 
 NODES = [(2, 2), pytest.param((3, 2), marks=PROVE), pytest.param((2, 3), marks=PROVE)]
 
 
-def by_node(num_nodes, per_node, two_level="on"):
+def group_by_node(num_nodes, per_node, two_level="on"):
     """The ulysses group of a job with so many simulated nodes, whose collectives run in two levels."""
     init_parallel(Plan(ulysses=num_nodes * per_node, two_level=two_level, ranks_per_node=per_node))
     return get_parallel_group("ulysses")
@@ -31,7 +34,7 @@ def by_node(num_nodes, per_node, two_level="on"):
 
 def every_dim(num_nodes, per_node, shapes):
     """Tensors packed in one all-to-all over every pair of dims: outputs and gradients beside those of one level."""
-    group = by_node(num_nodes, per_node)
+    group = group_by_node(num_nodes, per_node)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     one_level = dist.new_group(list(range(num_ranks)))
     assert get_nodes(one_level) is None and get_nodes(group) is not None
@@ -58,7 +61,7 @@ def test_two_levels_move_the_same_bits_forward_and_backward(ranks, nodes, shapes
 
 
 def attention_by_node(num_nodes, per_node, heads, kv_heads, tokens, compiled):
-    group = by_node(num_nodes, per_node)
+    group = group_by_node(num_nodes, per_node)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     one_level = dist.new_group(list(range(num_ranks)))
     splits = comm.share_sizes(tokens, num_ranks)
@@ -90,12 +93,12 @@ def test_ulysses_by_node_is_ulysses(ranks, sizes, compiled):
 
 def messages_between_nodes():
     """Calls and bytes of an all-to-all and an all-reduce over 2 nodes of 2 ranks."""
-    group = by_node(2, 2)
+    group = group_by_node(2, 2)
     nodes = get_nodes(group)
     with CollectiveRecorder() as recorder:
         comm.all_to_all(torch.ones(1, 8, 4), group, 2, 1, splits=[8] * 4)
-        two_level.all_reduce_(torch.ones(10), group, transport.all_reduce_)
-        two_level.all_reduce_(torch.ones(10), group, RoundedSum().all_reduce_)
+        collectives.all_reduce_(torch.ones(10), group, transport.all_reduce_)
+        collectives.all_reduce_(torch.ones(10), group, RoundedSum().all_reduce_)
     names = {group.group_name: "all", nodes.within.group_name: "near", nodes.between.group_name: "far"}
     of_ranks = {
         tuple(dist.get_process_group_ranks(g)): names[g.group_name]
@@ -123,10 +126,10 @@ def test_bytes_within_nodes_and_between_them(ranks):
 
 
 def sums_by_node(num_nodes, per_node, numel):
-    group = by_node(num_nodes, per_node)
+    group = group_by_node(num_nodes, per_node)
     tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(group.size())]
     found = tensors[group.rank()].clone()
-    two_level.all_reduce_(found, group, transport.all_reduce_)
+    collectives.all_reduce_(found, group, transport.all_reduce_)
     exact, sizes = torch.stack(tensors).double().sum(0), torch.stack(tensors).abs().double().sum(0)
     every = comm.checks.gather_objects(found.tolist(), group)
     # Added up in any order, P numbers are off by P − 1 roundings.
@@ -142,13 +145,13 @@ def test_an_all_reduce_by_node_is_the_sum_but_for_its_order(ranks, nodes, numel)
 
 
 def links_and_choices():
-    group = by_node(2, 2, two_level="auto")
+    group = group_by_node(2, 2, two_level="auto")
     within, between = get_nodes(group).links
     # As a cluster would be: 300 GB/s and 3 µs within a node, 25 GB/s and 20 µs between nodes.
     links = Link(300e9, 3e-6), Link(25e9, 20e-6)
     nodes = get_nodes(group)._replace(links=links)
     taken = []
-    with mock.patch.object(two_level, "get_nodes", lambda _group: nodes):
+    with mock.patch.object(collectives, "get_nodes", lambda _group: nodes):
         for num_elements in (4096, 2**24):
             with CollectiveRecorder() as recorder:
                 comm.all_to_all(torch.ones(1, 4, num_elements), group, 2, 1, splits=[4] * 4)
@@ -235,10 +238,10 @@ def test_a_plan_that_the_groups_were_not_made_for_is_refused(ranks):
 
 
 def refused_overlap():
-    group = by_node(2, 2)
+    group = group_by_node(2, 2)
     q = torch.ones(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="pass overlap=False"):
-        ulysses_attention(q, q, q, group, overlap=True)
+    with pytest.raises(ValueError, match="set overlap_ulysses=False"):
+        overlap.ulysses_attention(q, q, q, group)
 
 
 def test_overlap_is_refused(ranks):

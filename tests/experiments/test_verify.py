@@ -8,8 +8,9 @@ import torch
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from opensora_accel.communications import alltoall, two_level
-from opensora_accel.communications.compressed import CompressedShards, RoundedSum
+from opensora_accel.communications import alltoall, transport
+from opensora_accel.experiments import by_node
+from opensora_accel.experiments.compressed import CompressedShards, RoundedSum
 from opensora_accel.observe.meshes import meshes_of
 from opensora_accel.verify import verify
 from opensora_accel.verify.communication.promise import broken_promises
@@ -96,10 +97,10 @@ def step_that_is_off(model, run):
 def exchange(sent, group, piece_size=None):
     """In place of an exchange in two levels: pieces of two ranks are swapped."""
     received = _exchange(sent, group, piece_size)
-    return received.flip(0) if two_level.get_nodes(group) is not None else received
+    return received.flip(0) if by_node.get_nodes(group) is not None else received
 
 
-_exchange = two_level.exchange
+_exchange = transport.exchange
 
 
 def step_with_swapped_pieces(model, run):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from opensora_accel import Plan, init_parallel
+from opensora_accel.experiments.low_bit import check_low_bit, saved_values
 from opensora_accel.fsdp import shard_parameters
 from opensora_accel.training.config import OptimConfig
-from opensora_accel.training.lowbit import check_low_bit, new_moment, saved_values
-from opensora_accel.training.optim import build_optimizer, set_learning_rate
+from opensora_accel.training.optim import build_optimizer, new_moment, set_learning_rate
 from tests.tiers import some
 from tests.training.runs import tiny_config
 

@@ -28,9 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opensora_accel.training.config import OptimConfig
-from opensora_accel.training.pretrained import in_one_line
-from opensora_accel.training.ranks import from_all_ranks
+from opensora_accel.training import OptimConfig, from_all_ranks, in_one_line
 
 _CLASSES = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
 # The fewest elements that torchao quantizes.
@@ -62,8 +60,6 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
     Raises:
         ValueError: on all ranks, where torchao is missing on one of them, or cannot do this step on its device.
     """
-    if config.state == "fp32":
-        return
     problem = None
     try:
         # A smaller one would keep fp32 moments, and the step would show nothing.
@@ -80,26 +76,10 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
         raise ValueError(f"optim.state={config.state!r} {problems[0]}")
 
 
-def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:
-    """A moment of zeros, in the shape of the parameter, in the optimizer's form: "exp_avg" or "exp_avg_sq"."""
-    # torchao's own method; its last argument asks for signed codes, which a mean of squares does not need.
-    if hasattr(optimizer, "_new_buffer"):
-        moment: Tensor = optimizer._new_buffer(parameter, name == "exp_avg")
-        return moment
-    return torch.zeros_like(parameter, requires_grad=False)
-
-
-def is_quantized(moment: Tensor) -> bool:
-    """Whether a moment is kept as codes and scales, of which `saved_values` makes new values."""
-    return hasattr(moment.to_local() if isinstance(moment, DTensor) else moment, "codes")
-
-
 @torch.no_grad()
 def saved_values(moment: Tensor) -> Tensor:
-    """What this rank holds of a moment in fp32, as it is saved; the tensor itself where it is not quantized."""
+    """What this rank holds of a quantized moment in fp32, as it is saved."""
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment.detach()
-    if not is_quantized(local):
-        return local
     values: Tensor = local.dequantize()
     if getattr(local, "signed", False):
         blocks, scale = values.view(-1, local.block_size), local.scale

@@ -32,14 +32,13 @@ Source: 1-bit SGD (Seide et al., Interspeech 2014) for the feedback; ZeRO++ (arX
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_accel.communications.transport import all_gather, all_to_all_single, reduce_scatter
+from opensora_accel.communications import transport, wants_exact
 
 BLOCK = 128
 WIRE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -49,24 +48,6 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _ALIGNMENT = 8
 # What rounding to bf16 leaves out at most, as a share.
 _UNIT = 2.0**-8
-
-_holds_against_exact = False
-
-
-@contextlib.contextmanager
-def held_against_exact() -> Iterator[None]:
-    """Within it compressed collectives give exact results, and fail where their own are beyond their bounds."""
-    global _holds_against_exact
-    before, _holds_against_exact = _holds_against_exact, True
-    try:
-        yield
-    finally:
-        _holds_against_exact = before
-
-
-def holds_against_exact() -> bool:
-    """Whether a compressed collective is to be held against the exact one."""
-    return _holds_against_exact
 
 
 def replace_by_exact(found: Tensor, exact: Tensor, bound: Tensor, what: str) -> None:
@@ -111,10 +92,10 @@ class RoundedSum:
         Communication: one `all_to_all_single` of 2·n·(P−1) bytes, half of what a reduce-scatter in fp32 sends.
         """
         # First, because rounding uses `input_` up.
-        exact = self._exact("summands", input_, group) if holds_against_exact() else None
+        exact = self._exact("summands", input_, group) if wants_exact() else None
         sent = self._round("summands", input_)
         received = torch.empty_like(sent)
-        all_to_all_single(received, sent, group)
+        transport.all_to_all_single(received, sent, group)
         # [P, n] → [n], added up in the dtype of the output.
         torch.sum(received.view(group.size(), -1), 0, dtype=output.dtype, out=output)
         if exact is not None:
@@ -134,17 +115,17 @@ class RoundedSum:
         padded[: tensor.numel()] = tensor
         own = tensor.new_empty(size)
         self.reduce_scatter(own, padded, group)
-        exact = own.clone() if holds_against_exact() else None
+        exact = own.clone() if wants_exact() else None
         # Before rounding, which changes `own` and what was left out.
         bound = self._bound("results", own)
         sent = self._round("results", own)
         gathered = sent.new_empty(num_ranks * size)
-        all_gather(gathered, sent, group)
+        transport.all_gather(gathered, sent, group)
         tensor.copy_(gathered[: tensor.numel()])
         if exact is not None:
             whole, bounds = tensor.new_empty(num_ranks * size), tensor.new_empty(num_ranks * size)
-            all_gather(whole, exact, group)
-            all_gather(bounds, bound, group)
+            transport.all_gather(whole, exact, group)
+            transport.all_gather(bounds, bound, group)
             num_elements = tensor.numel()
             replace_by_exact(tensor, whole[:num_elements], bounds[:num_elements], "an average in bf16")
 
@@ -152,7 +133,7 @@ class RoundedSum:
         """This rank's part [n] of the exact sum of `values` [P·n], and how far from it the rounded one may be."""
         found = values.new_empty(2, values.numel() // group.size())
         for part, of_all in zip(found, (values.clone(), self._bound(name, values)), strict=True):
-            reduce_scatter(part, of_all, group)
+            transport.reduce_scatter(part, of_all, group)
         return found[0], found[1]
 
     def _bound(self, name: str, values: Tensor) -> Tensor:

@@ -21,19 +21,101 @@ the place of its split output projection, which adds in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from opensora_accel.attention.call import AttentionCall, autocast
-from opensora_accel.attention.local import attend_whole
-from opensora_accel.communications import Sizes, finish, start_all_to_all
+from opensora_accel import attention
+from opensora_accel.attention import AttentionCall, attend_whole, autocast, enter_call, whole_mask
+from opensora_accel.communications import Sizes, check_group, finish, start_all_to_all
+from opensora_accel.experiments.late_values import LateTensor, computed, project_late
+from opensora_accel.parallel_states import get_exchange, get_parallel_group
+from opensora_accel.plan import Plan
+from shardformer.paths import find
+from shardformer.policy import Policy
 
 # More groups hide more, and make kernels of fewer heads, which fill a GPU less.
 _MAX_GROUPS = 8
+
+
+# ---- what a Plan with overlap_ulysses calls
+
+
+def prepare_attentions(_plan: Plan, model: nn.Module, policy: Policy, undo: ExitStack) -> None:
+    """Lets every self-attention project its values when its kernel is called.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    modules = [module for path in policy.self_attention for _name, module in find(model, path)]
+    if not modules:
+        joint = "joint attention of text and video"
+        kind = joint if policy.joint_attention else "attention that keeps its own kernel"
+        raise ValueError(
+            f"overlap_ulysses overlaps self-attention, and {type(model).__name__} has {kind} alone; leave it out"
+        )
+    for module in modules:
+        for name, child in module.named_children():
+            # One that is fused with q and k is there before they are, and only its heads travel in groups.
+            if name in policy.value_projections and hasattr(child, "out_features"):
+                undo.callback(project_late(module, name))
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | Callable[[], Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    splits: Sequence[int] | None = None,
+    kv_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """`attention.ulysses_attention`, sent under compute where every rank gets as many key heads.
+
+    The same numbers to the last bit. There is no second derivative.
+
+    Args:
+        v: [B, S_kv/P, H_kv, D], or what computes it while q and k travel: a function, or a tensor that is late.
+
+    Raises:
+        ValueError: besides what that raises, the group's all-to-alls are run by somebody else, in one piece.
+    """
+    group = check_group(get_parallel_group("sequence") if group is None else group)
+    if get_exchange(group) is not None:
+        raise ValueError(
+            "overlap sends in pieces under compute, and the all-to-all of this group runs in two levels; set "
+            'overlap_ulysses=False, or two_level="off" in the plan'
+        )
+    options: Any = {"causal": causal, "scale": scale, "splits": splits, "kv_splits": kv_splits}
+    project_v = v.value if isinstance(v, LateTensor) else v
+    # A graph holds no transfer that has only begun.
+    if torch.compiler.is_compiling() or not heads_divide(q, k, group):
+        v = project_v() if callable(project_v) else project_v
+        return attention.ulysses_attention(q, k, v, group, mask=mask, **options)
+    q, k = autocast(q, k)
+    # Where v is not there yet, only its dtype and shape are checked here: they are to be those of k.
+    (known_v,) = (k,) if callable(project_v) else autocast(project_v)
+    call = enter_call(q, k, known_v, mask, [group], **options)
+    gather_mask = None if mask is None else partial(whole_mask, mask, group, call.kv_splits)
+    return attend_in_groups(
+        q, k, project_v if callable(project_v) else lambda: known_v, gather_mask, group, call
+    )
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    """`attention.gathered_attention`, whose keys and values travel whole: late values are computed first."""
+    return attention.gathered_attention(q, k, computed(v), *args, **options)
+
+
+# ---- the attention
 
 
 def heads_divide(q: Tensor, k: Tensor, group: dist.ProcessGroup) -> bool:

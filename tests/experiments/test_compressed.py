@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_accel.communications.compressed import (
+from opensora_accel.experiments.compressed import (
     BLOCK,
     WIRE_DTYPES,
     CompressedShards,

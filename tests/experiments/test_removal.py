@@ -1,0 +1,48 @@
+"""Without its folder of experiments the package runs every other Plan, and says so where one asks for them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import importlib, pkgutil, sys
+
+class Removed:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("opensora_accel.experiments"):
+            raise ModuleNotFoundError(name, name="opensora_accel.experiments")
+
+sys.meta_path.insert(0, Removed())
+import opensora_accel, shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.experimental import experiments_of
+from opensora_accel.observe import fake_world, without_values
+from tests.models import wan
+
+for package in (opensora_accel, shardformer):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.startswith(("opensora_accel.experiments", "shardformer.colossalai", "opensora_accel.cli")):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                assert error.name in ("triton", "flash_attn"), error
+with fake_world(0, 4), without_values():
+    plan = Plan(dp_replicate=2, ulysses=2, sharding="zero3", checkpoint="full")
+    init_parallel(plan)
+    shardformer.shard(wan(), plan)
+try:
+    experiments_of(Plan(ulysses=2, overlap_ulysses=True))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_package_runs_without_them():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith("overlap is an experiment, and opensora_accel.experiments is not installed")
