@@ -45,4 +45,6 @@ def test_the_package_runs_without_them():
         [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().startswith("overlap is an experiment, and opensora_accel.experiments is not installed")
+    assert done.stdout.strip().startswith(
+        "overlap is an experiment, and opensora_accel.experiments is not installed"
+    )
