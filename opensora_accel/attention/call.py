@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.attention.balance import TokenLayout, check_layout
-from opensora_accel.communications import Sizes, debug_enabled, exchange_integers, gather_objects
+from opensora_accel.communications import Sizes, compare_facts, debug_enabled, exchange_integers
 
 # torch's own, whatever a program has bound to the name in torch.nn.functional.
 torch_attention = torch._C._nn.scaled_dot_product_attention
@@ -170,37 +170,21 @@ def _exchange(
         rows = [of_rank[start : start + 3] for of_rank in numbers for start in range(0, len(of_rank), 3)]
     # Every rank has the same rows here, so all of them explain, or none does.
     if -1 in (digests := {row[2] for row in rows}) or len(digests) > 1 or debug_enabled():
-        _explain_disagreement(problem, facts, groups)
+        compare_facts(facts, groups, problem, _rule)
     return tuple(row[0] for row in rows), tuple(row[1] for row in rows)
 
 
-def _explain_disagreement(
-    problem: str, facts: dict[str, tuple[Any, str]], groups: Sequence[dist.ProcessGroup]
-) -> None:
-    """Raises the same ValueError on every rank, if one's call is wrong or differs from rank 0's."""
-    calls = [(problem, facts)]
-    for group in groups:
-        calls = [call for of_rank in gather_objects(calls, group) for call in of_rank]
-    # A call that is wrong by itself says more than that it differs from others.
-    for rank, (found, _) in enumerate(calls):
-        if found:
-            raise ValueError(f"rank {rank}: {found}")
-    first = calls[0][1]
-    for rank, (_, other) in enumerate(calls):
-        for name, (compared, shown) in first.items():
-            if other[name][0] != compared:
-                rule = ""
-                if name in _TENSORS:
-                    text = name.startswith("text_")
-                    rule = (
-                        "; it must be the same on all" if text else "; only the number of tokens may differ"
-                    )
-                raise ValueError(
-                    f"the ranks disagree: {name} is {shown} on rank 0 and {other[name][1]} on rank {rank}{rule}"
-                )
-
-
 _TENSORS = ("q", "k", "v", "mask", "text_q", "text_k", "text_v", "text_mask")
+
+
+def _rule(name: str) -> str:
+    if name not in _TENSORS:
+        return ""
+    return (
+        "; it must be the same on all"
+        if name.startswith("text_")
+        else "; only the number of tokens may differ"
+    )
 
 
 def _facts(

@@ -22,6 +22,7 @@ from opensora_accel.communications.along_dim import (
 )
 from opensora_accel.communications.checks import (
     check_group,
+    compare_facts,
     compare_next_forwards,
     debug_enabled,
     every_forward_is_compared,
@@ -44,6 +45,7 @@ __all__ = [
     "all_to_all_packed",
     "all_to_all_unchecked",
     "check_group",
+    "compare_facts",
     "compare_next_forwards",
     "copy_forward_reduce_backward",
     "debug_enabled",

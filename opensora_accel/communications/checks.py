@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch import Tensor
 from opensora_accel.communications.sizes import exchange_integers
 from opensora_accel.communications.transport import all_gather
 from opensora_accel.parallel_states import host_group
+
+T = TypeVar("T")
 
 
 def debug_enabled() -> bool:
@@ -87,11 +89,18 @@ def check_dim(name: str, dim: int, input_: Tensor) -> int:
     return dim % input_.dim()
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of the group passed, in order of ranks. Slow: for comparing calls and for explaining errors.
+def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of the group passed, in order of ranks; of one process without a group, its own alone.
 
-    `dist.all_gather_object` needs numpy, which nothing else here does.
+    Args:
+        mine: anything that can be pickled; small, because it goes through host memory.
+        group: by default all ranks of the job.
+
+    Communication: a gather of one integer, and one of as many bytes as the longest has.
     """
+    group = dist.group.WORLD if group is None and dist.is_initialized() else group
+    if group is None:
+        return [mine]
     group, text = host_group(group), pickle.dumps(mine)
     lengths = [length for (length,) in exchange_integers([len(text)], group)]
     # An all-gather needs one size on all ranks.
@@ -101,7 +110,45 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     all_gather(gathered, padded, group)
     rows = gathered.view(group.size(), -1)
     # Pickles end by themselves: the padding behind them is not read.
-    return [pickle.loads(bytes(row.tolist())) for row in rows]
+    return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
+
+# What ranks have to have alike: what is compared, and how it is told.
+Facts = Mapping[str, tuple[Any, str]]
+
+
+def compare_facts(
+    facts: Facts,
+    groups: Sequence[dist.ProcessGroup],
+    problem: str = "",
+    rules: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Compares what the ranks are about to do.
+
+    Args:
+        groups: from the innermost axis outwards; ranks are numbered with the last one outermost.
+        problem: what is wrong with this rank's facts by themselves, if anything is.
+        rules: for a fact's name what else is to be said where it differs.
+
+    Communication: an object all-gather for each group.
+
+    Raises:
+        ValueError: the same on every rank, where one has a problem, or other facts than the first rank.
+    """
+    everyone = [(problem, facts)]
+    for group in groups:
+        everyone = [each for of_rank in gather_objects(everyone, group) for each in of_rank]
+    # What is wrong by itself says more than that it differs from others.
+    for rank, (found, _) in enumerate(everyone):
+        if found:
+            raise ValueError(f"rank {rank}: {found}")
+    first = everyone[0][1]
+    for rank, (_, other) in enumerate(everyone):
+        for name, (compared, shown) in first.items():
+            if other[name][0] != compared:
+                raise ValueError(
+                    f"the ranks disagree: {name} is {shown} on rank 0 and {other[name][1]} on rank {rank}{rules(name)}"
+                )
 
 
 def check_agreement(
@@ -119,19 +166,16 @@ def check_agreement(
     if group.size() == 1 or torch.compiler.is_compiling() or not debug_enabled():
         return
     shape = ["any" if dim == free_dim else size for dim, size in enumerate(input_.shape)]
-    told = f"{operation}(shape {tuple(input_.shape)}, {input_.dtype}" + "".join(
-        f", {name}={value}" for name, value in options.items()
+    shown = ", ".join(
+        [
+            f"shape {tuple(input_.shape)}",
+            str(input_.dtype),
+            *(f"{name}={value}" for name, value in options.items()),
+        ]
     )
     free = "" if free_dim is None else f" (dim {free_dim} may differ between ranks)"
-    calls = gather_objects(
-        ((operation, shape, str(input_.dtype), free_dim, options), f"{told}){free}"), group
-    )
-    for rank, (call, description) in enumerate(calls):
-        if call != calls[0][0]:
-            raise ValueError(
-                f"ranks of the group disagree: rank 0 calls {calls[0][1]}, "
-                f"rank {rank} (global rank {dist.get_global_rank(group, rank)}) calls {description}"
-            )
+    call = (operation, shape, str(input_.dtype), free_dim, options), f"{operation}({shown}){free}"
+    compare_facts({"the call": call}, [group])
 
 
 _wants_exact = False

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opensora_accel.training import OptimConfig, from_all_ranks, in_one_line
+from opensora_accel.communications import gather_objects
+from opensora_accel.training import OptimConfig, in_one_line
 
 _CLASSES = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
 # The fewest elements that torchao quantizes.
@@ -71,7 +72,7 @@ def check_low_bit(config: OptimConfig, device: torch.device) -> None:
     except Exception as error:  # noqa: BLE001 — of torchao, of the compiler, or of the driver
         others = " or ".join(f"--optim.state {form}" for form in ("fp32", *_CLASSES) if form != config.state)
         problem = f"does not work on this device, {device} ({in_one_line(error)}); set {others}"
-    problems = [each for each in from_all_ranks(problem) if each is not None]
+    problems = [each for each in gather_objects(problem) if each is not None]
     if problems:
         raise ValueError(f"optim.state={config.state!r} {problems[0]}")
 

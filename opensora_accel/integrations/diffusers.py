@@ -279,9 +279,7 @@ def _over_mesh(plan: Plan, mesh: DeviceMesh, own: Tensor | None) -> _Asked:
 
     own: this rank's [ring, ulysses] or [tp] of the mesh, None outside of it.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    places = gather_objects(None if own is None else own.flatten().tolist(), world)
+    places = gather_objects(None if own is None else own.flatten().tolist())
     lines = sorted({tuple(line) for line in places if line is not None})
     known = [rank for line in lines for rank in line]
     if sorted(known) != list(range(len(places))):

@@ -172,8 +172,7 @@ def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> Differ
         for key, is_other in zip(names, differs.tolist(), strict=True)
         if is_other
     }
-    assert dist.group.WORLD is not None
-    return _describe(keys, gather_objects(seen, dist.group.WORLD))
+    return _describe(keys, gather_objects(seen))
 
 
 def _describe(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> Difference:

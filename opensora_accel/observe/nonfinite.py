@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_accel.arguments import tensors_in
@@ -127,9 +126,8 @@ def trace_nonfinite(model: nn.Module, calls: list[ForwardCall]) -> str:
     weights = [
         name for name, parameter in model.named_parameters() if not torch.isfinite(parameter.detach()).all()
     ]
-    mine = (bad, "" if bad is None else looks[bad][0], weights[:1])
-    world = dist.group.WORLD if dist.is_initialized() else None
-    everyone = [mine] if world is None else gather_objects(mine, world)
+    mine: Any = (bad, "" if bad is None else looks[bad][0], weights[:1])
+    everyone = gather_objects(mine)
     found = {rank: each for rank, each in enumerate(everyone) if each[0] is not None}
     broken = {rank: each[2][0] for rank, each in enumerate(everyone) if each[2]}
     told = (

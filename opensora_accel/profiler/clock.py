@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opensora_accel.communications import gather_objects
+
 _NUM_ROUNDS = 9
 
 
@@ -80,8 +82,7 @@ def agree(clock: HostClock) -> float:
     ahead: list[float] = []
     for _ in range(_NUM_ROUNDS):
         dist.barrier()
-        times: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(times, (time.perf_counter(), clock.zero_s))
+        times = gather_objects((time.perf_counter(), clock.zero_s))
         ahead.append(times[dist.get_rank()][0] - times[0][0])
     median_s = statistics.median(ahead)
     clock.zero_s = times[0][1] + median_s

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from opensora_accel.training.config import OptimConfig, ProfileOptions, TrainConfig, load_config
     from opensora_accel.training.planned import job_of
     from opensora_accel.training.pretrained import in_one_line
-    from opensora_accel.training.ranks import from_all_ranks
     from opensora_accel.training.tiny_run import proof_of
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "TrainConfig",
     "cache_command",
     "command",
-    "from_all_ranks",
     "in_one_line",
     "job_of",
     "load_config",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.deferred import deferred_init
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
@@ -29,7 +30,6 @@ from opensora_accel.training.encoders import Codec, LatentShape, check_multiple,
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
-from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
 
@@ -238,7 +238,7 @@ def _check_memory(
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
     num_elements = num_parameters + sum(buffer.numel() for buffer in outline.buffers())
     needed = dtype.itemsize * num_elements * num_ranks // config.plan.num_shards
-    if any(from_all_ranks(needed > available)):
+    if any(gather_objects(needed > available)):
         raise ValueError(
             f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
             f"{needed / 2**30:.0f} GiB for the ranks of this machine, where {available / 2**30:.0f} GiB are "
@@ -251,7 +251,7 @@ def _check_memory(
         needed = (
             (1 + dtype.itemsize) * 3 * bucket.num_frames * bucket.height * bucket.width * clips * num_ranks
         )
-        if any(from_all_ranks(needed > available)):
+        if any(gather_objects(needed > available)):
             raise ValueError(
                 f"{clips} clips of {bucket.num_frames} × {bucket.height} × {bucket.width} on each rank take "
                 f"{needed / 2**30:.0f} GiB on this machine, where {available / 2**30:.0f} GiB are free; set "

@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.files import retried
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.flow import generator
-from opensora_accel.training.ranks import any_rank, from_all_ranks, from_first_rank
+from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.video import (
     Entry,
     UnreadableVideo,
@@ -463,7 +464,7 @@ class ClipLoader:
             # One number for each batch; texts are exchanged only where some rank has a failure.
             if not (any_rank(bool(failures), self._group) if self._group is not None else failures):
                 return samples
-            everyones = [failures] if self._group is None else from_all_ranks(failures, self._group)
+            everyones = [failures] if self._group is None else gather_objects(failures, self._group)
             # In the ranks' order, so that all of them write the same state.
             for file, reason in (item for of_rank in everyones for item in of_rank.items()):
                 if file not in self.quarantined:

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.training.conditions import Given
 from opensora_accel.training.data import Clip
 from opensora_accel.training.encoders import Codec, TextEncoder
 from opensora_accel.training.pictures import PictureEncoder
-from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.training.stored import Stored
 
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class EmbeddedCaptions:
         for caption in ordered[place::num_places]:
             states = encoder.encode([caption], device, dtype)[0]
             self._rows_of(caption).copy_(states[: self._counts[caption]])
-        from_all_ranks(None)  # until then another rank's rows are not there
+        gather_objects(None)  # until then another rank's rows are not there
 
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Embeddings [B, length, width] of B captions; zero behind the end of a caption."""
@@ -301,7 +301,7 @@ def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, i
     """
     host, size_bytes = socket.gethostname(), num_elements * dtype.itemsize
     own_rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = [rank for rank, other in enumerate(from_all_ranks(host)) if other == host]
+    ranks = [rank for rank, other in enumerate(gather_objects(host)) if other == host]
     path, shared, error = "", torch.empty(0), None
     try:
         if own_rank == ranks[0]:
@@ -314,12 +314,12 @@ def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, i
                     file.truncate(size_bytes)
     except OSError as problem:
         error = f"{type(problem).__name__}: {problem}"
-    of_machine = from_all_ranks(path)[ranks[0]]
+    of_machine = gather_objects(path)[ranks[0]]
     if error is None and Path(of_machine).is_file() and Path(of_machine).stat().st_size == size_bytes:
         shared = torch.from_file(of_machine, shared=True, size=num_elements, dtype=dtype)
     elif error is None:
         error = f"rank {ranks[0]}, which has the same host name, has no file {of_machine!r} that is seen here"
-    errors = [each for each in from_all_ranks(error) if each is not None]
+    errors = [each for each in gather_objects(error) if each is not None]
     # All ranks have mapped it: the name can go, and the memory does with the last of them.
     if path:
         os.unlink(path)

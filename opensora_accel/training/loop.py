@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.experimental import experiment
 from opensora_accel.fsdp import forget_rounding, set_last_microbatch
 from opensora_accel.observe import peak_of
@@ -51,7 +52,7 @@ from opensora_accel.training.optim import (
 )
 from opensora_accel.training.output import COMFYUI, CONFIG, LORA, PROFILE, SAMPLES, write_text
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
-from opensora_accel.training.ranks import StopRequest, any_rank, from_all_ranks, from_first_rank
+from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
@@ -434,7 +435,7 @@ class Trainer:
         Raises:
             ValueError: on all ranks, where ten steps in a row were skipped.
         """
-        by_rank = from_all_ranks((bool(own_loss.isfinite()), list(files)))
+        by_rank = gather_objects((bool(own_loss.isfinite()), list(files)))
         # The clips of ranks whose loss is not finite are to blame; where all are finite, any may be.
         blamed = [of_rank for is_finite, of_rank in by_rank if not is_finite] or [of for _, of in by_rank]
         names = list(dict.fromkeys(file for of_rank in blamed for file in of_rank))

@@ -16,12 +16,12 @@ from typing import IO, Any, Protocol
 import torch.distributed as dist
 
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.communications import gather_objects
 from opensora_accel.documents import read_text
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import Counts, DiskCache
 from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
 from opensora_accel.training.pretrained import in_one_line
-from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.training.samples import SampledClip, gif_of
 
 # Smoothing of the loss that a person sees; the files hold the loss of every step.
@@ -263,7 +263,7 @@ def show_cache(cache: DiskCache | None, output: Path) -> None:
     """
     if cache is None:
         return
-    counts = sum(from_all_ranks(cache.counts), Counts())
+    counts = sum(gather_objects(cache.counts), Counts())
     if dist.get_rank() == 0:
         cache.note_run({"output": os.path.abspath(output), **dataclasses.asdict(counts)})
         print(

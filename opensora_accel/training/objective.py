@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.regions import region
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.conditions import (
@@ -43,7 +44,6 @@ from opensora_accel.training.flow import (
 )
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, KeptPictures, StoredCaptions
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
-from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.training.stored import Stored
 from shardformer import run_blocks
 
@@ -239,7 +239,7 @@ def _check_room(what: str, count: int, num_elements: int) -> None:
     needed_bytes = num_elements * torch.float32.itemsize
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = psutil.virtual_memory().available
-    if any(from_all_ranks(needed_bytes * num_ranks > available)):
+    if any(gather_objects(needed_bytes * num_ranks > available)):
         option = what.split()[0]
         raise ValueError(
             f"{what} of the run: {count:,} clips, {needed_bytes / 2**30:.1f} GiB on this rank, are more than this "

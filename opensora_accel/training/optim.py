@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.experimental import experiment
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.config import OptimConfig
-from opensora_accel.training.ranks import from_all_ranks
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -210,7 +210,7 @@ def check_schedule_free(config: OptimConfig) -> None:
         ValueError: on all ranks, where it is not installed on one of their machines.
     """
     if config.schedule == "free" and not all(
-        from_all_ranks(importlib.util.find_spec("schedulefree") is not None)
+        gather_objects(importlib.util.find_spec("schedulefree") is not None)
     ):
         raise ValueError(
             'optim.schedule="free" needs schedulefree (pip install "opensora-accel[schedulefree]"); install it, or '

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from opensora_accel.communications import gather_objects
+
 T = TypeVar("T")
 
 # One Ctrl-C reaches a rank twice, from the terminal and from the launcher; what comes within this time is one.
@@ -67,7 +69,7 @@ def from_first_of_machine(function: Callable[[], T]) -> T:
     Raises:
         ValueError, OSError: on all ranks of the job, where `function` raises one of them on one machine.
     """
-    hosts = from_all_ranks(socket.gethostname())
+    hosts = gather_objects(socket.gethostname())
     own_rank = dist.get_rank() if dist.is_initialized() else 0
     first, outcome, error = hosts.index(hosts[own_rank]), None, None
     if own_rank == first:
@@ -75,24 +77,12 @@ def from_first_of_machine(function: Callable[[], T]) -> T:
             outcome = function()
         except (ValueError, OSError) as problem:
             error = problem
-    everyones = from_all_ranks((outcome, error))
+    everyones = gather_objects((outcome, error))
     for _, failure in everyones:
         if failure is not None:
             raise failure
     result: Any = everyones[first][0]
     return result
-
-
-def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, in the order of the ranks.
-
-    Communication: one object all-gather.
-    """
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
@@ -35,7 +36,6 @@ from opensora_accel.training.config import (
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.pictures import picture_shape
-from opensora_accel.training.ranks import from_all_ranks
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
 
@@ -159,7 +159,7 @@ def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
     Communication: one object all-gather.
     """
     found = {name: metrics[name] for name in ("loss", "grad_norm")}
-    everyone = from_all_ranks(found)
+    everyone = gather_objects(found)
     for name, value in list(found.items()):
         values = [each[name] for each in everyone]
         apart = max(values) - min(values)

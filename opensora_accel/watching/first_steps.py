@@ -442,10 +442,7 @@ class FirstSteps:
         return [state for data_rank, state in self._gather(mine) if data_rank == self._data_rank]
 
     def _gather(self, mine: Any) -> list[Any]:
-        if not dist.is_initialized():
-            return [mine]
-        assert dist.group.WORLD is not None
-        everyone = gather_objects((self._place, mine), dist.group.WORLD)
+        everyone = gather_objects((self._place, mine))
         places: dict[str, list[int]] = {}
         for rank, (place, _) in enumerate(everyone):
             places.setdefault(place, []).append(rank)

@@ -300,10 +300,7 @@ class watch:
 
     def _tell(self, what: str) -> None:
         """Rank 0 warns, with the files of all ranks. Communication: an object all-gather."""
-        files = self._samples
-        if dist.is_initialized():
-            assert dist.group.WORLD is not None
-            files = [file for each in gather_objects(list(files), dist.group.WORLD) for file in each]
+        files = [file for each in gather_objects(list(self._samples)) for file in each]
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning("%s%s", what, _shown(files))
 

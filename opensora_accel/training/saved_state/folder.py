@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.documents import Between, Count, Finite, parse, read_text
 from opensora_accel.files import sha256_of
-from opensora_accel.training.ranks import from_all_ranks, is_first_rank
+from opensora_accel.training.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ def find_saved_state(resume: str, output: Path) -> tuple[Path, Record] | None:
     if resume not in (NEWEST, AUTO):
         return Path(resume), _agreed_record(Path(resume))
     folder = output / FOLDER
-    listings = from_all_ranks([path.name for path in list_saved_states(folder)])
+    listings = gather_objects([path.name for path in list_saved_states(folder)])
     # The newest that every rank sees: a rank whose listing is old must not go on from another one.
     seen_by_all = [name for name in listings[0] if all(name in names for names in listings)]
     told = []
@@ -265,7 +266,7 @@ def _agreed_record(folder: Path) -> Record:
     except (ValueError, OSError) as failure:
         error, seen = failure, f"error: {failure}"
     # Every rank tells what it found before any of them raises, so that all raise together.
-    views = from_all_ranks(seen)
+    views = gather_objects(seen)
     if len(set(views)) == 1:
         if record is None:
             assert error is not None
