@@ -71,7 +71,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     Raises:
         ValueError: plan.sharding is "none", or bf16 is asked of a model whose own parameters are not fp32.
     """
-    if plan.sharding == "none":
+    if not plan.is_sharded:
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
     # More than one copy is HSDP.
     num_copies = plan.mixed // plan.num_shards

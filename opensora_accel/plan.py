@@ -252,6 +252,16 @@ class Plan:
         return self.sharding_factor or self.mixed // self.dp_replicate
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards parameters."""
+        return self.sharding != "none"
+
+    @property
+    def averages_by_ddp(self) -> bool:
+        """Whether DDP averages gradients: of whole weights in the dtype that the model computes in."""
+        return self.mixed > 1 and self.sharding == "none" and self.precision != "bf16"
+
+    @property
     def shard_axes(self) -> tuple[str, ...]:
         """The mesh axes over which parameters are sharded, outermost first: the innermost of mixed."""
         axes, size = list[str](), 1

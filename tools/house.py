@@ -126,21 +126,21 @@ def loaded_by(module: str) -> dict[str, int]:
 
 
 def files_of_fields() -> dict[str, set[str]]:
-    """For every field of the Plan the modules that read an attribute, pass an argument or have a string of its name."""
+    """For every field of the Plan the modules that read it of a plan, or make one with it."""
     from opensora_accel.plan import Plan
 
     found: dict[str, set[str]] = {field.name: set() for field in dataclasses.fields(Plan)}
     for module, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name: Any = None
+            names = list[str | None]()
             if isinstance(node, ast.Attribute):
-                name = node.attr
-            elif isinstance(node, ast.keyword):
-                name = node.arg
-            elif isinstance(node, ast.Constant):
-                name = node.value
-            if isinstance(name, str) and name in found:
-                found[name].add(module)
+                of_plan = module == "opensora_accel.plan" or ast.unparse(node.value).lower().endswith("plan")
+                names = [node.attr] if of_plan else []
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Plan", "plan.replace")):
+                names = [keyword.arg for keyword in node.keywords]
+            for name in names:
+                if name in found:
+                    found[str(name)].add(module)
     return found
 
 

@@ -91,7 +91,7 @@ def check_ranks(plan: Plan, ranks: Tensor) -> None:
     if plan.two_level != "on":
         return
     axes = {"ulysses": lines_along(ranks, ("ulysses",), MESH_AXES)}
-    if plan.sharding != "none":
+    if plan.is_sharded:
         axes["copies of the parameters"] = _lines_of_copies(plan, ranks)
     if not any(levels_of(lines, _ranks_per_node) for lines in axes.values()):
         had = " and ".join(f"{len(lines[0])} {name} of ranks {lines[0]}" for name, lines in axes.items())

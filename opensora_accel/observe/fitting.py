@@ -77,7 +77,7 @@ class StepMemory:
         static = self.parameters * (1 + self.state_ratio) * on_device + self.buckets_of(plan)
         in_bf16 = plan.precision == "bf16"
         # In bf16 each block's weights are made from fp32 ones when it runs, also where those are whole.
-        is_sharded = in_bf16 or plan.cpu_offload or (plan.sharding != "none" and shards > 1)
+        is_sharded = in_bf16 or plan.cpu_offload or (plan.is_sharded and shards > 1)
         moved = self.moved_by(plan)
         is_moved = [index < moved for index in range(len(blocks))]
         slots = 2 * max((block.inputs for block in blocks[:moved]), default=0) if moved else 0
@@ -128,8 +128,7 @@ class StepMemory:
 
     def buckets_of(self, plan: Plan) -> float:
         """What DDP keeps between steps where it averages whole gradients: a copy of them in buckets."""
-        is_by_ddp = plan.mixed > 1 and plan.sharding == "none" and plan.precision != "bf16"
-        return self.gradient_ratio * self.parameters if is_by_ddp else 0.0
+        return self.gradient_ratio * self.parameters if plan.averages_by_ddp else 0.0
 
     def work_of(self, plan: Plan) -> float:
         """What backward takes beside what was kept: mostly gradients of an MLP's hidden layer, which chunks divide."""
@@ -188,7 +187,7 @@ def changes(memory: StepMemory) -> list[Change]:
     ]
     if any(block.mlp for block in memory.blocks):
         wanted += [{"mlp_chunks": number} for number in _CHUNKS if number > plan.mlp_chunks]
-    if plan.sharding == "none":
+    if not plan.is_sharded:
         # Over the ranks that there are, or over two.
         degrees = {"dp_replicate": 1, "dp_shard": plan.data} if plan.data > 1 else {}
         degrees = degrees if plan.mixed > 1 else {"dp_shard": 2}
@@ -197,7 +196,7 @@ def changes(memory: StepMemory) -> list[Change]:
         wanted.append({"sharding": "zero3", **(degrees if plan.mixed > 1 else {}), "cpu_offload": True})
     elif plan.sharding == "zero2":
         wanted.append({"sharding": "zero3"})
-    if plan.sharding != "none" and not plan.cpu_offload:
+    if plan.is_sharded and not plan.cpu_offload:
         wanted.append({"cpu_offload": True})
     axis = "ring" if plan.ring > 1 else "ulysses"
     wanted += [{axis: getattr(plan, axis) * times} for times in _TIMES]

@@ -226,7 +226,7 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
     used = [axis for axis in MESH_AXES if getattr(plan, axis) > 1]
     # The data axis is the one over which this plan would really average.
     if not any(axis in DATA_AXES for axis in used):
-        used.insert(0, "dp_shard" if plan.sharding != "none" else "dp_replicate")
+        used.insert(0, "dp_shard" if plan.is_sharded else "dp_replicate")
     # A factor of more than one rank belongs to the mesh that it was chosen for.
     factor = 1 if plan.sharding_factor == 1 else None
     # What needs ranks of an axis is asked for where a mesh has them.

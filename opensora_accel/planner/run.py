@@ -56,7 +56,7 @@ def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int
     if plan.offload == "auto":
         # What "auto" moves depends on times. All is the most that it may move.
         plan = plan.replace(offload=1.0)
-    few = _FEW + 2 * (plan.prefetch if plan.sharding != "none" else 0)
+    few = _FEW + 2 * (plan.prefetch if plan.is_sharded else 0)
     while True:
         session = _Session(workload, plan, rank, num_blocks, few)
         try:
@@ -176,7 +176,7 @@ class _Session:
 
     def _num_warm_ups(self, plan: Plan, num_blocks: int) -> int:
         """Steps to run before the one that is recorded, so that it is like all that follow."""
-        if plan.sharding == "none" and plan.mixed > 1 and plan.precision != "bf16":
+        if plan.averages_by_ddp:
             return (
                 2  # DDP learns the order of gradients in the first, and makes its buckets anew in the second
             )

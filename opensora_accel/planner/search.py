@@ -255,7 +255,7 @@ def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timelin
         if trace.plan.cpu_offload and operation.phase == "optimizer":
             return operation.num_bytes / HOST_OPTIMIZER_BYTES_PER_S + beside_s
         taken_s = operation_s(operation, hardware, placement) + beside_s
-        if trace.plan.sharding != "none" and operation.phase == "optimizer":
+        if trace.plan.is_sharded and operation.phase == "optimizer":
             taken_s += hardware.sharded_launch_s * core_share(hardware, placement)
         return taken_s
 

@@ -21,7 +21,7 @@ from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.observe import Run, load_file
 from opensora_accel.parallel_states import init_parallel
 from shardformer import parallelize
-from shardformer.engine import DTYPES
+from shardformer.engine import weight_dtype
 
 # Forward, loss and backward of one microbatch; it is told whether it is the last one of a step.
 Pass = Callable[[bool], None]
@@ -108,7 +108,7 @@ class _FlowMatching:
     def __call__(self, model: nn.Module, run: Run) -> Pass:
         init_parallel(run.plan, "cpu")
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
-        given = dict(self.inputs(model, DTYPES[run.plan.precision]))
+        given = dict(self.inputs(model, weight_dtype(run.plan)))
         name, clean = next(iter(given.items()))
         noise = torch.randn_like(clean)
 

@@ -68,7 +68,7 @@ from opensora_accel.watching import watch
 from shardformer import blocks_of, parallelize, save_lora
 from shardformer.clipping import clip_grad_norm_, total_grad_norm
 from shardformer.comfyui import write_comfyui_lora
-from shardformer.engine import DTYPES
+from shardformer.engine import weight_dtype
 from shardformer.paths import find
 from shardformer.policy import find_policy
 
@@ -97,7 +97,7 @@ class Trainer:
         init_parallel(config.plan, timeout_s=config.timeout_s or None)
         self.is_first = dist.get_rank() == 0
         self.device = build.local_device()
-        self.dtype = DTYPES[config.plan.precision]
+        self.dtype = weight_dtype(config.plan)
         from_first_rank(lambda: check_trackers(config))  # which alone uses them
         check_schedule_free(config.optim)
         if config.optim.state != "fp32":

@@ -30,7 +30,7 @@ def plan_of(config: Any, plan: Plan | None) -> Plan:
             'enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all" and a '
             "sequence_parallel_process_group (HybridParallelPlugin: sp_size)"
         )
-    if plan.sharding != "none":
+    if plan.is_sharded:
         raise ValueError(
             f'sharding="{plan.sharding}" is FSDP2, and parameters that ColossalAI wraps are ColossalAI\'s to shard; '
             'use sharding="none"'

@@ -1,11 +1,18 @@
 """Applies a policy table to a model, and undoes it. Knows nothing of any one model."""
 
 from shardformer.engine.agreement import Summary, is_real, named_values, summarise
-from shardformer.engine.apply import DTYPES, blocks_of, norms_of, parallelize, run_blocks, shard, unshard
+from shardformer.engine.apply import (
+    blocks_of,
+    norms_of,
+    parallelize,
+    run_blocks,
+    shard,
+    unshard,
+    weight_dtype,
+)
 from shardformer.engine.hooks import uncompiled
 
 __all__ = [
-    "DTYPES",
     "Summary",
     "blocks_of",
     "is_real",
@@ -17,4 +24,5 @@ __all__ = [
     "summarise",
     "uncompiled",
     "unshard",
+    "weight_dtype",
 ]

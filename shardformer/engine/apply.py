@@ -43,8 +43,7 @@ _ATTRIBUTE = "_shardformer"
 # What may differ between forwards of one sharded model.
 _OF_BLOCKS = ("checkpoint", "offload", "mlp_chunks")
 
-# The type of the weights in training; bf16 computes in bf16 on fp32 weights.
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ def shard(
             spread_tokens(model, plan, policy, Tokens(group), undo)
         _chunk_mlps(model, policy, block_plans, undo)
         _checkpoint(model, policy, block_plans, undo)
-        if plan.sharding != "none":
+        if plan.is_sharded:
             from opensora_accel.fsdp import shard_parameters  # loads torch's FSDP, as long as half of torch
 
             shard_parameters(model, plan, blocks_of(model, policy))
@@ -171,9 +170,7 @@ def shard(
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)
         # From here on the undo belongs to the model, and leaving this block takes nothing back.
-        setattr(
-            model, _ATTRIBUTE, _Applied(policy, undo.pop_all(), plan.sharding != "none", report, block_plans)
-        )
+        setattr(model, _ATTRIBUTE, _Applied(policy, undo.pop_all(), plan.is_sharded, report, block_plans))
     return model
 
 
@@ -191,25 +188,30 @@ def parallelize(
     several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
     """
     alternatives = dict(alternatives or {})
-    if plan.precision == "bf16" and plan.sharding == "none":
+    if plan.precision == "bf16" and not plan.is_sharded:
         plan, *others = (
             each.replace(sharding="zero3", sharding_factor=1) for each in (plan, *alternatives.values())
         )
         alternatives = dict(zip(alternatives, others, strict=True))
     model.train()
-    if model.dtype != DTYPES[plan.precision]:
+    if model.dtype != weight_dtype(plan):
         with resume_recording(model):  # of a model that waits for its weights
-            model.to(DTYPES[plan.precision])
+            model.to(weight_dtype(plan))
     if not is_deferred(model):
         model.to(device)
     if plan.precision == "fp64":
         lift_casts(model)
     shard(model, plan, alternatives=alternatives)
-    if plan.sharding != "none" or plan.mixed == 1:
+    if not plan.averages_by_ddp:
         return model, model  # FSDP2 averages by itself, and one rank has nothing to average
     group = get_parallel_group("mixed")
     devices = [device] if device.type == "cuda" else None
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
+
+
+def weight_dtype(plan: Plan) -> torch.dtype:
+    """The type of the weights in training; bf16 computes in bf16 on fp32 weights."""
+    return _DTYPES[plan.precision]
 
 
 def _check_kinds(model: object, plan: object) -> None:

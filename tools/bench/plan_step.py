@@ -40,7 +40,7 @@ from opensora_accel.profiler import LiveBytes, profile, tell_of_out_of_memory
 from opensora_accel.profiler.analyse import analyse
 from opensora_accel.verify.communication.record_step import record_step
 from shardformer import blocks_of, parallelize
-from shardformer.engine import DTYPES
+from shardformer.engine import weight_dtype
 from shardformer.paths import find
 from shardformer.policy import find_policy
 
@@ -95,7 +95,7 @@ class PlanStep:
         init_parallel(plan, device.type)
         self.model, self._forward = parallelize(model or sizes.build(), plan, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        dtype, data_rank = DTYPES[plan.precision], dist.get_rank() // plan.sequence
+        dtype, data_rank = weight_dtype(plan), dist.get_rank() // plan.sequence
         generator = torch.Generator().manual_seed(1 + data_rank)
 
         def draw(*shape: int) -> torch.Tensor:

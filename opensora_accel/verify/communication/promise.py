@@ -195,7 +195,7 @@ def wrong_gathers(rank: RankRecord, record: Record, plan: Plan) -> Iterator[Viol
     # Gathers of FSDP over one rank send nothing and are left out above.
     wrong = [call for call in gathers if group_of(call.group, shape).axes != shard_axes]
     over = " and ".join(dict.fromkeys(group_of(call.group, shape).name for call in wrong or gathers))
-    if plan.sharding == "none" or not shard_axes:
+    if not plan.is_sharded or not shard_axes:
         if gathers:
             yield Violation(
                 f'parameters are whole on every rank (sharding="{plan.sharding}", {name})',
@@ -399,7 +399,7 @@ def _levels(shape: MeshShape) -> dict[tuple[int, ...], _Level]:
     if plan is None or plan.two_level == "off" or plan.ranks_per_node is None:
         return found
     ranks, groups = range(shape.world_size), [(shape.groups(("ulysses",)), True)]
-    if plan.sharding != "none":
+    if plan.is_sharded:
         # tp is the innermost axis, and shards are the innermost ranks of mixed.
         inner = plan.num_shards * plan.tp
         groups.insert(0, ([list(ranks[first::inner]) for first in range(inner)], False))
