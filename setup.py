@@ -12,7 +12,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-PLOT = ["matplotlib>=3.10", "pydantic>=2.11"]
+PLOT = ["matplotlib>=3.10", "jinja2>=3.1", "pydantic>=2.11"]
 TRAIN = [
     *PLOT,
     "diffusers>=0.42.1",
@@ -77,7 +77,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["opensora_accel*", "shardformer*"]),
-    package_data={"opensora_accel": ["py.typed"], "shardformer": ["py.typed"]},
+    package_data={"opensora_accel": ["py.typed", "*/*.html", "*/*.css"], "shardformer": ["py.typed"]},
     install_requires=["torch>=2.12,<2.14", "numpy>=2.0"],
     extras_require={
         "train": TRAIN,

@@ -209,7 +209,7 @@ def _one_line(name: str, error: Exception) -> str | None:
         missing = str(error.name).partition(".")[0]
         if missing in ("opensora_accel", "shardformer"):
             return None
-        extra = "plot" if missing in ("matplotlib", "pydantic") else "train"
+        extra = "plot" if missing in ("matplotlib", "jinja2", "markupsafe", "pydantic") else "train"
         return f"{name} needs the package {missing}; install it with pip install 'opensora-accel[{extra}]'"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -340,7 +340,7 @@ import shardformer.modeling.kernels, opensora_accel.proposal.command
 assert dict(os.environ) == before, "the environment was written to"
 assert torch.nn.Module.__call__ is forward and not dist.is_initialized()
 assert not torch.cuda.is_initialized(), "a device was asked for"
-for name in ("diffusers", "transformers", "colossalai", "apex", "matplotlib", "av", "rich", "tyro", "triton"):
+for name in ("diffusers", "transformers", "colossalai", "apex", "matplotlib", "jinja2", "av", "rich", "tyro", "triton"):
     assert name not in sys.modules, f"{name} was imported"
 """
 

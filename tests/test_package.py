@@ -53,6 +53,7 @@ def test_the_wheel_has_the_two_packages_whole_and_nothing_else(wheel):
     own = {name for package in ("opensora_accel", "shardformer") for name in tracked(package)}
     assert names == own
     assert {"opensora_accel/py.typed", "shardformer/py.typed"} <= names
+    assert {"opensora_accel/pages/style.css", "opensora_accel/planner/plan.html"} <= names
 
 
 def test_the_wheels_metadata(wheel):

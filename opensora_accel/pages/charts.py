@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -135,7 +136,7 @@ class Chart:
             axis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:g}"))
             axis.set_minor_formatter(NullFormatter())
 
-    def svg(self, label: str, prefix: str) -> str:
+    def svg(self, label: str, prefix: str) -> Markup:
         """The picture, and the same for a telephone: narrow, with letters of the same size.
 
         Args:
@@ -150,7 +151,8 @@ class Chart:
             self.legend(columns=2)
         if isinstance(self.axes.xaxis.get_major_locator(), AutoLocator):
             self.axes.xaxis.set_major_locator(MaxNLocator(5))
-        return wide + self._svg(label, f"{prefix}-narrow")
+        # matplotlib has escaped what names say.
+        return Markup(wide + self._svg(label, f"{prefix}-narrow"))
 
     def _svg(self, label: str, prefix: str) -> str:
         file = io.StringIO()
@@ -168,9 +170,8 @@ class Chart:
             text = text.replace(colour, variable)
         text = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", text, count=1)
         text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
-        return text.replace(
-            "<svg ", f'<svg class="{" ".join(prefix.split("-")[1:])}" role="img" aria-label="{label}" ', 1
-        )
+        classes = " ".join(prefix.split("-")[1:])
+        return text.replace("<svg ", f'<svg class="{classes}" role="img" aria-label="{escape(label)}" ', 1)
 
 
 def style_of(name: str, phase: str = "") -> tuple[str, str]:
@@ -182,7 +183,7 @@ def part_name(part: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (part["region"], part["axis"], part["phase"])))
 
 
-def step_breakdown(ranks: Sequence[Mapping[str, Any]], prefix: str) -> str:
+def step_breakdown(ranks: Sequence[Mapping[str, Any]], prefix: str) -> Markup:
     """Mean exclusive time of every part, a bar for each rank."""
     chart = Chart(height=1.6 + 0.26 * len(ranks))
     for i, rank in enumerate(ranks):
@@ -201,7 +202,7 @@ def step_breakdown(ranks: Sequence[Mapping[str, Any]], prefix: str) -> str:
     return chart.svg("Parts of the mean step on every rank; the table below has the numbers", prefix)
 
 
-def memory_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
+def memory_timeline(timeline: Mapping[str, Any], prefix: str) -> Markup:
     """Live bytes by kind over one step, stacked; those on the host as a line."""
     chart = Chart(height=3.6)
     times = [time for time, _ in timeline["memory"]]
@@ -220,7 +221,7 @@ def memory_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
     return chart.svg("Live bytes by kind over one step; the table below has the numbers", prefix)
 
 
-def axes_bars(axes: Sequence[Mapping[str, Any]], prefix: str) -> str:
+def axes_bars(axes: Sequence[Mapping[str, Any]], prefix: str) -> Markup:
     """How long each axis communicates in a step: hidden, exposed, and waiting for late ranks."""
     chart = Chart(height=1.4 + 0.45 * len(axes))
     names = ("hidden", "exposed", "waited for late ranks")
@@ -241,7 +242,7 @@ def axes_bars(axes: Sequence[Mapping[str, Any]], prefix: str) -> str:
     return chart.svg("Communication time by axis; the table below has the numbers", prefix)
 
 
-def sent_matrix(sent: Sequence[Sequence[float]], num_ranks: int, prefix: str) -> str:
+def sent_matrix(sent: Sequence[Sequence[float]], num_ranks: int, prefix: str) -> Markup:
     """Who sent how much to whom in a step."""
     chart = Chart(height=4.2, width=5.4)
     matrix = [[float("nan")] * num_ranks for _ in range(num_ranks)]
@@ -262,7 +263,7 @@ def sent_matrix(sent: Sequence[Sequence[float]], num_ranks: int, prefix: str) ->
     return chart.svg("Bytes from rank to rank; the table below has the numbers", prefix)
 
 
-def offload_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
+def offload_timeline(timeline: Mapping[str, Any], prefix: str) -> Markup:
     """When one rank computed and copied in one step."""
     chart = Chart(height=2.1)
     lanes = timeline["lanes"]
@@ -277,7 +278,7 @@ def offload_timeline(timeline: Mapping[str, Any], prefix: str) -> str:
     return chart.svg("Compute and copies of one step; the table below has the numbers", prefix)
 
 
-def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefix: str) -> str:
+def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefix: str) -> Markup:
     """One number over the steps; the warm-up is a hollow point.
 
     Of more than `MAX_STEPS` steps each stretch is its median, in a band from its lowest to its highest.

@@ -49,7 +49,7 @@ def write_report(
     Raises:
         ValueError: a folder has no records, or they are damaged; comparing other than two; `out` is no .html.
         OSError: a file cannot be written.
-        ModuleNotFoundError: matplotlib or pydantic is not installed.
+        ModuleNotFoundError: matplotlib, jinja2 or pydantic is not installed.
     """
     if compare and len(folders) != 2:
         raise ValueError(

@@ -4,17 +4,17 @@ It is made from what the run wrote and lies beside it, because it shows the clip
 
     runs/bunny/config.json  metrics.jsonl  samples/step_000300/clip_1.mp4  …  ──►  runs/bunny/run.html
 
-The trainer writes it whenever it samples and at its end; `opensora-accel report runs/bunny` does at any time.
+The trainer writes it whenever it samples and at its end; `opensora-accel report runs/bunny` does at any time. What it
+says stands in run.html beside this file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from opensora_accel.documents import (
     read_text,
 )
 from opensora_accel.files import replacing
-from opensora_accel.pages import figure, frame, integer, number, percent, seconds, table
+from opensora_accel.pages import charts, render
 
 # In the output of a run.
 CONFIG, METRICS, SAMPLES, PAGE = "config.json", "metrics.jsonl", "samples", "run.html"
@@ -79,31 +79,20 @@ def write_run_page(folder: Path) -> Path:
     Raises:
         ValueError: its metrics or its configuration are damaged, or are no plain files in the folder.
         OSError: a file cannot be read or written.
-        ModuleNotFoundError: matplotlib or pydantic is not installed.
+        ModuleNotFoundError: matplotlib, jinja2 or pydantic is not installed.
     """
     config = read_json(folder / CONFIG, dict[str, Any], inside=folder)
     num_steps = checked(config, _Config, str(folder / CONFIG)).steps
     steps = _read_steps(folder)
-    made = {
-        "summary": ("In short", _summary(steps, num_steps)),
-        "curves": ("Over the steps", _curves(steps)),
-        "clips": ("Sampled clips", _clips(folder)),
-        "buckets": ("Sizes of clips", _buckets(steps)),
-        "cache": ("Cache", _cache(steps)),
-        "configuration": ("Configuration", _configuration(config)),
-    }
-    sections = {name: each for name, each in made.items() if each[1]}
-    body = "".join(
-        f'<section id="{name}"><h2>{heading}</h2>{text}</section>'
-        for name, (heading, text) in sections.items()
-    )
-    name = html.escape(folder.resolve().name)
-    text = frame(
-        f"Run {name}",
-        f'<p class="kind">opensora-accel train</p><h1>{name}</h1>',
-        [(name, heading) for name, (heading, _) in sections.items()],
-        body,
-        f"Made from {CONFIG}, {METRICS} and {SAMPLES} beside this page, which shows the clips from there.",
+    text = render(
+        "profiler/run.html",
+        name=folder.resolve().name,
+        trained=_trained(steps, num_steps),
+        curves=list(_curves(steps)),
+        clips=_clips(folder),
+        buckets=_buckets(steps),
+        cache=_cache(steps),
+        options=list(_options("", config)),
     )
     page = folder / PAGE
     # In the place of a link, not through it.
@@ -127,60 +116,49 @@ def _read_steps(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _summary(steps: Sequence[Mapping[str, Any]], num_steps: int) -> str:
+def _trained(steps: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any] | None:
     if not steps:
-        return "<p>No step has been trained yet.</p>"
-    skipped = [row["step"] for row in steps if row["loss"] is None]
+        return None
     losses = [row["loss"] for row in steps if row["loss"] is not None]
-    last = losses[-max(1, len(losses) // 20) :]
-    facts = {
-        "steps": f"{steps[-1]['step']:,} of {num_steps:,}",
-        "loss, median of the last twentieth": number(statistics.median(last)) if last else "–",
-        "median step": seconds(statistics.median(row["step_s"] for row in steps)),
-        "time in steps": seconds(sum(row["step_s"] for row in steps)),
-        "tokens": f"{sum(row['tokens'] for row in steps):,.0f}",
+    return {
+        "last_step": steps[-1]["step"],
+        "num_steps": num_steps,
+        "loss": statistics.median(losses[-max(1, len(losses) // 20) :]) if losses else None,
+        "median_step_s": statistics.median(row["step_s"] for row in steps),
+        "time_s": sum(row["step_s"] for row in steps),
+        "tokens": sum(row["tokens"] for row in steps),
+        "skipped": [row["step"] for row in steps if row["loss"] is None],
     }
-    listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-    told = ""
-    if skipped:
-        more = f" and {len(skipped) - 20} more" if len(skipped) > 20 else ""
-        shown = ", ".join(map(str, skipped[:20])) + more
-        told = f"<p>Skipped, because their gradients were no use: steps {shown}.</p>"
-    return f'<dl class="facts">{listed}</dl>{told}'
 
 
-def _curves(steps: Sequence[Mapping[str, Any]]) -> str:
-    from opensora_accel.pages import charts
-
+def _curves(steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Those that have a number in any step; of many steps, one in so many for the table."""
     every = max(1, -(-len(steps) // charts.MAX_STEPS))
-    parts = []
-    for field, label, text in _CURVES:
+    for field, label, what in _CURVES:
         points = [{"step": row["step"], field: row.get(field), "warm_up": False} for row in steps]
         if all(point[field] is None for point in points):
             continue
-        rows = [
-            [integer(point["step"]), "–" if point[field] is None else number(point[field])]
-            for point in points[::every]
-        ]
-        which = f"of one step in {every}" if every > 1 else "of every step"
-        if every > 1:
-            text += " The line is the median of each stretch of steps, the band its lowest and highest."
         # Inside a sentence, where GiB stays what it is.
         inside = label[0].lower() + label[1:]
-        picture = charts.over_steps(points, field, inside, f"run-{field}")
-        parts.append(figure(picture, f"{label}. {text}", table(f"{label} {which}", ["step", inside], rows)))
-    return "".join(parts)
+        yield {
+            "label": label,
+            "axis_label": inside,
+            "what": what,
+            "chart": charts.over_steps(points, field, inside, f"run-{field}"),
+            "every": every,
+            "points": [(point["step"], point[field]) for point in points[::every]],
+        }
 
 
-def _clips(folder: Path) -> str:
-    """The latest clips, and those of some samplings before, each caption's side by side."""
+def _clips(folder: Path) -> dict[str, Any] | None:
+    """The latest clips, and those of some samplings before, by caption."""
     found = {
         int(path.parent.name.removeprefix("step_")): path
         for path in (folder / SAMPLES).glob("step_*/captions.txt")
         if path.parent.name.removeprefix("step_").isdecimal() and is_plain(path, folder)
     }
     if not found:
-        return ""
+        return None
     taken, last = sorted(found), len(found) - 1
     picks = [
         taken[i] for i in sorted({round(i * last / (_MAX_SAMPLINGS - 1)) for i in range(_MAX_SAMPLINGS)})
@@ -188,24 +166,16 @@ def _clips(folder: Path) -> str:
     rows = []
     captions = read_text(found[taken[-1]], folder, _MOST_CAPTION_BYTES).splitlines()[:_MAX_CLIPS]
     for index, caption in enumerate(captions, start=1):
-        cells = []
-        for step in picks:
-            clip = found[step].parent / f"clip_{index}.mp4"
-            if is_plain(clip, folder):
-                place = html.escape(clip.relative_to(folder).as_posix())
-                cells.append(
-                    # Controls would lie over a clip of these sizes; the link opens it with a player's.
-                    f'<figure class="clip"><video src="{place}" autoplay loop muted playsinline '
-                    f'aria-label="clip {index} after step {step}"></video>'
-                    f'<figcaption><a href="{place}">step {step:,}</a></figcaption></figure>'
-                )
-        rows.append(f'<h3>{html.escape(caption)}</h3><div class="clips">{"".join(cells)}</div>')
-    shown = f"{len(picks)} of {len(found)} samplings. " if len(picks) < len(found) else ""
-    return f"<p>{shown}Where there is a source, it is on the left.</p>{''.join(rows)}"
+        clips = [(step, found[step].parent / f"clip_{index}.mp4") for step in picks]
+        places = [
+            (step, clip.relative_to(folder).as_posix()) for step, clip in clips if is_plain(clip, folder)
+        ]
+        rows.append((caption, places))
+    return {"num_shown": len(picks), "num_samplings": len(found), "rows": rows}
 
 
-def _buckets(steps: Sequence[Mapping[str, Any]]) -> str:
-    """How often each size came; nothing where there is one."""
+def _buckets(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, float]]:
+    """How often each size came, and its share of the clips; nothing where none was told."""
     counts: dict[str, list[int]] = {}
     for row in steps:
         for name, value in row.items():
@@ -213,34 +183,24 @@ def _buckets(steps: Sequence[Mapping[str, Any]]) -> str:
                 counts.setdefault(name.removeprefix("clips/"), []).append(int(value))
     total = sum(map(sum, counts.values()))
     if not total:
-        return ""
-    rows = [
-        [html.escape(size), f"{len(of_steps):,}", f"{sum(of_steps):,}", percent(sum(of_steps) / total)]
-        for size, of_steps in sorted(counts.items(), key=lambda item: -sum(item[1]))
-    ]
-    head = ["frames × height × width", "steps", "clips of all data ranks", "share of the clips"]
-    return table("What each size was trained with", head, rows)
+        return []
+    most_first = sorted(counts.items(), key=lambda item: -sum(item[1]))
+    return [(size, len(of_steps), sum(of_steps), sum(of_steps) / total) for size, of_steps in most_first]
 
 
-def _cache(steps: Sequence[Mapping[str, Any]]) -> str:
+def _cache(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     with_it = [row for row in steps if None not in (row.get("cache_hits"), row.get("cache_misses"))]
     if not with_it:
-        return ""
+        return None
     hits = sum(row["cache_hits"] for row in with_it)
     asked = hits + sum(row["cache_misses"] for row in with_it)
-    share = percent(hits / asked) if asked else "–"
-    return f"<p>Rank 0 asked its cache_folder for {asked:,.0f} clips and captions and found {hits:,.0f}: {share}.</p>"
+    return {"hits": hits, "asked": asked, "share": hits / asked if asked else None}
 
 
-def _configuration(config: Mapping[str, Any]) -> str:
-    rows = []
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                add(f"{name}.{key}" if name else key, inner)
-        elif value not in ("", [], {}, None):
-            rows.append([html.escape(name), html.escape(json.dumps(value, ensure_ascii=False))])
-
-    add("", dict(config))
-    return f"<details><summary>All options</summary>{table('Options', ['option', 'value'], rows)}</details>"
+def _options(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """What is set, each with its dotted name."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _options(f"{name}.{key}" if name else key, inner)
+    elif value not in ("", [], {}, None):
+        yield name, json.dumps(value, ensure_ascii=False)
