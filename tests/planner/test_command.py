@@ -95,6 +95,22 @@ def test_the_page_has_the_numbers_of_the_document(stand_in):
     assert document["explanation"]["placement"] in text and " between nodes" in text
 
 
+def test_words_of_the_document_are_text_on_the_page(stand_in):
+    def hostile(value):
+        if isinstance(value, dict):
+            return {key: hostile(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [hostile(each) for each in value]
+        return f"{value}<script>'\"&" if isinstance(value, str) else value
+
+    assert run(*CLIP, *ON, "--json", "all.json") == 0
+    document = hostile(json.loads((stand_in / "all.json").read_text()))
+    document["excluded"] = {"<script>": 1}
+    document["sources"]["<script>"] = document["explanation"]["bytes_by_kind"]["<script>"] = 1
+    text = page(document)
+    assert "<script" not in text and text.count("&lt;script&gt;") > 100
+
+
 def test_a_page_without_a_plan_that_fits_says_so(stand_in):
     hardware = command.Hardware.named("h100x8-ib400")
     small = command.Hardware.from_dict({**json.loads(hardware.to_json()), "memory_bytes": 10**8})
