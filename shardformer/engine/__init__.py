@@ -10,7 +10,7 @@ from shardformer.engine.apply import (
     unshard,
     weight_dtype,
 )
-from shardformer.engine.hooks import uncompiled
+from shardformer.spread import uncompiled
 
 __all__ = [
     "Summary",

@@ -31,9 +31,9 @@ from opensora_accel.plan import Plan
 from opensora_accel.precision import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.splits import spread_tokens
-from shardformer.engine.tokens import Tokens
 from shardformer.paths import children, find
 from shardformer.policy import NormSwap, Policy, find_policy, has_policy
+from shardformer.tokens import Tokens
 
 if TYPE_CHECKING:
     from shardformer.modeling import SwapReport

@@ -32,7 +32,6 @@ from opensora_accel.communications import gather_forward_reduce_scatter_backward
 from opensora_accel.experimental import call_experiments, from_experiments
 from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
-from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.functions import replace_function
 from shardformer.modeling import (
     Attention,
@@ -47,6 +46,7 @@ from shardformer.modeling import (
 )
 from shardformer.paths import find
 from shardformer.policy import JointAttention, Policy
+from shardformer.tokens import Tokens, mark_own
 
 # q, k and v.
 Projected = tuple[Tensor, Tensor, Tensor]

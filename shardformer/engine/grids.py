@@ -13,15 +13,13 @@ switch is made where two blocks disagree, and nowhere else.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.attention import switch_sharded_dim
@@ -30,10 +28,9 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
-from shardformer.engine.hooks import change_arguments, change_output
-from shardformer.engine.tokens import Tokens, mark_own
-from shardformer.paths import check_argument, find
 from shardformer.policy import GatherGrid, Grid, Policy
+from shardformer.spread import Spread
+from shardformer.tokens import Tokens, mark_own
 
 
 @dataclass(frozen=True)
@@ -92,25 +89,20 @@ class GridLayout:
         return tensor.reshape([math.prod(sizes[name] for name in group) for group in self.groups])
 
 
-def spread_grids(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
+def spread_grids(spread: Spread, policy: Policy) -> None:
     """Puts on what the policy says of grids: their sizes, the blocks that attend along a dimension, the way out."""
 
-    def read_sizes(arguments: Arguments) -> None:
+    def read_sizes(arguments: Arguments, _name: str) -> None:
         for dimension, argument, dim in policy.grid_sizes:
-            tokens.state.sizes[dimension] = value_at(arguments, argument).size(dim)
+            spread.tokens.state.sizes[dimension] = value_at(arguments, argument).size(dim)
 
     if policy.grid_sizes:
-        for _dimension, argument, _dim in policy.grid_sizes:
-            check_argument("", model, argument)
-        change_arguments(model, inspect.signature(model.forward), read_sizes, undo)
+        spread.change_arguments("", " ".join(argument for _, argument, _ in policy.grid_sizes), read_sizes)
     for entry in policy.grids:
         # One for all blocks of the entry; what changes from forward to forward is in `tokens`.
-        grid = _Grid(entry, tokens)
-        for name, module in find(model, entry.module):
-            grid.attach(name, module, undo)
+        _Grid(entry, spread.tokens).attach(spread)
     for gather in policy.gather_grids:
-        for name, module in find(model, gather.module):
-            _gather(module, gather, tokens, f"{name}'s output", undo)
+        _gather(spread, gather)
 
 
 class _Grid:
@@ -119,20 +111,14 @@ class _Grid:
         self.layout = GridLayout.parse(entry.tokens[1])
         self.others = [(argument, GridLayout.parse(layout)) for argument, layout in entry.layouts]
 
-    def attach(self, name: str, module: nn.Module, undo: ExitStack) -> None:
-        argument = self.entry.tokens[0]
-        signature = check_argument(name, module, argument)
-        for other in (*(other for other, _ in self.others), *(count for _, count in self.entry.counts)):
-            check_argument(name, module, other)
+    def attach(self, spread: Spread) -> None:
+        entry = self.entry
+        others = (*(other for other, _ in self.others), *(count for _, count in entry.counts))
+        spread.change_arguments(entry.module, " ".join((entry.tokens[0], *others)), self._enter)
+        if entry.leave is not None or entry.lends_row:
+            spread.change_output(entry.module, self._leave)
 
-        def change(arguments: Arguments) -> None:
-            self._enter(arguments, name)
-
-        change_arguments(module, signature, change, undo)
-        if self.entry.leave is not None or self.entry.lends_row:
-            change_output(module, lambda output: self._leave(output, f"{name}'s output"), undo)
-
-    def _leave(self, output: Tensor, what: str) -> Tensor:
+    def _leave(self, output: Tensor, name: str) -> Tensor:
         """output: in the layout of the entry's tokens."""
         entry, tokens = self.entry, self.tokens
         if entry.lends_row and _own_size(tokens, entry.spread) == 0:
@@ -140,6 +126,7 @@ class _Grid:
             output = output.narrow(self.layout.names.index(entry.spread), 0, 0)
         if entry.leave is None:
             return output
+        what = f"{name}'s output"
         return _spread_along(output, self.layout, entry.leave, tokens, what, entry.may_be_empty)
 
     def _enter(self, arguments: Arguments, name: str) -> None:
@@ -228,20 +215,20 @@ def _spread_along(
     return layout.fold(unfolded)
 
 
-def _gather(module: nn.Module, entry: GatherGrid, tokens: Tokens, what: str, undo: ExitStack) -> None:
-    layout = GridLayout.parse(entry.layout)
+def _gather(spread: Spread, entry: GatherGrid) -> None:
+    layout, tokens = GridLayout.parse(entry.layout), spread.tokens
 
-    def change(output: Tensor) -> Tensor:
+    def change(output: Tensor, name: str) -> Tensor:
         """output: in the entry's layout → the same with the spread dimension whole."""
-        spread = tokens.state.spread
-        if spread is None:
+        what, dimension = f"{name}'s output", tokens.state.spread
+        if dimension is None:
             raise ValueError(f"the policy gathers {what}, but no dimension of it is spread")
         unfolded = layout.unfold(output, _local_sizes(output, layout, tokens, what))
         whole = gather_forward_split_backward(
-            unfolded, tokens.group, layout.names.index(spread), "up", splits=_shares(tokens, spread)
+            unfolded, tokens.group, layout.names.index(dimension), "up", splits=_shares(tokens, dimension)
         )
         # What follows in this forward has whole grids again.
         tokens.state.spread = None
         return mark_own(layout.fold(whole), False)
 
-    change_output(module, change, undo)
+    spread.change_output(entry.module, change)

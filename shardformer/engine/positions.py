@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.engine.hooks import uncompiled
-from shardformer.engine.tokens import Tokens, running_tokens
 from shardformer.functions import check_function, replace_function
 from shardformer.modeling import running_redirection
 from shardformer.policy import Policy, Positions
+from shardformer.spread import uncompiled
+from shardformer.tokens import Tokens, running_tokens
 
 
 def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:

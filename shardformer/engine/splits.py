@@ -24,14 +24,15 @@ from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.communications import gather_forward_split_backward
 from opensora_accel.plan import Plan
 from shardformer.engine.attentions import redirect_attentions
+from shardformer.engine.forwards import follow_forward
 from shardformer.engine.grids import spread_grids
-from shardformer.engine.hooks import change_arguments, change_output, follow_forward
 from shardformer.engine.positions import keep_positions
-from shardformer.engine.tokens import Tokens, mark_own
 from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.modeling import add_halo
-from shardformer.paths import check_argument, find, names_several
+from shardformer.paths import names_several
 from shardformer.policy import CountInput, Frames, GatherOutput, Halo, Policy, SplitInput, SplitOutput
+from shardformer.spread import Spread
+from shardformer.tokens import Tokens, mark_own
 
 
 def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
@@ -50,71 +51,60 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
                     f"{name or type(model).__name__} is parallel already (its {attribute} is set, as by "
                     "enable_parallelism); make the model anew and leave that out"
                 )
+    spread = Spread(model, tokens, undo)
     # Refusals go on first, so that they raise before anything is split.
     for argument, reason in policy.refuses:
-        refuse_input(model, argument, reason, undo)
+        refuse_input(spread, argument, reason)
     if policy.arguments:
-        refuse_unknown_inputs(model, policy, undo)
+        refuse_unknown_inputs(spread, policy)
     if policy.frames is not None:
-        count_frames(model, policy.frames, tokens, undo)
+        count_frames(spread, policy.frames)
     for split in policy.split_inputs:
-        split_input(model, split, tokens, undo)
+        split_input(spread, split)
     for splits in policy.split_outputs:
-        split_output(model, splits, tokens, undo)
+        split_output(spread, splits)
     for count in policy.count_inputs:
-        count_input(model, count, tokens, undo)
-    spread_grids(model, policy, tokens, undo)
+        count_input(spread, count)
+    spread_grids(spread, policy)
     for gather in policy.gather_outputs:
-        gather_output(model, gather, tokens, undo)
+        gather_output(spread, gather)
     for halo in policy.halos:
-        exchange_halos(model, halo, tokens, undo)
+        exchange_halos(spread, halo)
     keep_positions(model, policy, tokens, undo)
     redirect_attentions(model, plan, policy, tokens, undo)
-    exchange_heads(model, policy, tokens, undo)
-    # Last, and it puts its first hook before all others: the model's own inputs may be split.
-    paths = {
-        *(entry.module for entry in policy.split_inputs),
-        *(entry.module for entry in policy.split_outputs),
-        *(entry.module for entry in policy.gather_outputs),
-        *(entry.module for entry in policy.gather_grids),
-        *(entry.module for entry in policy.halos),
-        *(path for entry in policy.whole_sequences for path in entry.paths),
-    }
-    named = {name: module for path in sorted(paths) for name, module in find(model, path) if name}
-    follow_forward(model, tokens, named, undo)
+    exchange_heads(spread, policy)
+    follow_forward(spread)
 
 
-def split_input(model: nn.Module, entry: SplitInput, tokens: Tokens, undo: ExitStack) -> None:
+def split_input(spread: Spread, entry: SplitInput) -> None:
     """An argument becomes this rank's share of it."""
-    for name, module in find(model, entry.module):
-        signature = check_argument(name, module, entry.argument)
-        what = f"{name or type(model).__name__}'s {entry.argument}"
 
-        # `what` is bound here, because the hook runs when the loop is over.
-        def change(arguments: Arguments, what: str = what) -> None:
-            change_at(arguments, entry.argument, lambda value: _split_all(value, entry, tokens, what))
+    def change(arguments: Arguments, name: str) -> None:
+        what = f"{name}'s {entry.argument}"
+        change_at(arguments, entry.argument, lambda value: _split_all(value, entry, spread.tokens, what))
 
-        change_arguments(module, signature, change, undo)
+    spread.change_arguments(entry.module, entry.argument, change)
 
 
-def split_output(model: nn.Module, entry: SplitOutput, tokens: Tokens, undo: ExitStack) -> None:
+def split_output(spread: Spread, entry: SplitOutput) -> None:
     """What a module returns becomes this rank's share of it."""
-    for name, module in find(model, entry.module):
 
-        def change(output: Any, what: str = f"{name}'s output") -> Any:
-            if not entry.indices:
-                return _split_all(output, entry, tokens, what)
-            indices = [_index(index, output, what) for index in entry.indices]
-            return tuple(
-                _split_all(item, entry, tokens, f"{what} {index}") if index in indices else item
-                for index, item in enumerate(output)
-            )
+    def change(output: Any, name: str) -> Any:
+        what = f"{name}'s output"
+        if not entry.indices:
+            return _split_all(output, entry, spread.tokens, what)
+        indices = [_index(index, output, what) for index in entry.indices]
+        return tuple(
+            _split_all(item, entry, spread.tokens, f"{what} {index}") if index in indices else item
+            for index, item in enumerate(output)
+        )
 
-        change_output(module, change, undo)
+    spread.change_output(entry.module, change)
 
 
-def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: ExitStack) -> None:
+def gather_output(spread: Spread, entry: GatherOutput) -> None:
     """What a module returns is joined over the ranks."""
+    tokens = spread.tokens
 
     def gather(output: Tensor, what: str) -> Tensor:
         """[..., S/P at dim, ...] → [..., S at dim, ...], with text before or behind it if the entry says so."""
@@ -146,48 +136,48 @@ def gather_output(model: nn.Module, entry: GatherOutput, tokens: Tokens, undo: E
             output = torch.cat([*text, output] if entry.text == "first" else [output, *text], entry.dim)
         return mark_own(output, False)
 
-    for name, module in find(model, entry.module):
+    def change(output: Any, name: str) -> Any:
+        what = f"{name}'s output"
+        if entry.index is None:
+            return gather(output, what)
+        index = _index(entry.index, output, what)
+        return tuple(gather(item, what) if i == index else item for i, item in enumerate(output))
 
-        def change(output: Any, what: str = f"{name}'s output") -> Any:
-            if entry.index is None:
-                return gather(output, what)
-            index = _index(entry.index, output, what)
-            return tuple(gather(item, what) if i == index else item for i, item in enumerate(output))
-
-        change_output(module, change, undo)
+    spread.change_output(entry.module, change)
 
 
-def refuse_input(model: nn.Module, argument: str, reason: str, undo: ExitStack) -> None:
+def refuse_input(spread: Spread, argument: str, reason: str) -> None:
     """An argument of the model that cannot be split must stay None or False."""
 
-    def change(arguments: Arguments) -> None:
+    def change(arguments: Arguments, name: str) -> None:
         value = value_at(arguments, argument)
         if value is not None and value is not False:
-            raise ValueError(f"{type(model).__name__}'s {argument} cannot be split over ranks: {reason}")
+            raise ValueError(f"{name}'s {argument} cannot be split over ranks: {reason}")
 
-    change_arguments(model, check_argument("", model, argument), change, undo)
+    spread.change_arguments("", argument, change)
 
 
-def refuse_unknown_inputs(model: nn.Module, policy: Policy, undo: ExitStack) -> None:
+def refuse_unknown_inputs(spread: Spread, policy: Policy) -> None:
     """Refuses, where they are used, arguments that the policy was not made for."""
-    signature = inspect.signature(model.forward)
+    parameters = inspect.signature(spread.model.forward).parameters
     known = {*policy.arguments.split()}
-    known |= {name for name, p in signature.parameters.items() if p.kind == p.VAR_POSITIONAL}
+    known |= {name for name, p in parameters.items() if p.kind == p.VAR_POSITIONAL}
 
-    def check(arguments: Arguments) -> None:
+    def check(arguments: Arguments, model: str) -> None:
         for name, value in arguments.items():
             if name not in known and value is not None and value is not False:
                 raise ValueError(
-                    f"{type(model).__name__}'s {name} cannot be split over ranks: the policy for {policy.models[0]} "
+                    f"{model}'s {name} cannot be split over ranks: the policy for {policy.models[0]} "
                     "was made for a model without that argument; pass None, or write a policy that says what becomes "
                     "of it (docs/policies.md)"
                 )
 
-    change_arguments(model, signature, check, undo)
+    spread.change_arguments("", "", check)
 
 
-def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitStack) -> None:
+def count_input(spread: Spread, entry: CountInput) -> None:
     """A number of tokens becomes that of this rank's share."""
+    tokens = spread.tokens
 
     def count_own(count: int) -> int:
         tokens.check_known(f"{entry.module}'s {entry.argument}")
@@ -200,15 +190,14 @@ def count_input(model: nn.Module, entry: CountInput, tokens: Tokens, undo: ExitS
         before = sum(splits) - own.stop if entry.last else own.start
         return count - sum(splits) + num_own if entry.text else min(max(count - before, 0), num_own)
 
-    def change(arguments: Arguments) -> None:
+    def change(arguments: Arguments, _name: str) -> None:
         change_at(arguments, entry.argument, count_own)
 
-    signatures = {module: inspect.signature(module.forward) for _name, module in find(model, entry.module)}
-    counting = [module for module, signature in signatures.items() if _takes(signature, entry.argument)]
-    if not counting:
-        check_argument(entry.module, next(iter(signatures)), entry.argument)
-    for module in counting:
-        change_arguments(module, signatures[module], change, undo)
+    signatures = {name: inspect.signature(module.forward) for name, module in spread.modules(entry.module)}
+    counting = [name for name, signature in signatures.items() if _takes(signature, entry.argument)]
+    # Where none takes it, the first of them is told to.
+    for name in counting or list(signatures)[:1]:
+        spread.change_arguments(name, entry.argument, change)
 
 
 def _takes(signature: inspect.Signature, argument: str) -> bool:
@@ -216,10 +205,11 @@ def _takes(signature: inspect.Signature, argument: str) -> bool:
     return takes_any or argument.split(".")[0] in signature.parameters
 
 
-def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStack) -> None:
+def count_frames(spread: Spread, entry: Frames) -> None:
     """Shares are whole frames; the number of frames becomes this rank's."""
+    tokens = spread.tokens
 
-    def change(arguments: Arguments) -> None:
+    def change(arguments: Arguments, _name: str) -> None:
         tokens.state.may_be_empty = entry.may_be_empty
         if entry.dim is not None:
             tokens.state.num_frames = value_at(arguments, entry.count).size(entry.dim)
@@ -230,22 +220,20 @@ def count_frames(model: nn.Module, entry: Frames, tokens: Tokens, undo: ExitStac
         splits = tokens.share(whole, f"the grid of {entry.module}")
         change_at(arguments, entry.count, lambda _: splits[tokens.group.rank()] // tokens.state.unit)
 
-    for name, module in find(model, entry.module):
-        for size in entry.sizes:
-            check_argument(name, module, size)
-        change_arguments(module, check_argument(name, module, entry.count), change, undo)
+    spread.change_arguments(entry.module, " ".join((*entry.sizes, entry.count)), change)
 
 
-def exchange_halos(model: nn.Module, entry: Halo, tokens: Tokens, undo: ExitStack) -> None:
+def exchange_halos(spread: Spread, entry: Halo) -> None:
     """A convolution over frames sees those of the neighbours."""
+    tokens = spread.tokens
 
     def get_splits() -> tuple[int, ...] | None:
         """Every rank's number of frames."""
         splits = tokens.state.splits
         return None if splits is None else tuple(size // tokens.state.unit for size in splits)
 
-    for name, module in find(model, entry.module):
-        undo.callback(add_halo(module, name, tokens.group, entry.dim, entry.reach, get_splits))
+    for name, module in spread.modules(entry.module):
+        spread.undo.callback(add_halo(module, name, tokens.group, entry.dim, entry.reach, get_splits))
 
 
 def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Any:

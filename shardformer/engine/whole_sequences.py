@@ -15,28 +15,30 @@ group, whether it is a ring, a ulysses group or both: a ring would have to know 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from opensora_accel.communications import Cut, all_to_all_unchecked, share_sizes
-from shardformer.engine.tokens import Tokens
 from shardformer.paths import find
 from shardformer.policy import Policy
+from shardformer.spread import Spread
+from shardformer.tokens import Tokens
 
 
-def exchange_heads(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
+def exchange_heads(spread: Spread, policy: Policy) -> None:
     """Puts the exchanges around every module that `policy.whole_sequences` names.
 
     Raises:
         ValueError: a module has fewer heads than there are ranks.
     """
     for entry in policy.whole_sequences:
-        for name, module in find(model, entry.module):
-            exchange = _Exchange(tokens, name, getattr(module, entry.heads))
-            # No hooks of `hooks.py`, which end a compiled graph: these need no more than that the state is known.
+        for path in entry.paths:
+            spread.modules(path)  # noted as hooked
+        for name, module in find(spread.model, entry.module):
+            exchange = _Exchange(spread.tokens, name, getattr(module, entry.heads))
+            # No hooks of `Spread`, which end a compiled graph: these need no more than that the state is known.
             hooks = [
                 module.register_forward_pre_hook(partial(exchange.cut_tables, entry.tables), with_kwargs=True)
             ]
@@ -46,8 +48,8 @@ def exchange_heads(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
             ]
             hooks.append(module.get_submodule(entry.out).register_forward_pre_hook(exchange.to_tokens))
             for hook in hooks:
-                undo.callback(hook.remove)
-            undo.callback(setattr, module, entry.heads, exchange.num_heads)
+                spread.undo.callback(hook.remove)
+            spread.undo.callback(setattr, module, entry.heads, exchange.num_heads)
             # The code between the exchanges reads the number of heads from the module.
             setattr(module, entry.heads, exchange.num_own)
 

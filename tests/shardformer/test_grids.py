@@ -108,7 +108,7 @@ SCRIPT = """
 import torch
 from types import SimpleNamespace
 from shardformer.engine.grids import _Grid
-from shardformer.engine.tokens import Tokens
+from shardformer.tokens import Tokens
 from shardformer.policy.base import Grid
 
 names = [f"argument_{i}" for i in range(8)]

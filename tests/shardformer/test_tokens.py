@@ -10,8 +10,8 @@ import torch
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.attentions import _decoder_attention, _extent, _joint_attention
-from shardformer.engine.tokens import Tokens
 from shardformer.policy.base import JointAttention
+from shardformer.tokens import Tokens
 from tests.attention.reference import full_attention
 
 

@@ -10,7 +10,7 @@ out anew. With P = 3 ranks, in a model that splits its input and its rotary tabl
     forward ends         everything is forgotten
 
 Backward may run parts of the forward again, after it has ended. A checkpoint therefore brings the state along, which
-`Tokens.carry` arranges.
+`Tokens.preserve` arranges.
 """
 
 from __future__ import annotations
