@@ -27,7 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.checkpoint import preserve_state
-from opensora_accel.communications import share_sizes, split_forward_gather_backward
+from opensora_accel.communications import (
+    gather_forward_split_backward,
+    share_sizes,
+    split_forward_gather_backward,
+)
 
 _running = threading.local()  # autograd recomputes on threads of its own
 # A mark that a tensor keeps as long as it lives: a cache may hold it until a later forward.
@@ -95,6 +99,11 @@ class State:
     # Whole sizes of a grid's dimensions.
     sizes: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def frames(self) -> tuple[int, ...] | None:
+        """Every rank's number of frames, or of whatever else shares are whole units of."""
+        return None if self.splits is None else tuple(size // self.unit for size in self.splits)
+
 
 class Tokens:
     """The state of the running forward. Empty outside of one.
@@ -129,12 +138,11 @@ class Tokens:
         state = self.state
         if state.spread is not None:
             shares = {state.sizes[state.spread]: share_sizes(state.sizes[state.spread], self.group.size())}
-        elif state.splits is None or state.have_ended:
+        elif state.splits is None or state.frames is None or state.have_ended:
             return slice(0, total)
         else:
             # Both a table of tokens and one of frames may be asked about; their lengths tell them apart.
-            frames = tuple(size // state.unit for size in state.splits)
-            shares = {sum(frames): frames, sum(state.splits): state.splits}
+            shares = {sum(state.frames): state.frames, sum(state.splits): state.splits}
         if total not in shares:
             raise ValueError(
                 f"local_tokens({total}): the tokens that are split over the ranks are {max(shares)}"
@@ -226,6 +234,24 @@ class Tokens:
             return split_forward_gather_backward(tensor, self.group, dim, "down", splits=splits)
 
         return self.once(tensor, (dim, splits), make) if is_shared else mark_own(make())
+
+    def gather(self, tensor: Tensor, dim: int, splits: tuple[int, ...] | None, what: str) -> Tensor:
+        """All ranks' shares: [..., S/P at dim, ...] → [..., S at dim, ...].
+
+        Gradient: a rank gets its share's, P times as large. The average over the sequence group divides by P again.
+
+        Args:
+            splits: every rank's share; None where a recomputation knows nothing of them, and asks the ranks.
+
+        Raises:
+            ValueError: nothing was split in this forward.
+        """
+        if splits is None and self.state.is_known:
+            raise ValueError(
+                f"the policy gathers {what}, but nothing was split in this forward: the module that splits was left "
+                "out, by a cache for one; turn that off"
+            )
+        return mark_own(gather_forward_split_backward(tensor, self.group, dim, "up", splits=splits), False)
 
     def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """`make()`, but once a forward for a tensor that many blocks get: one copy, one gradient to gather."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from opensora_accel.proposal.trace import AttentionCall, Call, Leaf, Noise, Trace, trace
 from shardformer.policy import (
     Blocks,
-    CountInput,
     GatherOutput,
     JointAttention,
     Policy,
@@ -33,7 +33,9 @@ from shardformer.policy import (
     SplitInput,
     SplitOutput,
     Text,
+    counts,
 )
+from shardformer.spread import Spread
 
 # How many modules behind the blocks are tried as the place where tokens are whole again.
 _MAX_GATHERS = 3
@@ -132,8 +134,8 @@ def _block_lists(model: nn.Module, plain: Trace) -> list[BlockList]:
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.ModuleList whose items attend to all tokens that go from one to "
-            "the next: name its blocks by hand; where they attend along one dimension of a grid of tokens, by `Grid` "
-            "(docs/policies.md)"
+            "the next: name its blocks by hand; where they attend along one dimension of a grid of tokens, by "
+            "`spread_grid` (docs/policies.md)"
         )
     longest = max(each.num_tokens for each in found)
     # Captions are refined by blocks of their own, and are shorter than what is generated.
@@ -238,7 +240,7 @@ class _Drafter:
             ),
             blocks=tuple(Blocks(each.path, each.flows) for each in self.lists),
             mlps=self._mlps(),
-            count_inputs=tuple(self._counts()),
+            functions=tuple(self._counts()),
             **attention,
         )
         return Draft(
@@ -275,8 +277,8 @@ class _Drafter:
             ):
                 raise ValueError(
                     f"{call.within[-1]} attends along one dimension of a grid of tokens ({num_queries} of "
-                    f"{self.num_tokens}, {call.queries.size(0)} times): that takes `Grid` or `Frames` entries, which "
-                    "are written by hand (docs/policies.md); shardformer/policy/latte.py is an example"
+                    f"{self.num_tokens}, {call.queries.size(0)} times): that takes a function with `spread_grid` or "
+                    "`split_frames`, which is written by hand (docs/policies.md); shardformer/policy/latte.py has one"
                 )
             if num_queries == self.num_tokens and num_keys == self.num_tokens:
                 own[path] = None
@@ -397,14 +399,14 @@ class _Drafter:
         made = [leaf.tensor for leaf in call.outputs if leaf.tensor.requires_grad]
         return bool(made) and hidden.requires_grad and _is_made_of(hidden, made)
 
-    def _counts(self) -> Iterator[CountInput]:
-        """Numbers of tokens that blocks get."""
+    def _counts(self) -> Iterator[Callable[[Spread], None]]:
+        """What changes the numbers of tokens that blocks get."""
         for each in self.lists:
             for name, number in each.calls[0].numbers.items():
                 if number == self.num_tokens:
-                    yield CountInput(f"{each.path}.*", name)
+                    yield partial(counts.count_own, module=f"{each.path}.*", argument=name)
                 elif number in self._joint_lengths():
-                    yield CountInput(f"{each.path}.*", name, text=True)
+                    yield partial(counts.count_own, module=f"{each.path}.*", argument=name, text=True)
 
     # Gathers
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,26 +173,26 @@ def _name(plan: Plan) -> str:
 
 def as_code(policy: Policy) -> str:
     """The table as Python, with what is not a default, ready to be put into a file."""
-    entries = {
-        type(entry).__name__
-        for field in dataclasses.fields(policy)
-        for entry in _entries(getattr(policy, field.name))
-    }
-    lines = [
-        f"from shardformer.policy import {', '.join(sorted({'Policy', *entries}))}",
-        "",
-        "POLICY = Policy(",
-    ]
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    # By the modules that have them: the names of which the table is made.
+    names = {"shardformer.policy": {"Policy"}}
+    for entry in [entry for value in values.values() for entry in _entries(value)]:
+        for kind in (partial, entry.func) if isinstance(entry, partial) else (entry,):
+            home = "shardformer.policy" if dataclasses.is_dataclass(kind) else kind.__module__
+            names.setdefault(home, set()).add(getattr(kind, "__name__", type(kind).__name__))
+    lines = [f"from {home} import {', '.join(sorted(names[home]))}" for home in sorted(names)]
+    if "functools" in names:
+        lines.insert(1, "")  # behind Python's own
+    lines += ["", "POLICY = Policy("]
     for field in dataclasses.fields(policy):
-        value = getattr(policy, field.name)
-        if field.name == "models" or value != field.default:
-            lines.append(f"    {field.name}={_code(value)},")
+        if field.name == "models" or values[field.name] != field.default:
+            lines.append(f"    {field.name}={_code(values[field.name])},")
     return "\n".join([*lines, ")"])
 
 
 def _entries(value: Any) -> list[Any]:
     items = value if isinstance(value, tuple) else (value,)
-    return [each for each in items if dataclasses.is_dataclass(each)]
+    return [each for each in items if dataclasses.is_dataclass(each) or callable(each)]
 
 
 def _code(value: Any) -> str:
@@ -205,6 +206,11 @@ def _code(value: Any) -> str:
                 # Arguments that have no default stand first, and need no name.
                 given.append(f"{field.name}={_code(item)}")
         return f"{type(value).__name__}({', '.join(given)})"
+    if isinstance(value, partial):
+        given = [f"{name}={_code(item)}" for name, item in value.keywords.items()]
+        return f"partial({', '.join([_code(value.func), *given])})"
+    if callable(value):
+        return str(value.__name__)
     if isinstance(value, tuple) and _entries(value):
         return "(\n" + "".join(f"        {_code(each)},\n" for each in value) + "    )"
     if isinstance(value, tuple):

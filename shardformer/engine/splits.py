@@ -13,7 +13,6 @@ same forward follows it.
 from __future__ import annotations
 
 import inspect
-import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,16 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.arguments import Arguments, change_at, value_at
-from opensora_accel.communications import gather_forward_split_backward
 from opensora_accel.plan import Plan
 from shardformer.engine.attentions import redirect_attentions
 from shardformer.engine.forwards import follow_forward
-from shardformer.engine.grids import spread_grids
 from shardformer.engine.positions import keep_positions
 from shardformer.engine.whole_sequences import exchange_heads
-from shardformer.modeling import add_halo
 from shardformer.paths import names_several
-from shardformer.policy import CountInput, Frames, GatherOutput, Halo, Policy, SplitInput, SplitOutput
+from shardformer.policy import GatherOutput, Policy, SplitInput, SplitOutput
 from shardformer.spread import Spread
 from shardformer.tokens import Tokens, mark_own
 
@@ -38,7 +34,9 @@ from shardformer.tokens import Tokens, mark_own
 def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:
     """Puts on all that the policy says of tokens.
 
-    Hooks of a module run in the order in which they are put on: frames before splits, splits before counts.
+    Hooks of a module run in the order in which they are put on. The policy's functions stand between splits and
+    gathers: they see a module's arguments split, as a number of a rank's tokens has to be counted, and its output not
+    yet gathered.
 
     Raises:
         ValueError: the table does not fit the model, or diffusers' own parallelism is on: tokens would be split
@@ -57,19 +55,14 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
         refuse_input(spread, argument, reason)
     if policy.arguments:
         refuse_unknown_inputs(spread, policy)
-    if policy.frames is not None:
-        count_frames(spread, policy.frames)
     for split in policy.split_inputs:
         split_input(spread, split)
     for splits in policy.split_outputs:
         split_output(spread, splits)
-    for count in policy.count_inputs:
-        count_input(spread, count)
-    spread_grids(spread, policy)
+    for function in policy.functions:
+        function(spread)
     for gather in policy.gather_outputs:
         gather_output(spread, gather)
-    for halo in policy.halos:
-        exchange_halos(spread, halo)
     keep_positions(model, policy, tokens, undo)
     redirect_attentions(model, plan, policy, tokens, undo)
     exchange_heads(spread, policy)
@@ -109,16 +102,7 @@ def gather_output(spread: Spread, entry: GatherOutput) -> None:
     def gather(output: Tensor, what: str) -> Tensor:
         """[..., S/P at dim, ...] → [..., S at dim, ...], with text before or behind it if the entry says so."""
         splits, text = tokens.state.splits, []
-        if splits is not None and entry.frames:
-            splits = tuple(size // tokens.state.unit for size in splits)
-        if splits is None and tokens.state.is_known:
-            raise ValueError(
-                f"the policy gathers {what}, but nothing was split in this forward: the module that splits was left "
-                "out, by a cache for one; turn that off"
-            )
-        if entry.text is not None:
-            tokens.check_known(what)
-            assert splits is not None
+        if entry.text is not None and splits is not None:
             num_own = splits[tokens.group.rank()]
             num_text = output.size(entry.dim) - num_own
             if num_text < 0:
@@ -128,9 +112,11 @@ def gather_output(spread: Spread, entry: GatherOutput) -> None:
             sizes = [num_text, num_own] if entry.text == "first" else [num_own, num_text]
             text = list(output.split(sizes, entry.dim))
             output = text.pop(1 if entry.text == "first" else 0)
-        # "up" multiplies the gradient by P: the average over the sequence group divides by it again. The text, which is
-        # the same on every rank, has the same gradient on every rank, and that average leaves it as it is.
-        output = gather_forward_split_backward(output, tokens.group, entry.dim, "up", splits=splits)
+        elif entry.text is not None:
+            tokens.check_known(what)
+        # The text, which is the same on every rank, has the same gradient on every rank, and the average over them
+        # leaves it as it is.
+        output = tokens.gather(output, entry.dim, splits, what)
         tokens.state.have_ended = entry.ends
         if text:
             output = torch.cat([*text, output] if entry.text == "first" else [output, *text], entry.dim)
@@ -175,67 +161,6 @@ def refuse_unknown_inputs(spread: Spread, policy: Policy) -> None:
     spread.change_arguments("", "", check)
 
 
-def count_input(spread: Spread, entry: CountInput) -> None:
-    """A number of tokens becomes that of this rank's share."""
-    tokens = spread.tokens
-
-    def count_own(count: int) -> int:
-        tokens.check_known(f"{entry.module}'s {entry.argument}")
-        splits = tokens.state.splits
-        if splits is None:
-            return count
-        own = tokens.own_range(splits)
-        num_own = own.stop - own.start
-        # Counted tokens before this rank's share are others', and those behind it too.
-        before = sum(splits) - own.stop if entry.last else own.start
-        return count - sum(splits) + num_own if entry.text else min(max(count - before, 0), num_own)
-
-    def change(arguments: Arguments, _name: str) -> None:
-        change_at(arguments, entry.argument, count_own)
-
-    signatures = {name: inspect.signature(module.forward) for name, module in spread.modules(entry.module)}
-    counting = [name for name, signature in signatures.items() if _takes(signature, entry.argument)]
-    # Where none takes it, the first of them is told to.
-    for name in counting or list(signatures)[:1]:
-        spread.change_arguments(name, entry.argument, change)
-
-
-def _takes(signature: inspect.Signature, argument: str) -> bool:
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-    return takes_any or argument.split(".")[0] in signature.parameters
-
-
-def count_frames(spread: Spread, entry: Frames) -> None:
-    """Shares are whole frames; the number of frames becomes this rank's."""
-    tokens = spread.tokens
-
-    def change(arguments: Arguments, _name: str) -> None:
-        tokens.state.may_be_empty = entry.may_be_empty
-        if entry.dim is not None:
-            tokens.state.num_frames = value_at(arguments, entry.count).size(entry.dim)
-            return
-        # A share is a number of whole frames, each of so many tokens.
-        tokens.state.unit = math.prod(value_at(arguments, name) for name in entry.sizes)
-        whole = value_at(arguments, entry.count) * tokens.state.unit
-        splits = tokens.share(whole, f"the grid of {entry.module}")
-        change_at(arguments, entry.count, lambda _: splits[tokens.group.rank()] // tokens.state.unit)
-
-    spread.change_arguments(entry.module, " ".join((*entry.sizes, entry.count)), change)
-
-
-def exchange_halos(spread: Spread, entry: Halo) -> None:
-    """A convolution over frames sees those of the neighbours."""
-    tokens = spread.tokens
-
-    def get_splits() -> tuple[int, ...] | None:
-        """Every rank's number of frames."""
-        splits = tokens.state.splits
-        return None if splits is None else tuple(size // tokens.state.unit for size in splits)
-
-    for name, module in spread.modules(entry.module):
-        spread.undo.callback(add_halo(module, name, tokens.group, entry.dim, entry.reach, get_splits))
-
-
 def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Any:
     if value is None:
         return None
@@ -257,33 +182,16 @@ def _split_all(value: Any, entry: SplitInput | SplitOutput, tokens: Tokens, what
 
 
 def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, what: str) -> Tensor:
-    """This rank's share of [..., S at dim, ...], where S counts tokens, frames, or text and video."""
+    """This rank's share of [..., S at dim, ...], where S counts tokens, or text and video."""
     total, known = tensor.size(entry.dim), tokens.state.splits
     is_shared = names_several(entry.module)  # by many blocks; what one module gets is not kept for another
-    frames = isinstance(entry, SplitInput) and entry.frames
-    if frames or entry.text is not None or total == 1:
+    if entry.text is not None or total == 1:
         # Its share follows from tokens that were split before it.
         tokens.check_known(what)
-    if frames:
-        assert isinstance(entry, SplitInput)
-        places = tensor.shape[entry.dim % tensor.dim() + 1 : -1]
-        if known is None and places:  # tokens that are kept as a grid tell of themselves how many a frame has
-            tokens.state.unit, tokens.state.may_be_empty = math.prod(places), entry.may_be_empty
-            known = tokens.share(total * tokens.state.unit, what)
-        unit = tokens.state.unit
-        if known is None or total * unit != sum(known):
-            raise ValueError(
-                f"the policy splits {what} by frames, but {total} are not those of "
-                + ("tokens that are not split yet" if known is None else f"{sum(known)} tokens")
-            )
-        return tokens.split(tensor, entry.dim, tuple(size // unit for size in known), is_shared)
     if entry.text is None:
         if total == 1 and known is not None and sum(known) != 1:
             return tensor  # it is broadcast over the tokens
-        splits = tokens.share(total, what)
-        if isinstance(entry, SplitInput) and not entry.may_be_empty:
-            tokens.check_all_have_some(total // tokens.state.unit, "frames", what)
-        return tokens.split(tensor, entry.dim, splits, is_shared)
+        return tokens.split(tensor, entry.dim, tokens.share(total, what), is_shared)
     if known is None:
         raise ValueError(
             f"{what} holds text and video tokens, and how many of either is not known yet: let the policy split "

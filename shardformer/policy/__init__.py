@@ -7,14 +7,10 @@ import importlib
 
 from torch import nn
 
+from opensora_accel import lazy
 from shardformer.policy.base import (
     Blocks,
-    CountInput,
-    Frames,
-    GatherGrid,
     GatherOutput,
-    Grid,
-    Halo,
     JointAttention,
     NormSwap,
     Policy,
@@ -33,12 +29,7 @@ __all__ = [
     "UNSUPPORTED",
     "Blocks",
     "ColumnParallel",
-    "CountInput",
-    "Frames",
-    "GatherGrid",
     "GatherOutput",
-    "Grid",
-    "Halo",
     "JointAttention",
     "NormSwap",
     "Policy",
@@ -50,12 +41,18 @@ __all__ = [
     "TensorRegion",
     "Text",
     "WholeSequence",
+    "counts",
     "find_policy",
+    "frames",
+    "grids",
     "has_policy",
     "model_names",
     "tables_named",
     "tables_of",
 ]
+
+# Modules of functions that few tables need are loaded by those.
+__getattr__, __dir__ = lazy.attach(__name__)
 
 FAMILIES = {
     "wan": (

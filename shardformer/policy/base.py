@@ -1,4 +1,4 @@
-"""A policy: what is split, gathered and swapped where, for one family of models. It is data, and no code.
+"""A policy: what is split, gathered and swapped where, for one family of models. It is data, and hardly any code.
 
 Module paths start at the model (`""`); `*` stands for any one name, `-1` for the last of a list and `0::2` for every
 second one: `blocks.*.attn1`, `blocks.-1`. Arguments are named by paths too, into what they hold: `video.x`, `grid.0`
@@ -13,16 +13,36 @@ second one: `blocks.*.attn1`, `blocks.-1`. Arguments are named by paths too, int
         blocks=(Blocks("blocks"),),                                # what is checkpointed, offloaded, sharded
     )
 
+What one family alone needs is no field here but a function beside its table. Say the blocks are told how many tokens
+they get, and this rank has fewer:
+
+    def count_tokens(spread: Spread) -> None:
+        def change(arguments: Arguments, name: str) -> None:
+            arguments["num_tokens"] = spread.tokens.state.splits[spread.tokens.group.rank()]
+
+        spread.change_arguments("blocks.*", "num_tokens", change)
+
+    Policy(..., functions=(count_tokens,))
+
+`shard` calls it once, when the hooks that split are on the model and those that gather are not yet
+(`shardformer.spread`). So its own find a module's arguments split and its output not gathered. What a split has to know
+before, the number of frames for one, they find earlier in the forward, at the model itself (`""`).
+
 A table of this package stands in a module of its family, and its models' names in `FAMILIES` of `policy/__init__.py`.
-One of your own is passed on: `shardformer.shard(model, plan, policy=…)`.
+What functions of several families share stands beside them: `counts.py`, `frames.py` and `grids.py`. A table of your
+own is passed on: `shardformer.shard(model, plan, policy=…)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardformer.policy.tensors import TensorRegion
+
+if TYPE_CHECKING:
+    from shardformer.spread import Spread
 
 # Where the text tokens stand that share a dimension with the video tokens.
 Text = Literal["first", "last"]
@@ -44,11 +64,6 @@ class SplitInput:
     ndim: int | None = None
     # Text tokens stand before or after the video tokens along `dim`: they stay, on every rank.
     text: Text | None = None
-    # `dim` holds frames in place of tokens. The policy has `frames`, or this is the first that is split and keeps its
-    # tokens as a grid, [B, T, H, W, C].
-    frames: bool = False
-    # Whether the module's own code runs on a rank whose share is empty; the policy has `frames`.
-    may_be_empty: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,41 +91,8 @@ class GatherOutput:
     dim: int = 1
     index: int | None = None
     text: Text | None = None
-    # `dim` holds frames in place of tokens.
-    frames: bool = False
     # The model goes on with whole tensors, and what is split behind this module may have another number of tokens.
     ends: bool = False
-
-
-@dataclass(frozen=True)
-class CountInput:
-    """A number of tokens, counted from the first, becomes the number of those that are in this rank's share.
-
-    `last`: counted from the last. `text`: all tokens of text and video are counted, and text tokens are on every rank.
-    Of the modules, those whose forward has no such argument are passed over: blocks of a model differ in it.
-    """
-
-    module: str
-    argument: str
-    last: bool = False
-    text: bool = False
-
-
-@dataclass(frozen=True)
-class Frames:
-    """Shares are whole frames, for layers that need the grid of a frame: convolutions, attention frame by frame.
-
-    The argument `count` of the modules is the number of frames, and becomes this rank's; a frame has as many tokens
-    as the product of the arguments `sizes`. Or, with `dim`, it is a tensor of the whole clip, which has a dim of
-    frames. Nothing may be split before the first of these modules is called.
-    """
-
-    module: str
-    count: str
-    sizes: tuple[str, ...] = ()
-    dim: int | None = None
-    # Whether the model's own code runs on a rank without frames; otherwise fewer frames than ranks are refused.
-    may_be_empty: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,15 +113,6 @@ class Positions:
     dim: int = 1
     # The function changes its first tensor of tokens, and its caller goes on with that.
     in_place: bool = False
-
-
-@dataclass(frozen=True)
-class Halo:
-    """A convolution over frames: `reach` frames of the neighbours along `dim` come to its input."""
-
-    module: str
-    dim: int
-    reach: int = 1
 
 
 @dataclass(frozen=True)
@@ -185,39 +158,6 @@ class WholeSequence:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Blocks that attend along one dimension of a grid of tokens while another one is spread.
-
-    Layouts are einops patterns: `"B (T S) C"`. Whichever dimension is spread when the block is called, one all-to-all
-    makes it `spread`; other arguments that have this dimension are split along it.
-    """
-
-    module: str
-    spread: str
-    # The argument that holds the tokens, and its layout; what the block returns has the same one.
-    tokens: tuple[str, str]
-    # The layouts of further arguments that may have a dimension of the grid.
-    layouts: tuple[tuple[str, str], ...] = ()
-    # Integer arguments that are the size of a dimension, as (dimension, argument): they become this rank's.
-    counts: tuple[tuple[str, str], ...] = ()
-    # Whether the block's own code runs on a rank that has nothing of `spread`.
-    may_be_empty: bool = True
-    # The module treats every row of `spread` alone, but cannot run on none. A rank without rows runs it on one row of
-    # zeros, which is dropped; so it takes its part in every collective and every gradient.
-    lends_row: bool = False
-    # The dimension that is spread in what the block returns, where the model between the blocks needs that.
-    leave: str | None = None
-
-
-@dataclass(frozen=True)
-class GatherGrid:
-    """What a module returns is joined along whichever dimension of the grid is spread."""
-
-    module: str
-    layout: str
-
-
-@dataclass(frozen=True)
 class Blocks:
     """A list of repeated blocks, in the order they run, and the arguments that flow from block to block.
 
@@ -259,9 +199,6 @@ class Policy:
     split_inputs: tuple[SplitInput, ...] = ()
     split_outputs: tuple[SplitOutput, ...] = ()
     gather_outputs: tuple[GatherOutput, ...] = ()
-    count_inputs: tuple[CountInput, ...] = ()
-    frames: Frames | None = None
-    halos: tuple[Halo, ...] = ()
     # Attention modules whose queries, keys and values all come from the split tokens. Cross-attention to replicated
     # text needs nothing: its queries are local and its keys are whole.
     self_attention: tuple[str, ...] = ()
@@ -279,10 +216,6 @@ class Policy:
     # As `self_attention`, of modules that sum over the tokens instead of taking a softmax.
     linear_attention: tuple[str, ...] = ()
     whole_sequences: tuple[WholeSequence, ...] = ()
-    grids: tuple[Grid, ...] = ()
-    gather_grids: tuple[GatherGrid, ...] = ()
-    # Sizes of grid dimensions, as (dimension, argument of the model's forward, its dim), where no block tells.
-    grid_sizes: tuple[tuple[str, str, int], ...] = ()
     # Where layers are cut for tensor parallelism.
     tensors: tuple[TensorRegion, ...] = ()
     blocks: tuple[Blocks, ...] = ()
@@ -297,6 +230,10 @@ class Policy:
     norm_swaps: tuple[NormSwap, ...] = ()
     # Arguments of the model's forward that cannot be split, each with the reason: they must be None or False.
     refuses: tuple[tuple[str, str], ...] = ()
+    # Functions that put on what no field above says; see the opening of this module.
+    functions: tuple[Callable[[Spread], None], ...] = ()
+    # Modules that the functions name, and without which the table does not fit.
+    needs: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -305,11 +242,7 @@ class Policy:
             *self.split_inputs,
             *self.split_outputs,
             *self.gather_outputs,
-            *self.count_inputs,
-            *self.halos,
             *self.joint_attention,
-            *self.grids,
-            *self.gather_grids,
             *self.blocks,
         )
         found = [entry.module for entry in entries] + [
@@ -317,7 +250,7 @@ class Policy:
         ]
         found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
         found += [path for entry in self.whole_sequences for path in entry.paths]
-        return tuple(dict.fromkeys(path for path in found if path))
+        return tuple(dict.fromkeys(path for path in (*found, *self.needs) if path))
 
     @property
     def attentions(self) -> tuple[str, ...]:
@@ -329,7 +262,3 @@ class Policy:
             *(entry.module for entry in self.joint_attention),
             *(entry.module for entry in self.whole_sequences),
         )
-
-    def __post_init__(self) -> None:
-        if self.frames is None and not all(entry.may_be_empty or entry.frames for entry in self.split_inputs):
-            raise ValueError("may_be_empty=False is for shares of whole frames; the policy has no `frames`")

@@ -1,6 +1,14 @@
 """Helios (diffusers `HeliosTransformer3DModel`): the clip's past, at several scales, stands before its tokens."""
 
-from shardformer.policy.base import Blocks, CountInput, GatherOutput, Policy, SplitInput
+from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput
+from shardformer.policy.counts import count_own
+from shardformer.spread import Spread
+
+
+def count_context(spread: Spread) -> None:
+    """Blocks are told how many tokens are the clip's, which stand last."""
+    count_own(spread, "blocks.*", "original_context_length", last=True)
+
 
 HELIOS = Policy(
     models=("HeliosTransformer3DModel",),
@@ -15,7 +23,7 @@ HELIOS = Policy(
         SplitInput("blocks.*", "temb"),  # of every token: the past has a timestep of its own
         SplitInput("blocks.*", "rotary_emb"),
     ),
-    count_inputs=(CountInput("blocks.*", "original_context_length", last=True),),
+    functions=(count_context,),
     gather_outputs=(GatherOutput("blocks.-1"),),  # the past is dropped after it
     self_attention=("blocks.*.attn1",),
     blocks=(Blocks("blocks"),),

@@ -4,13 +4,27 @@ from dataclasses import replace
 
 from shardformer.policy.base import (
     Blocks,
-    CountInput,
     GatherOutput,
     JointAttention,
     Policy,
     SplitInput,
     SplitOutput,
 )
+from shardformer.policy.counts import count_own
+from shardformer.spread import Spread
+
+
+def count_first_frame(spread: Spread) -> None:
+    """Where the first frame is given, its tokens have a timestep of their own."""
+    count_own(spread, "transformer_blocks.*", "num_tokens")
+    count_own(spread, "single_transformer_blocks.*", "num_tokens")
+
+
+def count_packed(spread: Spread) -> None:
+    """The kernel's packed output is taken apart into samples of so many tokens of text and video."""
+    count_own(spread, "double_blocks.*", "max_seqlen_q", text=True)
+    count_own(spread, "single_blocks.*", "max_seqlen_q", text=True)
+
 
 HUNYUAN_VIDEO = Policy(
     models=("HunyuanVideoTransformer3DModel",),
@@ -21,11 +35,7 @@ HUNYUAN_VIDEO = Policy(
     ),
     split_outputs=(SplitOutput("rope", indices=(0, 1), dim=0),),
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
-    # Where the first frame is given, its tokens have a timestep of their own.
-    count_inputs=(
-        CountInput("transformer_blocks.*", "num_tokens"),
-        CountInput("single_transformer_blocks.*", "num_tokens"),
-    ),
+    functions=(count_first_frame,),
     gather_outputs=(GatherOutput("proj_out"),),
     joint_attention=(
         JointAttention("transformer_blocks.*.attn", text="last"),
@@ -64,11 +74,7 @@ HUNYUAN_VIDEO_AUTHORS = Policy(
         SplitInput("", "freqs_sin", dim=0),
         SplitInput("double_blocks.0", "img"),
     ),
-    # The kernel's packed output is taken apart into samples of so many tokens.
-    count_inputs=(
-        CountInput("double_blocks.*", "max_seqlen_q", text=True),
-        CountInput("single_blocks.*", "max_seqlen_q", text=True),
-    ),
+    functions=(count_packed,),
     gather_outputs=(GatherOutput("single_blocks.-1", text="last"),),  # the text is cut off behind it
     joint_attention=(
         JointAttention("double_blocks.*", text="last"),

@@ -2,28 +2,40 @@
 
 from dataclasses import replace
 
-from shardformer.policy.base import (
-    Blocks,
-    GatherGrid,
-    GatherOutput,
-    Grid,
-    JointAttention,
-    Policy,
-    SplitInput,
-)
+from shardformer.policy.base import Blocks, GatherOutput, JointAttention, Policy, SplitInput
+from shardformer.policy.grids import gather_grid, spread_grid
 from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
+from shardformer.spread import Spread
 
-_TOKENS = ("x", "B (T S) C")
-_COUNTS = (("T", "T"), ("S", "S"))
+# Letters: B clips, T frames, S places of a frame, C channels.
 
 
-def _blocks(name: str) -> Grid:
+def _spread_blocks(spread: Spread, module: str) -> None:
     """The places of a frame are spread, and every rank has all frames: `x_mask` and `mask_index` speak of those."""
-    return Grid(f"{name}.*", "S", _TOKENS, counts=_COUNTS, may_be_empty=False)
+    counts = (("T", "T"), ("S", "S"))
+    spread_grid(spread, module, "S", ("x", "B (T S) C"), counts=counts, may_be_empty=False)
 
 
-# Letters: B clips, T frames, S places of a frame, C channels. A frame's own attention needs whole frames: there, and
-# nowhere else, the rows R = B·T are spread in place of S. An image on several ranks is no special case.
+def spread_spatial_blocks(spread: Spread) -> None:
+    """A frame's own attention needs whole frames: there, and nowhere else, the rows R = B·T are spread in place of S.
+
+    An image on several ranks is no special case.
+    """
+    _spread_blocks(spread, "spatial_blocks.*")
+    spread_grid(spread, "spatial_blocks.*.attn", "R", ("x", "R S C"), lends_row=True, leave="S")
+
+
+def spread_temporal_blocks(spread: Spread) -> None:
+    """Each of them follows a spatial block; behind the last one tokens are whole again."""
+    _spread_blocks(spread, "temporal_blocks.*")
+    gather_grid(spread, "temporal_blocks.-1", "B (T S) C")
+
+
+def gather_spatial_blocks(spread: Spread) -> None:
+    """Without temporal blocks, tokens are whole again behind the last spatial one."""
+    gather_grid(spread, "spatial_blocks.-1", "B (T S) C")
+
+
 STDIT3 = Policy(
     models=("STDiT3",),
     arguments=(
@@ -33,12 +45,6 @@ STDIT3 = Policy(
         ("kernel_size", "attention in windows needs whole windows of a frame on a rank; use full attention"),
         ("enable_sequence_parallelism", "the model splits its tokens by itself then; make it with False"),
     ),
-    grids=(
-        _blocks("spatial_blocks"),
-        _blocks("temporal_blocks"),
-        Grid("spatial_blocks.*.attn", "R", ("x", "R S C"), lends_row=True, leave="S"),
-    ),
-    gather_grids=(GatherGrid("temporal_blocks.-1", "B (T S) C"),),
     blocks=(Blocks("spatial_blocks", ("x",), alternating=("temporal_blocks",)),),
     attention_regions=(
         "spatial_blocks.*.attn",
@@ -47,16 +53,18 @@ STDIT3 = Policy(
         "temporal_blocks.*.cross_attn",
     ),
     mlps=("spatial_blocks.*.mlp", "temporal_blocks.*.mlp"),
+    functions=(spread_spatial_blocks, spread_temporal_blocks),
+    needs=("spatial_blocks.*.attn", "temporal_blocks.-1"),
 )  # fmt: skip
 
 # v1.3 with `skip_temporal`, for images.
 STDIT3_SPATIAL = replace(
     STDIT3,
-    grids=tuple(grid for grid in STDIT3.grids if grid.module.startswith("spatial_blocks")),
-    gather_grids=(GatherGrid("spatial_blocks.-1", "B (T S) C"),),
     blocks=(Blocks("spatial_blocks", ("x",)),),
     attention_regions=("spatial_blocks.*.attn", "spatial_blocks.*.cross_attn"),
     mlps=("spatial_blocks.*.mlp",),
+    functions=(spread_spatial_blocks, gather_spatial_blocks),
+    needs=("spatial_blocks.*.attn",),
 )
 
 

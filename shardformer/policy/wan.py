@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from shardformer.policy.base import (
     Blocks,
-    Frames,
     GatherOutput,
     Policy,
     Positions,
@@ -12,6 +11,8 @@ from shardformer.policy.base import (
     SplitOutput,
     WholeSequence,
 )
+from shardformer.policy.frames import split_frames, spread_by_frames
+from shardformer.spread import Spread
 
 WAN = Policy(
     models=("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
@@ -50,6 +51,13 @@ WAN_VACE = replace(
     mlps=("vace_blocks.*.ffn", "blocks.*.ffn"),
 )
 
+
+def spread_frames(spread: Spread) -> None:
+    """Shares are whole frames, as the face adapter attends frame by frame."""
+    spread_by_frames(spread, "hidden_states", dim=2, may_be_empty=False)
+    split_frames(spread, "face_adapter.*", "encoder_hidden_states")
+
+
 WAN_ANIMATE = replace(
     WAN,
     models=("WanAnimateTransformer3DModel",),
@@ -58,12 +66,8 @@ WAN_ANIMATE = replace(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image pose_hidden_states "
         "face_pixel_values motion_encode_batch_size return_dict attention_kwargs"
     ),
-    # The face adapter attends frame by frame.
-    frames=Frames("", "hidden_states", dim=2, may_be_empty=False),
-    split_inputs=(
-        SplitInput("blocks.0", "hidden_states"),
-        SplitInput("face_adapter.*", "encoder_hidden_states", frames=True),
-    ),
+    functions=(spread_frames,),
+    needs=("face_adapter.*",),
 )
 
 WAN_ANIMATE2 = Policy(

@@ -13,7 +13,7 @@ from opensora_accel.proposal import as_code, propose_policy
 from opensora_accel.proposal.draft import draft
 from opensora_accel.proposal.propose import MESHES, _reason, _Step
 from opensora_accel.verify import verify
-from shardformer.policy import FAMILIES, find_policy, tables_of
+from shardformer.policy import FAMILIES, counts, find_policy, tables_of
 from shardformer.policy.base import GatherOutput, JointAttention, Policy, SplitInput
 from tests.tiers import some
 from tests.video_models import CASES
@@ -124,6 +124,14 @@ def test_a_table_as_code_is_the_table():
             names = {}
             exec(as_code(policy), names)
             assert names["POLICY"] == policy
+
+
+def test_a_count_that_was_drafted_is_code():
+    count = partial(counts.count_own, module="blocks.*", argument="sizes.1", text=True)
+    names = {}
+    exec(as_code(Policy(("Model",), functions=(count,))), names)
+    (found,) = names["POLICY"].functions
+    assert (found.func, found.keywords) == (count.func, count.keywords)
 
 
 class Block(nn.Module):

@@ -450,11 +450,6 @@ def test_a_halo_that_is_too_short_is_refused(parallel_registry):
     add_halo(conv, "conv", None, 3, 1, lambda: None)()
 
 
-def test_empty_shares_are_of_frames():
-    with pytest.raises(ValueError, match="may_be_empty=False is for shares of whole frames"):
-        shardformer.Policy(("Tower",), split_inputs=(SplitInput("first", "x", may_be_empty=False),))
-
-
 def parallel_already():
     from diffusers import ContextParallelConfig
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from shardformer.policy.base import GatherGrid, Grid
+from shardformer.policy.grids import gather_grid, read_sizes, spread_grid
 from tests.tolerances import RELATIVE, relative_errors
 
 SIZE = 5  # of both dimensions, so that shapes alone do not tell them apart
@@ -56,23 +56,22 @@ class Model(nn.Module):
         return self.end(x)
 
 
-def grid(module, spread, places="T S"):
-    return Grid(module, spread, ("x", "B (T S) C"), layouts=(("places", places),))
+def spread_everything(spread):
+    read_sizes(spread, ("T", "places", 0), ("S", "places", 1))
+    for module, dimension, places in (
+        ("first.0", "T", "T S"),
+        ("first.1", "S", "T S"),
+        ("first.2", "T", "T S"),
+        ("first.3", "T", "S T"),
+        ("last.0", "S", "T S"),
+        ("last.1", "T", "T S"),
+    ):
+        spread_grid(spread, module, dimension, ("x", "B (T S) C"), layouts=(("places", places),))
+    for module in ("between", "end"):
+        gather_grid(spread, module, "B (T S) C")
 
 
-POLICY = shardformer.Policy(
-    ("Model",),
-    grids=(
-        grid("first.0", "T"),
-        grid("first.1", "S"),
-        grid("first.2", "T"),
-        grid("first.3", "T", "S T"),
-        grid("last.0", "S"),
-        grid("last.1", "T"),
-    ),
-    grid_sizes=(("T", "places", 0), ("S", "places", 1)),
-    gather_grids=(GatherGrid("between", "B (T S) C"), GatherGrid("end", "B (T S) C")),
-)
+POLICY = shardformer.Policy(("Model",), functions=(spread_everything,))
 
 
 def compared(num_ranks):
@@ -106,19 +105,24 @@ def test_gradients_are_those_of_one_device(ranks, num_ranks):
 
 SCRIPT = """
 import torch
+from contextlib import ExitStack
 from types import SimpleNamespace
-from shardformer.engine.grids import _Grid
+from shardformer.policy import grids
+from shardformer.spread import Spread
 from shardformer.tokens import Tokens
-from shardformer.policy.base import Grid
 
-names = [f"argument_{i}" for i in range(8)]
-entry = Grid("", "T", ("x", "B (T S) C"), layouts=tuple((name, "B T") for name in names))
-tokens = Tokens(SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+class Block(torch.nn.Module):
+    def forward(self, x, **others):
+        return x
+
+names, seen = [f"argument_{i}" for i in range(8)], []
+block, tokens = Block(), Tokens(SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+grids._Grid._own = lambda self, tensor, argument, what: seen.append(argument)
+layouts = tuple((name, "B T") for name in names)
+grids.spread_grid(Spread(block, tokens, ExitStack()), "", "T", ("x", "B (T S) C"), layouts=layouts)
 tokens.begin()
 tokens.state.sizes, tokens.state.spread = {"T": 2, "S": 1}, "T"
-grid, seen = _Grid(entry, tokens), []
-grid._own = lambda tensor, argument, what: seen.append(argument)
-grid._enter({name: torch.zeros(1, 2) for name in ("x", *names)}, "block")
+block(**{name: torch.zeros(1, 2) for name in ("x", *reversed(names))})
 assert seen == names, seen
 """
 

@@ -13,7 +13,7 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.communications import share_sizes
 from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
 from shardformer.modeling.masks import Extent, MaskReader
-from shardformer.policy.base import Blocks, Frames, GatherOutput, Policy, Positions, SplitInput
+from shardformer.policy.base import Blocks, GatherOutput, Policy, Positions, SplitInput
 from shardformer.policy.wan import WAN_AUTHORS
 from tests.authors_models.wan import WanModel, wan_model_inputs
 from tests.opensora_models.randomize import randomize
@@ -274,15 +274,27 @@ class ByFrame(Learned):
         return turned.flatten(1, 2)
 
 
+def spread_by_frames(spread):
+    """The model is told how many frames there are, and passes that on."""
+    tokens = spread.tokens
+
+    def change(arguments, name):
+        tokens.state.unit = arguments["size"]
+        tokens.share(arguments["num_frames"] * arguments["size"], name)
+        arguments["num_frames"] = tokens.state.frames[tokens.group.rank()]
+
+    spread.change_arguments("", "num_frames size", change)
+
+
 def frames_counted_inside():
     plan = Plan(ulysses=2)
     init_parallel(plan)
     policy = Policy(
         models=("ByFrame",),
-        frames=Frames("", "num_frames", sizes=("size",)),
         split_inputs=(SplitInput("first", "input"),),
         gather_outputs=(GatherOutput("last"),),
         self_attention=("attends",),
+        functions=(spread_by_frames,),
     )
     model = shardformer.shard(ByFrame(), plan, policy=policy)
     with pytest.raises(ValueError, match="positions would count from 0 on every rank"):

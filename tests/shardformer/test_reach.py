@@ -1,5 +1,7 @@
 """How far a table's entries reach: into *args, **options, objects and tuples, and to tokens that are kept as a grid."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,10 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
-from shardformer.policy.base import Blocks, CountInput, Frames, GatherOutput, Policy, SplitInput
+from opensora_accel.arguments import change_at
+from shardformer.policy.base import Blocks, Policy, SplitInput
+from shardformer.policy.counts import count_own
+from shardformer.policy.frames import gather_frames, split_frames, spread_by_frames
 from tests.opensora_models.randomize import randomize
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
 from tests.tolerances import RELATIVE
@@ -51,22 +56,40 @@ class Gridded(nn.Module):
         return self.head(x)
 
 
+def spread_frames(spread):
+    split_frames(spread, "blocks.0", "args.0")
+    split_frames(spread, "blocks.*", "args.1")
+    count_own(spread, "blocks.*", "sizes.1")
+    gather_frames(spread, "head")
+
+
+def tell_frames(spread):
+    spread_by_frames(spread, "clip", dim=1)
+
+
+def split_table(spread):
+    """What `SplitInput("blocks.*", "places.table", dim=0)` does, but behind `spread_frames`."""
+    tokens = spread.tokens
+
+    def split(table):
+        return tokens.split(table, 0, tokens.share(len(table), "the table"), is_shared=True)
+
+    spread.change_arguments("blocks.*", "", lambda arguments, _: change_at(arguments, "places.table", split))
+
+
 POLICY = Policy(
     models=("Gridded",),
     arguments="clip times",
-    split_inputs=(
-        SplitInput("blocks.0", "args.0", frames=True),
-        SplitInput("blocks.*", "args.1", frames=True),
-        SplitInput("blocks.*", "places.table", dim=0),
-    ),
-    count_inputs=(CountInput("blocks.*", "sizes.1"),),
-    gather_outputs=(GatherOutput("head", frames=True),),
+    split_inputs=(SplitInput("blocks.*", "places.table", dim=0),),
+    functions=(tell_frames, spread_frames),
     self_attention=("blocks.*",),
     blocks=(Blocks("blocks", ()),),
 )
+# The grid of the tokens, which are split first, tells how many a frame has.
+BY_THE_GRID = replace(POLICY, split_inputs=(), functions=(spread_frames, split_table))
 
 
-def errors(plan, num_frames):
+def errors(plan, policy, num_frames):
     init_parallel(plan)
     case = Case(
         lambda: randomize(Gridded()),
@@ -75,22 +98,23 @@ def errors(plan, num_frames):
     )
     inputs = in_double(case.inputs())
     expected = step(fp64_model(case), case, inputs)
-    model = shardformer.shard(fp64_model(case), plan, policy=POLICY)
+    model = shardformer.shard(fp64_model(case), plan, policy=policy)
     sizes = []
     model.blocks[1].register_forward_pre_hook(lambda _, args: sizes.append(args[0].size(1)))
     return max(compare(step(model, case, inputs), expected).values()), sizes[0]
 
 
 @pytest.mark.parametrize(
-    ("plan", "num_frames", "shares"),
+    ("plan", "policy", "num_frames", "shares"),
     [
-        (Plan(ulysses=2), 5, [3, 2]),
-        (Plan(ring=3, checkpoint="full", offload=1.0), 5, [2, 2, 1]),
-        (Plan(ulysses=3), 2, [1, 1, 0]),
+        (Plan(ulysses=2), POLICY, 5, [3, 2]),
+        (Plan(ring=3, checkpoint="full", offload=1.0), POLICY, 5, [2, 2, 1]),
+        (Plan(ring=3, checkpoint="full", offload=1.0), BY_THE_GRID, 5, [2, 2, 1]),
+        (Plan(ulysses=3), BY_THE_GRID, 2, [1, 1, 0]),
     ],
 )
-def test_gradients_are_those_of_one_device(ranks, plan, num_frames, shares):
-    found = ranks(plan.world_size, errors, plan, num_frames)
+def test_gradients_are_those_of_one_device(ranks, plan, policy, num_frames, shares):
+    found = ranks(plan.world_size, errors, plan, policy, num_frames)
     assert max(error for error, _ in found) < RELATIVE[torch.float64]
     assert [size for _, size in found] == shares
 
@@ -108,11 +132,11 @@ def refusal(change):
     ("change", "message"),
     [
         (
-            {"split_inputs": (SplitInput("blocks.0", "args.2", frames=True),)},
+            {"split_inputs": (SplitInput("blocks.0", "args.2"),)},
             "names the argument 'args.2', but this tuple has 2 items",
         ),
         (
-            {"split_inputs": (*POLICY.split_inputs[:2], SplitInput("blocks.*", "places.tables", dim=0))},
+            {"split_inputs": (SplitInput("blocks.*", "places.tables", dim=0),)},
             "names the argument 'places.tables', but this SimpleNamespace has table",
         ),
         (
@@ -120,15 +144,22 @@ def refusal(change):
             "names head's argument 'x', but the forward of Linear takes input",
         ),
         (
-            {"count_inputs": (CountInput("head", "num_tokens"),)},
+            {"functions": (partial(count_own, module="head", argument="num_tokens"),)},
             "names head's argument 'num_tokens', but the forward of Linear takes input",
         ),
         (
-            {"frames": Frames("head", "input", sizes=("height",))},
-            "names head's argument 'height', but the forward of Linear takes input",
+            {"functions": (partial(gather_frames, module="tail"),)},
+            "the policy names 'tail', which fits no module of Gridded: it has embed, head, blocks",
         ),
         (
-            {"split_inputs": (SplitInput("blocks.0", "args.1", frames=True),)},
+            {"split_inputs": (SplitInput("", "times"),), "functions": (tell_frames,)},
+            "the policy splits an argument of Gridded before it knows the frames",
+        ),
+        (
+            {
+                "split_inputs": (),
+                "functions": (partial(split_frames, module="blocks.0", argument="args.1"),),
+            },
             "splits blocks.0's args.1 by frames, but 5 are not those of tokens that are not split yet",
         ),
     ],
