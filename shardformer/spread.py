@@ -1,14 +1,11 @@
 """Hooks by which a model's tokens are spread over the ranks: on modules by their paths, in order, with their undo.
 
-The engine puts on what a policy's entries say, and a policy's own functions (`Policy.functions`) what no entry says.
-Both do it through one `Spread`:
+The engine puts on what a policy's entries say, and a policy's functions (`Policy.functions`) what no entry says. Both
+do it through one `Spread`. With P = 3 ranks and 7 tokens, of which rank 1 has 3 4:
 
-    def count_own(spread: Spread) -> None:
-        def change(arguments: Arguments, name: str) -> None:
-            first, end = ...                               # which of the clip's tokens this rank has: `spread.tokens`
-            arguments["num_tokens"] = end - first          # blocks are told how many these are
-
-        spread.change_arguments("blocks.*", "num_tokens", change)
+    change_arguments("blocks.0", "x", …)             blocks.0(x)   →  its own forward gets 2 of the 7 rows of x
+    change_arguments("blocks.*", "num_tokens", …)    num_tokens=7  →  the forward of each gets 2
+    change_output("blocks.-1", …)                    2 rows        →  its caller gets 7
 
 Hooks of a module run in the order in which they are put on, and `unshard` takes off all of them.
 """
@@ -37,7 +34,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Spread:
-    """A model whose tokens are spread: what its policy's functions are handed."""
+    """A model whose tokens are spread, and what puts hooks on it: what a policy's functions are handed."""
 
     model: nn.Module
     # How the tokens of the running forward are spread. Nothing of it is known while hooks are put on.
@@ -62,7 +59,7 @@ class Spread:
 
         Args:
             path: of the modules; "" is the model.
-            names: the arguments that their forward must have, with blanks between; of a path into one its first part.
+            names: the arguments that their forward must have, or paths into them, with blanks between.
             change: gets all that were given, by name, defaults not among them, and the module's name for messages.
                 What the forward takes as **kwargs has names as well, and stands beside the others; its *args are one
                 tuple.

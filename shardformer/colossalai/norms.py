@@ -1,31 +1,34 @@
-"""Norm swaps by the class of the parent, which is how ColossalAI finds a module."""
+"""What a table replaces in a model, by the class of the parent, which is how ColossalAI finds a module."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import nn
 
-from shardformer.modeling import NORMS
-from shardformer.paths import find
 from shardformer.policy import Policy
 
 
 def norm_replacements(model: nn.Module, table: Policy) -> dict[type, dict[str, type]]:
-    """The norms that the table swaps, as ColossalAI names them: class of the parent, name in it, new class.
+    """The norms that the table replaces, as ColossalAI names them: class of the parent, name in it, new class.
+
+    It replaces them to see which they are, and puts them back.
 
     Raises:
         ValueError: that names a module besides them, as another instance of the parent's class has something else
             under that name, or a norm that the table leaves alone.
     """
+    held = [(parent, *each) for parent in model.modules() for each in parent.named_children()]
     found: dict[type, dict[str, type]] = {}
     swapped: set[int] = set()
-    for swap in table.norm_swaps:
-        target = NORMS[swap.target]
-        for _name, scope in find(model, swap.module):
-            for parent in scope.modules():
-                for suffix, child in parent.named_children():
-                    if type(child).__name__ in swap.sources and type(child) is not target:
-                        found.setdefault(type(parent), {})[suffix] = target
-                        swapped.add(id(child))
+    with ExitStack() as undo:
+        for replace in table.replacements:
+            undo.callback(replace(model))
+        for parent, suffix, child in held:
+            now = getattr(parent, suffix)
+            if now is not child:
+                found.setdefault(type(parent), {})[suffix] = type(now)
+                swapped.add(id(child))
     for name, module in model.named_modules():
         for suffix in found.get(type(module), {}):
             other = getattr(module, suffix, None)

@@ -97,7 +97,7 @@ def _policy_class() -> type:
             plan = plan_of(self.shard_config, self.plan)
             if plan == Plan():  # norms alone: the model stays an ordinary one, which can be copied
                 return self.model
-            return shard(self.model, plan, policy=replace(self._find_table(), norm_swaps=()))
+            return shard(self.model, plan, policy=replace(self._find_table(), replacements=()))
 
         def get_held_layers(self) -> list[nn.Module]:
             raise ValueError(NO_PIPELINE)

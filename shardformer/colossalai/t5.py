@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from shardformer.colossalai.policy import ShardFormerMethods
-from shardformer.policy import Blocks, NormSwap, Policy, TensorRegion, tables_named
+from shardformer.policy import Blocks, Policy, TensorRegion, tables_named
 
 (_TABLE,) = tables_named("T5EncoderModel")
 
@@ -18,4 +21,4 @@ class T5EncoderPolicy(ShardFormerMethods, Policy):
     blocks: tuple[Blocks, ...] = _TABLE.blocks
     tensors: tuple[TensorRegion, ...] = _TABLE.tensors
     norms: tuple[str, ...] = _TABLE.norms
-    norm_swaps: tuple[NormSwap, ...] = _TABLE.norm_swaps
+    replacements: tuple[Callable[[nn.Module], Callable[[], None]], ...] = _TABLE.replacements

@@ -32,7 +32,7 @@ from opensora_accel.precision import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.splits import spread_tokens
 from shardformer.paths import children, find
-from shardformer.policy import NormSwap, Policy, find_policy, has_policy
+from shardformer.policy import Policy, find_policy, has_policy
 from shardformer.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ def shard(
         # From the inside out: layers are replaced before hooks are put on them, a checkpoint recomputes a block with
         # its hooks, and FSDP2 shards what all of this has left.
         with resume_recording(model):  # of a deferred model what becomes of its parameters is noted
-            for swap in policy.norm_swaps:
-                _swap_norms(model, swap, undo)
+            for replace in policy.replacements:
+                undo.callback(replace(model))
         report = None
         if norms is not None:
             from shardformer.modeling import swap_norms
@@ -394,30 +394,3 @@ def _chunk_mlps(model: nn.Module, policy: Policy, block_plans: _BlockPlans, undo
             len(blocks),
             ", ".join(sorted({type(block).__name__ for block in whole})),
         )
-
-
-def _swap_norms(model: nn.Module, swap: NormSwap, undo: ExitStack) -> None:
-    from shardformer.modeling import NORMS
-
-    target = NORMS[swap.target]
-    parents = [each for _name, module in find(model, swap.module) for each in module.modules()]
-    # Every module below with its parent and its name there, because a norm is replaced in its parent.
-    held = [(parent, *each) for parent in parents for each in parent.named_children()]
-    named = [each for each in held if type(each[2]).__name__ in swap.sources]
-    if not named:
-        raise ValueError(
-            f"the policy swaps norms called {', '.join(swap.sources)}, but {type(model).__name__} has none"
-            + (f" below {swap.module}" if swap.module else "")
-        )
-    replaced = [each for each in named if type(each[2]) is not target]
-    # All are made before any is set: one that cannot be replaced leaves the model as it was.
-    made = [target.from_native_module(child) for _parent, _name, child in replaced]
-
-    def restore() -> None:
-        for (parent, name, child), norm in zip(replaced, made, strict=True):
-            child.weight = norm.weight  # another one, where a checkpoint was assigned or meta left since
-            setattr(parent, name, child)
-
-    undo.callback(restore)
-    for (parent, name, _child), norm in zip(replaced, made, strict=True):
-        setattr(parent, name, norm)

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from shardformer.modeling.linear_attention import redirect_linear_attention
     from shardformer.modeling.masks import Extent, Mask, MaskReader
     from shardformer.modeling.norms import SwapReport, swap_norms
-    from shardformer.modeling.t5 import NORMS, T5LayerNorm
+    from shardformer.modeling.t5 import T5LayerNorm, replace_t5_norms
 
 __all__ = [
-    "NORMS",
     "Attention",
     "Extent",
     "Lengths",
@@ -33,6 +32,7 @@ __all__ = [
     "redirect_attention",
     "redirect_flash_attn",
     "redirect_linear_attention",
+    "replace_t5_norms",
     "running_attention",
     "running_redirection",
     "swap_norms",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -63,5 +65,32 @@ class T5LayerNorm(nn.Module):
         return norm
 
 
-NORMS = {"T5LayerNorm": T5LayerNorm}
-"""By the names that a policy's `NormSwap.target` may have."""
+# The classes of transformers, of apex, which transformers takes where it is installed, and of torch.
+_NAMES = ("FusedRMSNorm", "MixedFusedRMSNorm", "T5LayerNorm", "UMT5LayerNorm", "RMSNorm")
+
+
+def replace_t5_norms(model: nn.Module, names: tuple[str, ...] = _NAMES) -> Callable[[], None]:
+    """Puts a `T5LayerNorm` in the place of every norm of these class names; returns what puts the norms back.
+
+    Raises:
+        ValueError: the model has none of them, or one that a T5LayerNorm cannot replace. Then it is as it was.
+    """
+    # Every module with its parent and its name there, because a norm is replaced in its parent.
+    held = [(parent, *each) for parent in model.modules() for each in parent.named_children()]
+    named = [each for each in held if type(each[2]).__name__ in names]
+    if not named:
+        raise ValueError(
+            f"the policy swaps norms called {', '.join(names)}, but {type(model).__name__} has none"
+        )
+    replaced = [each for each in named if type(each[2]) is not T5LayerNorm]
+    # All are made before any is set: one that cannot be replaced leaves the model as it was.
+    made = [T5LayerNorm.from_native_module(norm) for _parent, _name, norm in replaced]
+    for (parent, name, _norm), new in zip(replaced, made, strict=True):
+        setattr(parent, name, new)
+
+    def restore() -> None:
+        for (parent, name, norm), new in zip(replaced, made, strict=True):
+            norm.weight = new.weight  # another one, where a checkpoint was assigned or meta left since
+            setattr(parent, name, norm)
+
+    return restore

@@ -39,6 +39,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
+
 from shardformer.policy.tensors import TensorRegion
 
 if TYPE_CHECKING:
@@ -171,15 +173,6 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class NormSwap:
-    """Norms of these class names, below `module`, are replaced by `shardformer.modeling`'s class `target`."""
-
-    sources: tuple[str, ...]
-    target: str
-    module: str = ""
-
-
-@dataclass(frozen=True)
 class Policy:
     """One model family.
 
@@ -226,11 +219,11 @@ class Policy:
     mlps: tuple[str, ...] = ()
     # Below these modules `shard(…, norms=…)` may swap norms for kernels that compute the same, found by probing.
     norms: tuple[str, ...] = ("",)
-    # Norms that are always replaced, by class name.
-    norm_swaps: tuple[NormSwap, ...] = ()
     # Arguments of the model's forward that cannot be split, each with the reason: they must be None or False.
     refuses: tuple[tuple[str, str], ...] = ()
-    # Functions that put on what no field above says; see the opening of this module.
+    # Functions that replace layers of the model, before all else and on every plan; each returns what puts them back.
+    replacements: tuple[Callable[[nn.Module], Callable[[], None]], ...] = ()
+    # Functions that put on what no field above says of tokens; see the opening of this module.
     functions: tuple[Callable[[Spread], None], ...] = ()
     # Modules that the functions name, and without which the table does not fit.
     needs: tuple[str, ...] = ()

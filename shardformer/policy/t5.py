@@ -1,6 +1,7 @@
 """T5 and UMT5 text encoders (transformers): every RMSNorm becomes `shardformer.modeling.t5.T5LayerNorm`."""
 
-from shardformer.policy.base import Blocks, NormSwap, Policy
+from shardformer.modeling import replace_t5_norms
+from shardformer.policy.base import Blocks, Policy
 from shardformer.policy.tensors import ColumnParallel, RowParallel, TensorRegion
 
 T5_TENSORS = (
@@ -29,16 +30,11 @@ T5_TENSORS = (
     ),
 )
 
-
 T5_ENCODER = Policy(
     models=("T5EncoderModel", "UMT5EncoderModel"),
     origin=("transformers",),
     blocks=(Blocks("encoder.block"),),
     tensors=T5_TENSORS,
     norms=("encoder",),
-    norm_swaps=(
-        NormSwap(
-            ("FusedRMSNorm", "MixedFusedRMSNorm", "T5LayerNorm", "UMT5LayerNorm", "RMSNorm"), "T5LayerNorm"
-        ),
-    ),
+    replacements=(replace_t5_norms,),
 )

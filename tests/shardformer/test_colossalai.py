@@ -19,8 +19,8 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.precision import LiftOperations
 from shardformer.colossalai import colossalai_policy, register_groups
 from shardformer.colossalai.norms import norm_replacements
-from shardformer.modeling import T5LayerNorm
-from shardformer.policy.base import NormSwap, Policy
+from shardformer.modeling import T5LayerNorm, replace_t5_norms
+from shardformer.policy.base import Policy
 from shardformer.policy.t5_encoder import T5EncoderPolicy
 from tests.integrations.pages import replaced
 from tests.shardformer.conformance import compare, fp64_model, in_double, step
@@ -88,7 +88,7 @@ def test_a_norm_that_a_class_cannot_name_alone_is_refused():
             self.norm = norm
 
     model = nn.Sequential(Pair(nn.RMSNorm(4)), Pair(nn.LayerNorm(4)))
-    table = Policy(("Sequential",), norm_swaps=(NormSwap(("RMSNorm",), "T5LayerNorm"),))
+    table = Policy(("Sequential",), replacements=(replace_t5_norms,))
     with pytest.raises(ValueError, match=r"replaces 'norm' in every Pair, but 1\.norm is a LayerNorm"):
         norm_replacements(model, table)
 

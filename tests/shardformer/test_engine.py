@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import with_preserved_state
 from shardformer.modeling.halo import add_halo
-from shardformer.policy.base import GatherOutput, JointAttention, NormSwap, SplitInput, SplitOutput
+from shardformer.modeling.t5 import replace_t5_norms
+from shardformer.policy.base import GatherOutput, JointAttention, SplitInput, SplitOutput
 from shardformer.policy.wan import WAN
 from tests.models import wan, wan_inputs
 from tests.shardformer.diffusers_own import accelerator_stand_ins
@@ -335,7 +337,7 @@ def test_items_are_counted_from_the_end_too(ranks, entry):
 
 
 def test_a_norm_swap_that_fits_no_norm_is_refused():
-    policy = shardformer.Policy(("Tower",), norm_swaps=(NormSwap(("RMSNrom",), "T5LayerNorm"),))
+    policy = shardformer.Policy(("Tower",), replacements=(partial(replace_t5_norms, names=("RMSNrom",)),))
     with pytest.raises(ValueError, match="swaps norms called RMSNrom, but Tower has none"):
         shardformer.shard(Tower(), Plan(), policy=policy)
 
@@ -404,7 +406,7 @@ class RMSNorm(nn.Module):
 def test_a_norm_that_cannot_be_swapped_leaves_the_others_as_they_were():
     tower = Tower()
     tower.first, tower.last = RMSNorm(4), RMSNorm(0)
-    policy = shardformer.Policy(("Tower",), norm_swaps=(NormSwap(("RMSNorm",), "T5LayerNorm"),))
+    policy = shardformer.Policy(("Tower",), replacements=(replace_t5_norms,))
     with pytest.raises(ValueError, match="T5LayerNorm replaces an RMSNorm with one weight vector"):
         shardformer.shard(tower, Plan(), policy=policy)
     assert type(tower.first) is RMSNorm
