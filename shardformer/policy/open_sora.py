@@ -54,7 +54,7 @@ STDIT3 = Policy(
     ),
     mlps=("spatial_blocks.*.mlp", "temporal_blocks.*.mlp"),
     functions=(spread_spatial_blocks, spread_temporal_blocks),
-    needs=("spatial_blocks.*.attn", "temporal_blocks.-1"),
+    needs=("spatial_blocks.*.attn", "temporal_blocks.*"),
 )  # fmt: skip
 
 # v1.3 with `skip_temporal`, for images.

@@ -3,6 +3,7 @@
 import inspect
 import pkgutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.arguments import value_at
 from opensora_accel.precision import LiftOperations
+from shardformer.paths import find
 from shardformer.policy import FAMILIES, UNSUPPORTED, find_policy, model_names, tables_of
+from shardformer.spread import Spread
+from shardformer.tokens import Tokens
 from tests.models import wan, wan_inputs
 from tests.opensora_models import stdit3
 from tests.opensora_models.stdit3 import v13
@@ -156,6 +160,24 @@ def test_a_name_alone_does_not_make_a_policy_fit():
         in message
     )
     assert "but is another one: the policy names 'blocks.*.attn1', which fits no module" in message
+
+
+def test_modules_that_functions_name_tell_a_model_from_others():
+    """A table whose function names what is not there would be found for another model, and fail in `shard`."""
+    seen = set()
+    for model in (CASES[name].make() for name in PLAIN):
+        policy, clean = find_policy(model), traces(model)
+        known = [name for path in policy.paths for name, _module in find(model, path)]
+        with ExitStack() as undo:
+            spread = Spread(model, Tokens(None), undo)
+            for function in policy.functions:
+                function(spread)
+        assert traces(model) == clean
+        assert [
+            name for name in spread.hooked if not any(f"{each}.".startswith(name) for each in known)
+        ] == []
+        seen |= set(policy.functions)
+    assert len(seen) > 10
 
 
 def test_a_setting_that_no_table_serves_is_refused_with_the_reason():
