@@ -2,16 +2,16 @@
 
 commands:
   train     train a diffusers video transformer on a folder of clips
-  plan      tell which parallel plan fits a job and is the fastest, on GPUs that need not be here
+  plan      say which parallel plan fits a job and is the fastest, on GPUs that need not be here
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
   policy    propose how a model of your own is made sequence-parallel, and prove it
-  profile   train a few steps, and tell where their time, memory and bytes went
+  profile   train a few steps, and show where their time, memory and bytes went
   report    make one page of a profiled run: where time, memory and bytes went, and what to do about it
-  cache     tell what a run's --cache_folder holds, and keep the part of it that was used last
+  cache     show what a run's --cache_folder holds, and keep the part of it that was used last
   doctor    check this machine: torch, GPUs, backends, threads, packages
 
-`opensora-accel COMMAND --help` tells each command's options, `opensora-accel --version` what is installed. On several
+`opensora-accel COMMAND --help` lists each command's options, `opensora-accel --version` what is installed. On several
 ranks, start the same program with a launcher:
   torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
 """
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return _told_to_torchrun(COMMANDS[name])(rest)
     except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
         message = _one_line(name, error)
-        # For those whose message does not tell enough: OPENSORA_ACCEL_DEBUG=1 shows where it was raised.
+        # For those whose message does not say enough: OPENSORA_ACCEL_DEBUG=1 shows where it was raised.
         if message is None or os.environ.get("OPENSORA_ACCEL_DEBUG", "0") not in ("", "0"):
             raise
         return _fail(message)

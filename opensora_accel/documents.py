@@ -58,7 +58,7 @@ class Short:
 
 # The name of a module, a group of ranks, a metric, or what else a picture shows.
 Name = Annotated[str, Short(400)]
-# 300 years: what no clock tells is a damaged number.
+# 300 years: what no clock shows is a damaged number.
 Seconds = Annotated[float, Between(-1e10, 1e10)]
 Duration = Annotated[float, Between(0.0, 1e10)]
 Finite = Annotated[float, Between(-1e30, 1e30)]

@@ -82,7 +82,7 @@ def sha256_of(path: Path, opened: Callable[[], BinaryIO] | None = None) -> str:
 
 
 def retried(work: Callable[[], T], what: str) -> T:
-    """What `work()` gives, in up to three attempts where it fails for a moment; each failure is told.
+    """What `work()` gives, in up to three attempts where it fails for a moment; each failure is logged.
 
     Raises:
         Exception: what the last attempt raised, or the first one where trying again cannot help (a full disk, a file
@@ -104,6 +104,6 @@ def _passes(error: BaseException) -> bool:
     number = getattr(error, "errno", None)
     if number is None:
         # safetensors, which is written in Rust, has it in its text alone.
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(told[1]) if told else None
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(match[1]) if match else None
     return number in _PASSING or (error.__cause__ is not None and _passes(error.__cause__))

@@ -90,7 +90,7 @@ _exchanges: dict[str, Exchange] = {}
 _exchange_groups: dict[str, Mapping[str, dist.ProcessGroup]] = {}
 # What others keep of a job, and drop with its groups.
 _at_reset: list[Callable[[], None]] = []
-# What `init_parallel` was told; groups that are made later get it too.
+# What `init_parallel` was given; groups that are made later get it too.
 _group_timeout: datetime.timedelta | None = None
 # Whether another library has decided who stands where, and made groups of its own.
 _is_layout_given = False
@@ -393,7 +393,7 @@ def _store_of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.
     """A part of torchrun's store that no earlier start of the ranks has written to.
 
     torchrun keeps its store when it starts the ranks again, and gloo then connects to addresses of processes that
-    are gone. The count of restarts that torchrun tells cannot tell the starts apart: each node counts its own. So every
+    are gone. The count of restarts that torchrun gives cannot tell the starts apart: each node counts its own. So every
     rank writes a name that was never used, and rank 0 writes the names it has read beside its own. A rank that finds
     its name among them knows that rank 0's is of this start, too, and takes it as the prefix.
 

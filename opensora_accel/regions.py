@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 
 def listen(listener: Listener | None) -> None:
-    """From now on `listener` is told of regions; None ends that.
+    """From now on `listener` hears of regions; None ends that.
 
     Raises:
         ValueError: another one listens.

@@ -1,4 +1,4 @@
-"""What this rank does, told to ranks that ask: the collective it waits in, or the line its program is at.
+"""What this rank does, for ranks that ask: the collective it waits in, or the line its program is at.
 
 A rank whose collective failed sets a key in the job's store. A thread of every rank looks at the key twice a second
 and writes its answer. Which collective a rank waits in is read from torch's flight recorder, which knows those of every
@@ -34,7 +34,7 @@ _POLL_S = 0.5
 _NAME = "opensora_accel watchdog"
 # How long a rank that failed waits for what the others answer.
 PATIENCE_S = 3.0
-# So long before a timeout of NCCL is over it is told; asking takes up to three seconds.
+# So long before a timeout of NCCL is over it is reported; asking takes up to three seconds.
 _EARLY_S = 5.0
 # Groups that threads use beside the training, which wait without a fault.
 BACKGROUND = "in the background"
@@ -77,7 +77,7 @@ def _end() -> None:
 
 
 def _answer(store: dist.Store, stop: threading.Event) -> None:
-    answered = told = False
+    answered = has_warned = False
     while not stop.wait(_POLL_S) and dist.is_initialized():
         try:
             # Once, and never in the place of what a rank that failed has said of itself.
@@ -85,8 +85,8 @@ def _answer(store: dist.Store, stop: threading.Event) -> None:
                 store.set(_key(dist.get_rank()), _whereabouts())
                 answered = True
             late = overdue(_trace(only_active=True), time.time_ns()) if "nccl" in dist.get_backend() else None
-            if late is not None and not told:
-                told = True
+            if late is not None and not has_warned:
+                has_warned = True
                 operation, name, seconds = late
                 group = next(group for group, known in _names().items() if known == name)
                 print(f"after {seconds:.0f} s {explanation(operation, group)}", file=sys.stderr, flush=True)
@@ -105,7 +105,7 @@ def explanation(operation: str, group: dist.ProcessGroup) -> str:
     """Why an operation of this rank failed, by what the other ranks of its group answer within `PATIENCE_S`."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
     mine = f"waits in {operation} over the {named(ranks)}"
-    told = f"{operation} over the {named(ranks)} failed on rank {me}"
+    failure = f"{operation} over the {named(ranks)} failed on rank {me}"
     others = [rank for rank in ranks if rank != me]
     try:
         answer(mine)
@@ -117,7 +117,7 @@ def explanation(operation: str, group: dist.ProcessGroup) -> str:
             time.sleep(0.05)
         answers = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
     except RuntimeError as error:
-        return f"{told}, and rank 0's store cannot be asked who is missing: {error}"
+        return f"{failure}, and rank 0's store cannot be asked who is missing: {error}"
     doing: dict[str, list[int]] = {}
     for rank in others:
         what = answers.get(rank, "did not come and does not answer: it has ended, or is stopped")
@@ -125,10 +125,10 @@ def explanation(operation: str, group: dist.ProcessGroup) -> str:
     # Whoever waits in the same collective is not the reason that it failed.
     doing.pop(mine, None)
     if not doing:
-        return f"{told}, though every rank came"
-    # What tells more stands first: a rank that failed or did not come, then those that wait elsewhere.
+        return f"{failure}, though every rank came"
+    # What says more stands first: a rank that failed or did not come, then those that wait elsewhere.
     listed = sorted(doing.items(), key=lambda item: (item[0].startswith("waits"), item[1]))
-    return f"{told}: " + "; ".join(f"{named(those, 'rank')} {what}" for what, those in listed)
+    return f"{failure}: " + "; ".join(f"{named(those, 'rank')} {what}" for what, those in listed)
 
 
 def named(ranks: Sequence[int], what: str = "ranks") -> str:

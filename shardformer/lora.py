@@ -71,9 +71,9 @@ def save_lora(model: nn.Module, folder: str | Path, adapter: str = "default") ->
         except Exception as problem:  # noqa: BLE001 — safetensors has errors of its own; the other ranks wait for this
             error = f"{type(problem).__name__}: {problem}"
     if dist.is_initialized():
-        told = [error]
-        dist.broadcast_object_list(told, src=0)
-        error = told[0]
+        errors = [error]
+        dist.broadcast_object_list(errors, src=0)
+        error = errors[0]
     if error is not None:
         raise OSError(
             f"the adapter could not be written to {folder} ({error}); name a folder that can be written to, with room"

@@ -52,7 +52,7 @@ def _expression(model: nn.Module, path: str) -> re.Pattern[str]:
             holder = re.compile(r"\.".join(parts))
             held = next((module for name, module in model.named_modules() if holder.fullmatch(name)), None)
             names = [] if held is None else [name for name, _child in held.named_children()]
-            # Where there is none, the path stays and is told as one that fits nothing.
+            # Where there is none, the path stays and is reported as one that fits nothing.
             parts.append("|".join(map(re.escape, names[_slice(part)])) or re.escape(part))
             parts[-1] = f"(?:{parts[-1]})"
         else:

@@ -119,7 +119,7 @@ class Tokens:
         self.in_forward = False
         # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
-        # What takes the place of kernel calls in the model's attention modules: it tells whose attention runs.
+        # What takes the place of kernel calls in the model's attention modules: it says whose attention runs.
         self.attentions: list[Callable[..., Tensor]] = []
         self._had_forward = False
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -199,7 +199,7 @@ class Tokens:
         Raises:
             ValueError: another number was split before, some rank would have none, or the units do not fit.
         """
-        # The first split of a forward tells how many tokens a frame has.
+        # The first split of a forward shows how many tokens a frame has.
         if self.state.num_frames is not None and self.state.splits is None:
             self.state.unit = max(1, total // self.state.num_frames)
         if total < self.group.size():  # models are not written for no tokens; here all ranks say so together

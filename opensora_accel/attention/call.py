@@ -197,14 +197,14 @@ def _facts(
     layout: str,
     text: Text | None,
 ) -> dict[str, tuple[Any, str]]:
-    """What must be equal on all ranks of tensors and options: what is compared, and how it is told."""
+    """What must be equal on all ranks of tensors and options: what is compared, and how it is shown."""
     tensors: tuple[Tensor | None, ...] = (q, k, v, mask)
     options = {"causal": causal, "scale": scale, "layout": layout}
     if text is not None:
         tensors += (text.q, text.k, text.v, text.mask)
         options["text_first"] = text.first
     facts: dict[str, tuple[Any, str]] = {name: (value, str(value)) for name, value in options.items()}
-    # A mask that only some ranks pass is told too, as None against its dtype and shape.
+    # A mask that only some ranks pass is shown too, as None against its dtype and shape.
     for name, tensor in zip(_TENSORS, tensors, strict=False):
         if tensor is None:
             facts[name] = None, "None"

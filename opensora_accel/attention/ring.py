@@ -334,7 +334,7 @@ def _unpack(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inverse of `_pack`: a flat block → keys, values [B, num_tokens, H_kv, D] and mask [B, num_tokens].
 
-    `k`, `v` and `mask` of this rank tell dtypes and all sizes but the number of tokens.
+    `k`, `v` and `mask` of this rank have the dtypes and all sizes but the number of tokens.
     """
     key_mask = None
     if mask is not None:

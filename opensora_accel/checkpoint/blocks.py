@@ -42,7 +42,7 @@ def checkpoint_blocks(
     The wrapper sits inside `block.__call__`, so hooks of the block (FSDP's, for one) run outside of it, and names
     and parameters stay as they are. `block.compile()` afterwards compiles what is inside of the wrapper.
 
-    Where something moves, `GLOBAL_ACTIVATION_MANAGER` tells with which engine. If nothing has set that up, the
+    Where something moves, `GLOBAL_ACTIVATION_MANAGER` says with which engine. If nothing has set that up, the
     blocks get an engine of their own, which it shows from then on, and which closes with the last blocks that use it.
 
     Args:

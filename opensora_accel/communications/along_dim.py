@@ -150,7 +150,7 @@ def _along_dim(
         raise ValueError(f'grad_scale must be "up", "down", None or a number; got {grad_scale!r}')
     operation = f"{forward_name}_forward_{backward_name}_backward"
     # What a gather needs to know lies with the others: agreement is checked before sizes are exchanged. Sizes
-    # of a split follow from what each rank holds, and a wrong one is told without asking.
+    # of a split follow from what each rank holds, and a wrong one is found without asking.
     if forward_name == "gather":
         check_agreement(operation, input_, group, dim, dim=dim, grad_scale=grad_scale)
         (sizes,) = splits_of_locals([input_], [splits], group, dim)

@@ -113,7 +113,7 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
-# What ranks have to have alike: what is compared, and how it is told.
+# What ranks have to have alike: what is compared, and how it is shown.
 Facts = Mapping[str, tuple[Any, str]]
 
 

@@ -1,4 +1,4 @@
-"""Who did not come: a collective that failed, told with the ranks that were missing and with what they do instead.
+"""Who did not come: a collective that failed, with the ranks that were missing and with what they do instead.
 
 A collective waits for every rank of its group. Where one does not come (it raised an error, it went another way, it
 was stopped), the others learn so when their timeout is over, and the backend says only which socket was silent. So a

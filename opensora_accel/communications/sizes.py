@@ -63,7 +63,7 @@ def splits_of_locals(
 
     Raises:
         ValueError: the splits give this rank another size than its tensor has. Other ranks may be in the collective
-        by then, and are told. Or sizes are missing within torch.compile, where ranks cannot exchange them.
+        by then, and get the error. Or sizes are missing within torch.compile, where ranks cannot exchange them.
     """
     unknown = [index for index, given in enumerate(splits) if given is None]
     if unknown and torch.compiler.is_compiling():

@@ -98,7 +98,7 @@ class CompressedGather(_Allocates, AllGather):
         Communication: one all-gather of `CompressedShards.message_bytes`.
         """
         if self._shards is None:
-            # Only the first gather tells in which dtype the shards are.
+            # Only the first gather shows in which dtype the shards are.
             numels = [each.padded_sharded_param_size.numel() for each in self._params]
             vectors = [each.sharded_param.dim() < 2 for each in self._params]
             self._shards = CompressedShards(numels, vectors, input_tensor.dtype, self._wire_dtype)

@@ -1,4 +1,4 @@
-"""What `accelerate` does not know: which rank gets which batch under sequence parallelism, and how to tell a profiler.
+"""What `accelerate` does not know: which rank gets which batch under sequence parallelism, and when a step ends.
 
 Example for P = 3 ranks that share each sample (ulysses=3): `accelerator.prepare` deals batches 0, 1 and 2 to ranks 0, 1
 and 2, which then hold parts of three samples. Here the three ranks are one data rank, and all of them get batch 0.

@@ -108,7 +108,7 @@ class _GradientStorages:
             if not _may_be_gradient(tensor):
                 continue
             key = _storage(tensor)
-            # An address is used again once its storage is freed: a weak reference tells.
+            # An address is used again once its storage is freed: a weak reference shows that.
             reference, before = self._storages.get(key, (None, frozenset[str]()))
             if reference is None or reference.expired():
                 reference, before = StorageWeakRef(tensor.untyped_storage()), frozenset()

@@ -4,7 +4,7 @@ Of a weight of rows 0 … 3 on four ranks, two copies of two shards (FSDP2's HSD
 
     rank             0        1        2        3
     rows             0 1      2 3      0 1      2 3
-    digest           17       42       17       40        rank 3 was told something else than rank 1, or forgot it
+    digest           17       42       17       40        rank 3 got something else than rank 1, or lost it
     least, greatest  17 17    40 42    17 17    40 42     over the copies, in one all-reduce of both
 
 A digest is made on the device. It reads each number once, as an integer, in sums along rows and columns of a table with

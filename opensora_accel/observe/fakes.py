@@ -3,7 +3,7 @@
 The backend fills an all-gather with this rank's own data. Most steps do not look at what arrives, but some branch on
 sizes that ranks send each other. So all wanted ranks are recorded in turn, what each has given to its first, second, …
 all-gather of whole numbers is kept, and all are recorded again with these sizes. With P = 3 ranks of 4, 4 and 3
-tokens: the first time rank 2 takes all shares for 3; the second time it is told [4, 4, 3], as on real ranks.
+tokens: the first time rank 2 takes all shares for 3; the second time it gets [4, 4, 3], as on real ranks.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ Exchanges = dict[tuple[int, ...], list[dict[int, Tensor]]]
 
 
 class OtherRanks(TorchDispatchMode):
-    """What the fake backend leaves out: results of all-reduces, and sizes that other ranks tell.
+    """What the fake backend leaves out: results of all-reduces, and sizes that other ranks send.
 
     It fills an all-gather with this rank's own data. Where that is whole numbers, and `known` says what every rank of
     the group gives, they are filled in.
@@ -249,11 +249,11 @@ class OtherRanks(TorchDispatchMode):
         mine = self.given.setdefault(ranks, [])
         mine.append(given.clone())  # the caller may write over it
         rounds = self._known.get(ranks, [])
-        # What was told the last time may have led to one more exchange, of which nothing is known yet.
-        told = rounds[len(mine) - 1] if len(mine) <= len(rounds) else {}
+        # What ranks got the last time may have led to one more exchange, of which nothing is known yet.
+        known_sizes = rounds[len(mine) - 1] if len(mine) <= len(rounds) else {}
         for rank, output in zip(ranks, outputs, strict=True):
-            if rank in told and told[rank].numel() == output.numel():
-                output.copy_(told[rank].view(output.shape))
+            if rank in known_sizes and known_sizes[rank].numel() == output.numel():
+                output.copy_(known_sizes[rank].view(output.shape))
 
 
 def _ranks(boxed_group: Any) -> tuple[int, ...]:
@@ -273,22 +273,25 @@ def merge_exchanges(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor
 
 
 def are_settled(found: Exchanges, known: Exchanges) -> bool:
-    """Whether a recording with `known` told its ranks what they would tell each other."""
+    """Whether a recording with `known` gave its ranks what they would send each other."""
     for ranks, rounds in found.items():
         before = known.get(ranks, [])
         for number, tensors in enumerate(rounds):
-            told = before[number] if number < len(before) else {}
+            known_sizes = before[number] if number < len(before) else {}
             first, *others = tensors.values()
             if all(torch.equal(first, other) for other in others):
                 continue  # its own data is right
-            if any(rank not in told or not torch.equal(told[rank], each) for rank, each in tensors.items()):
+            if any(
+                rank not in known_sizes or not torch.equal(known_sizes[rank], each)
+                for rank, each in tensors.items()
+            ):
                 return False
     return True
 
 
 @contextlib.contextmanager
 def without_values(are_fake: bool = True) -> Iterator[None]:
-    """Within it tensors have no values, unless told otherwise; what reads one is refused with the remedy.
+    """Within it tensors have no values, unless `are_fake` is False; what reads one is refused with the remedy.
 
     Raises:
         ValueError: a step reads values of fake tensors.

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import (
 import opensora_accel.attention  # defines the operators  # noqa: F401
 from opensora_accel.observe.modes import OperatorMode
 
-# By a part of the device's name, the most telling first: operations a second of dense products in bf16 with fp32
+# By a part of the device's name, the most specific first: operations a second of dense products in bf16 with fp32
 # accumulation, and in fp32 without TF32; NVIDIA's data sheets.
 _PEAKS = {
     "H100 PCIe": (756e12, 51e12),
@@ -54,7 +54,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
 
 
 class FlopCounter(OperatorMode):
-    """Within it, the products of this thread's operators are counted, and told apart where `recomputing`."""
+    """Within it, the products of this thread's operators are counted, apart where `recomputing`."""
 
     def __init__(self) -> None:
         super().__init__()

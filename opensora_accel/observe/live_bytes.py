@@ -1,4 +1,4 @@
-"""Live bytes of a device by counting storages, where no allocator tells: on CPU and on fake tensors."""
+"""Live bytes of a device by counting storages, where no allocator counts: on CPU and on fake tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LiveBytes(OperatorMode):
 
 
 class DeviceBytes(LiveBytes):
-    """Live bytes without the host memory that offload has set aside; each new storage is told of."""
+    """Live bytes without the host memory that offload has set aside; each new storage is announced."""
 
     def is_made(self, address: int, kind: str, size_bytes: int) -> None:
         """A storage has come to light, and is about to be counted.

@@ -1,4 +1,4 @@
-"""The small meshes that a step is tried on, and what the step is told of its place on them.
+"""The small meshes that a step is tried on, and what the step knows of its place on them.
 
 One axis must not be taken for another. On data=2 × ulysses=2 alone, a factor of 1/2 may be either axis's. Beside it
 stand ulysses=3 and data=3: a factor of 1/2, 1/3 and 1 on these three is ulysses to the power −1 and nothing else.
@@ -50,7 +50,7 @@ class MeshShape:
         """From a Plan, or from degrees by axis name.
 
         Raises:
-            ValueError: an axis without ranks, or of a name that does not tell whether its ranks share a sample.
+            ValueError: an axis without ranks, or of a name that does not say whether its ranks share a sample.
         """
         if isinstance(mesh, Plan):
             if data_axes is not None:

@@ -1,4 +1,4 @@
-"""The one way in which tools see operators: a mode that is told before and after each, whatever calls them.
+"""The one way in which tools see operators: a mode that is called before and after each, whatever calls them.
 
 class Count(OperatorMode):
     num_products = 0

@@ -130,7 +130,7 @@ def trace_nonfinite(model: nn.Module, calls: list[ForwardCall]) -> str:
     everyone = gather_objects(mine)
     found = {rank: each for rank, each in enumerate(everyone) if each[0] is not None}
     broken = {rank: each[2][0] for rank, each in enumerate(everyone) if each[2]}
-    told = (
+    broken_weight = (
         f"; the weight {next(iter(broken.values()))} itself is not finite on {named([*broken], 'rank')}"
         if broken
         else ""
@@ -138,11 +138,11 @@ def trace_nonfinite(model: nn.Module, calls: list[ForwardCall]) -> str:
     if not found:
         return (
             f"run again, the step of {len(watched)} forwards was finite in every module: the reduction of gradients "
-            f"over ranks overflowed, or it does not repeat itself{told}"
+            f"over ranks overflowed, or it does not repeat itself{broken_weight}"
         )
     first = min(number for number, _, _ in found.values())
     ranks = [rank for rank, each in found.items() if each[0] == first]
-    return f"first in {found[ranks[0]][1]}, on {named(ranks, 'rank')}{told}"
+    return f"first in {found[ranks[0]][1]}, on {named(ranks, 'rank')}{broken_weight}"
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _looking(model: nn.Module, look: Any) -> Iterator[None]:
 
     with ExitStack() as undo:
         for name, module in model.named_modules():
-            # What a module's parts return tells more than what it returns itself; its own expressions come last.
+            # What a module's parts return says more than what it returns itself; its own expressions come last.
             if name:
                 undo.callback(module.register_forward_hook(hook(name)).remove)
         yield

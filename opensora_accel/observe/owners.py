@@ -72,10 +72,10 @@ def arena_bytes() -> int:
 
 
 class Owners:
-    """Knows a model's and an optimizer's tensors, and the block inputs that it was told of.
+    """Knows a model's and an optimizer's tensors, and the block inputs that were added.
 
     Args:
-        blocks: by name; what belongs to none of them is told as `ELSEWHERE`.
+        blocks: by name; what belongs to none of them is `ELSEWHERE`.
     """
 
     def __init__(

@@ -215,7 +215,7 @@ class Places:
         self._leave()
 
     def _checkpoint(self, generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """torch's generator around one checkpointed call, with `function` told of when it is recomputed."""
+        """torch's generator around one checkpointed call, with `function` called when it is recomputed."""
         block = self.now.block
         if not block:
             # A model's own checkpoint is around the block's call, and is given the block or a method of it.

@@ -68,7 +68,7 @@ class Queues:
         """Begins to count anew."""
 
     def total_bytes(self) -> int | None:
-        """All of the device's memory; None where nothing tells it."""
+        """All of the device's memory; None where nothing gives it."""
         return None
 
 
@@ -130,7 +130,7 @@ def queues_for(device: torch.device) -> Queues:
 class Slots:
     """Device memory held from the first forward to `close`, so that backward asks the allocator for nothing.
 
-    A slot is free when no tensor uses its storage any more. The end of a block's backward does not tell that:
+    A slot is free when no tensor uses its storage any more. The end of a block's backward does not show that:
     `retain_graph`, a hook, or another microbatch may hold on to what was fetched.
     """
 

@@ -208,7 +208,7 @@ class OffloadEngine:
             # Backward comes to the calls in reverse, so each knows the one before it. Only weakly: a graph
             # that is dropped takes its calls along.
             self._last_call = weakref.ref(call)
-        # Autograd may give `pack` another Python object of a marked tensor; memory, shape and strides tell.
+        # Autograd may give `pack` another Python object of a marked tensor; memory, shape and strides identify it.
         by_identity = {identity(tensor): tensor for tensor in marked}
 
         def pack(tensor: Tensor) -> Saved | Kept:

@@ -133,7 +133,7 @@ def _give_back(address: int, num_bytes: int, device: int | None, process: int) -
 
 @contextlib.contextmanager
 def near_device(index: int) -> Iterator[set[int]]:
-    """Within it this thread runs on the CPUs of GPU `index`'s NUMA node, where the machine tells which they are.
+    """Within it this thread runs on the CPUs of GPU `index`'s NUMA node, where the machine says which they are.
 
     Yields those CPUs, or none where the thread stays where it was. Containers allow it, whereas Docker's refuse
     `mbind` without CAP_SYS_NICE.
@@ -151,7 +151,7 @@ def near_device(index: int) -> Iterator[set[int]]:
 
 
 def pci_address(index: int) -> str | None:
-    """Where GPU `index` is attached, as Linux writes it (`0000:1b:00.0`); None where CUDA does not tell."""
+    """Where GPU `index` is attached, as Linux writes it (`0000:1b:00.0`); None where CUDA does not say."""
     properties = torch.cuda.get_device_properties(index)
     domain, bus, device = (
         getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
@@ -162,7 +162,7 @@ def pci_address(index: int) -> str | None:
 
 
 def node_cpus(address: str | None, sysfs: Path = Path("/sys")) -> set[int]:
-    """The CPUs next to a PCI device; all of them where the firmware does not say, none where nothing tells."""
+    """The CPUs next to a PCI device; all of them where the firmware does not say, none where nothing says so."""
     if address is None:
         return set()
     try:

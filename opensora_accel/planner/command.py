@@ -82,9 +82,9 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
         if options.fits is not None:
             return _answer(request, Plan.load(options.fits), show)
         outcome = search(request, show, options.seconds)
-    told = explain(outcome.best, outcome) if outcome.best else None
-    _print(outcome, told, options.top)
-    document = document_of(outcome, told)
+    explanation = explain(outcome.best, outcome) if outcome.best else None
+    _print(outcome, explanation, options.top)
+    document = document_of(outcome, explanation)
     if options.json is not None:
         _write(options.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     if options.report is not None:
@@ -284,7 +284,7 @@ def _answer(request: Request, plan: Plan, show: Show) -> int:
     return 0 if candidate.fits else 1
 
 
-def _print(outcome: Outcome, told: Explanation | None, top: int) -> None:
+def _print(outcome: Outcome, explanation: Explanation | None, top: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -320,13 +320,13 @@ def _print(outcome: Outcome, told: Explanation | None, top: int) -> None:
     )
     for rule, times in outcome.excluded.items():
         print(f"excluded: {rule} ({times} sets of degrees)")
-    if told is not None:
-        print(f"\nthe best: {told.text()}")
+    if explanation is not None:
+        print(f"\nthe best: {explanation.text()}")
     else:
         print(f"\n{nothing_fits(outcome)}")
 
 
-def document_of(outcome: Outcome, told: Explanation | None) -> dict[str, Any]:
+def document_of(outcome: Outcome, explanation: Explanation | None) -> dict[str, Any]:
     """What --json writes and the page is made of."""
     request, best = outcome.request, outcome.best
     shown = best or next((each for each in outcome.candidates if each.is_traced), None)
@@ -337,7 +337,7 @@ def document_of(outcome: Outcome, told: Explanation | None) -> dict[str, Any]:
         "device_bytes": request.hardware.memory_bytes,
         "precision": request.precision,
         "best": best.to_dict() if best else None,
-        "explanation": told.to_dict() if told else None,
+        "explanation": explanation.to_dict() if explanation else None,
         "timeline": _lanes(shown) if shown else None,
         "memory": _samples(shown) if shown else None,
         "excluded": dict(outcome.excluded),

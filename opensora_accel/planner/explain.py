@@ -40,7 +40,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is told of one Plan."""
+    """What is said of one Plan."""
 
     plan: Plan
     # "backward of block 39".

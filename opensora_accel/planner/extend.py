@@ -140,7 +140,7 @@ class _Extension:
 
     @cached_property
     def changes(self) -> Mapping[int, list[Change]]:
-        """By the operation that is kept: what happens at a bucket's all-reduce is told with the one before."""
+        """By the operation that is kept: what happens at a bucket's all-reduce is listed with the one before."""
         found = defaultdict[int, list[Change]](list)
         for change in self.recorder.changes:
             found[self._kept(change.operation)].append(change)
@@ -360,7 +360,7 @@ class _Memory:
         for serial, size_bytes in recorder.at_start.items():
             block = extension.index_of.get(recorder.storages[serial].block, -1)
             size_all = size_bytes * (1 + extension.copies.get(block, 0))
-            # DDP's buckets, of which a longer step has larger ones, are told by `_Buckets`.
+            # DDP's buckets, of which a longer step has larger ones, are counted by `_Buckets`.
             if not (recorder.buckets and self._kind_of[serial] == "communication"):
                 self._largest = max(self._largest, size_bytes)
             if self._kind_of[serial] == "parameters":
@@ -414,13 +414,13 @@ class _Memory:
             raise NotRepeated(f"a step leaves {gained} bytes behind, and with fewer blocks {recorded}")
         totals = [sum(now.values()) for _number, now, _host in self._states]
         highest = max(totals)
-        told: int | None = None
+        last: int | None = None
         for (number, now, host), total in zip(self._states, totals, strict=True):
             is_peak = total == highest and all(state.device_bytes < highest for state in step.memory)
-            if told is None or is_peak or abs(total - told) > _SEEN * highest:
+            if last is None or is_peak or abs(total - last) > _SEEN * highest:
                 operation = step.operations[max(number, 0)]
                 kinds = dict(now) | {"block inputs on the host": host}
                 step.memory.append(MemoryState(max(number, 0), operation.phase, operation.block, kinds))
-                told = total
+                last = total
         step.host_bytes, step.largest_bytes = self._host_peak, self._largest
         step.parameter_bytes = self.parameter_bytes

@@ -1,6 +1,6 @@
 """What a plan runs on: devices, links, memory and how near to their peaks kernels come, as plain data with sources.
 
-A name tells device, devices of a node and the network between nodes, in gigabits a second for each device:
+A name gives the device, devices of a node and the network between nodes, in gigabits a second for each device:
 
     h100x8-ib400     nodes of 8 H100, each with a port of 400 Gb/s = 50 GB/s
     h100x8           one node; more than 8 ranks have no link between them

@@ -135,8 +135,10 @@ class PublishedModel:
     def frozen(self, part: str) -> Frozen:
         """The weights of its text encoder or VAE. `part` is one of `PARTS`."""
         sizes: Mapping[str, int] = getattr(self, part)
-        told = ", ".join(f"{name} {number / 1e9:.2f}" for name, number in sizes.items())
-        source = f"{told} billion parameters in bf16, as its class of transformers or diffusers has them"
+        sizes_text = ", ".join(f"{name} {number / 1e9:.2f}" for name, number in sizes.items())
+        source = (
+            f"{sizes_text} billion parameters in bf16, as its class of transformers or diffusers has them"
+        )
         return Frozen(sum(sizes.values()) * _FROZEN_DTYPE.itemsize, source)
 
     def clip(self, frames: int, height: int, width: int, batch: int, text_tokens: int) -> Clip:

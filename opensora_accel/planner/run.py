@@ -1,4 +1,4 @@
-"""Runs a workload's step on tensors without values, with as few blocks as tell what the others do."""
+"""Runs a workload's step on tensors without values, with as few blocks as show what the others do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int
 
     Args:
         num_blocks: traces the model as if it had no more than so many of its blocks. By default the trace is of all of
-            them, and only so many are run as tell what the others do.
+            them, and only so many are run as show what the others do.
 
     Raises:
         ValueError: a process group exists already; a rank outside of the world. What the model or its policy raises
@@ -186,7 +186,7 @@ class _Session:
         return 1 if plan.offload or plan.reduce_dtype != "same" else 0
 
     def _shorten(self, model: nn.Module) -> tuple[list[Stretch], Plan]:
-        """Takes blocks away that others like them tell of; the stretches of those left, and the plan that fits."""
+        """Takes blocks away that others stand for; the stretches of those left, and the plan that fits."""
         if not has_policy(model):
             count = len(find_blocks(model))
             return [Stretch(0, count, count)], self.plan

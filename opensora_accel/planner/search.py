@@ -194,7 +194,7 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     whole = sum(share for _workload, share in request.mix)
     times, kinds_s = [0.0, 0.0, 0.0], defaultdict[str, float](float)
     largest: tuple[Trace, Timeline] | None = None
-    # Two microbatches tell of any number of them.
+    # Any number of microbatches follows from two.
     traced = min(2, passes.accumulation)
     for workload, share in request.mix:
         as_run = replace(request.as_run(workload, passes.samples), accumulation=traced)

@@ -9,8 +9,9 @@ which reads what the first has computed:
     gather               |────── c: 6 ──────|
               0          3        5         9          13     exposed: 4 s of the gather's 6 s
 
-The time in which compute has nothing to do is told by what it waits for; that is followed back where this in turn had
-to wait. Followed back from the end of the step, the same gives the parts that the step consists of: here a, c and d.
+The time in which compute has nothing to do is charged to what it waits for, and from there followed back where that had
+to wait in its turn. Followed back from the end of the step, the same gives the parts that the step consists of: here a,
+c and d.
 
 Operations that share a link run slower beside each other: n at once get a share of 1/n each. Compute runs slower beside
 collectives, which take some of the multiprocessors. With a factor of 1.5, b takes 3 s in place of 2 s, if a collective

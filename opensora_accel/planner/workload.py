@@ -1,6 +1,6 @@
 """What is planned for: a model at its true size, its training step, and the sizes of a batch.
 
-A workload is told to the tracer by two functions. `model_fn()` builds the model; `prepare(model, run)` applies the
+A workload is two functions. `model_fn()` builds the model; `prepare(model, run)` applies the
 run's Plan to it, as a loop does before its first step, and returns what runs forward and backward of one microbatch.
 Both are called on tensors without values. What the two do is what trains: the planner has no model of a model.
 """
@@ -23,7 +23,7 @@ from opensora_accel.parallel_states import init_parallel
 from shardformer import parallelize
 from shardformer.engine import weight_dtype
 
-# Forward, loss and backward of one microbatch; it is told whether it is the last one of a step.
+# Forward, loss and backward of one microbatch; its argument says whether it is the last one of a step.
 Pass = Callable[[bool], None]
 
 

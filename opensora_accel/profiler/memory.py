@@ -114,7 +114,7 @@ class MemoryTimeline:
     """Within it, follows what fills the memory of this rank's device. Print it for the peak as a table.
 
     Args:
-        model, optimizer: whose tensors are told by name; the optimizer's state counts as other without it.
+        model, optimizer: whose tensors are named; the optimizer's state counts as other without it.
         blocks: the repeated blocks, by default the items of the model's outermost lists of modules.
         clock: gives the time of a sample, in seconds.
         moved: called with two places, where the step comes from the one to the other, and what is held there.
@@ -262,7 +262,7 @@ def by_kind(holdings: Holdings) -> dict[str, int]:
 
 
 class StorageCounter(DeviceBytes):
-    """Live bytes by counting storages. What is in host memory for offload is no part of them, and told beside.
+    """Live bytes by counting storages. What is in host memory for offload is no part of them, and listed beside.
 
     Args:
         turned: called with what was held, and when, for each time that live bytes began to fall or to rise.
@@ -385,7 +385,7 @@ class _Waiting:
 
 
 class AllocatorCounter:
-    """What CUDA's allocator has in use. What has an owner is told by name, and all of the rest is other.
+    """What CUDA's allocator has in use. What has an owner is named, and all of the rest is other.
 
     Asking the allocator takes some ten microseconds and walking the tensors of a large model milliseconds, at each
     place that a step comes to. Between two places only the highest point is known, where it is higher than any before.

@@ -167,7 +167,7 @@ class tell_of_out_of_memory:
 
         return before, after
 
-    # ---- what is told
+    # ---- the report
 
     def memory(self, message: str, holdings: Holdings) -> StepMemory:
         """What the step was seen to need until it failed, with the message of the error."""

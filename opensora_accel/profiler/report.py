@@ -43,7 +43,7 @@ def write_report(
     Args:
         folders: of one or more profiled runs.
         out: a file that ends in .html.
-        compare: tell what changed from the first of two runs to the second.
+        compare: show what changed from the first of two runs to the second.
         label: stands under the title.
 
     Raises:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         help="folder of a profiled run, or output of a training run",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="tell what changed from the first run to the second"
+        "--compare", action="store_true", help="show what changed from the first run to the second"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page; by default RUN/report.html of the last run"

@@ -175,7 +175,7 @@ def _clips(folder: Path) -> dict[str, Any] | None:
 
 
 def _buckets(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, float]]:
-    """How often each size came, and its share of the clips; nothing where none was told."""
+    """How often each size came, and its share of the clips; nothing where none was given."""
     counts: dict[str, list[int]] = {}
     for row in steps:
         for name, value in row.items():

@@ -6,13 +6,13 @@
             run.step(loss=loss, tokens=batch.num_tokens)     # a step ends here, and the next one begins
 
 Nothing in the loop has to change. Blocks, their attention and their MLPs are found by the model's policy, and hooks
-tell when each runs. What a module does in backward begins when the gradient of its output is there, and ends when that
+show when each runs. What a module does in backward begins when the gradient of its output is there, and ends when that
 of its input is. Where a forward runs within a backward, it is a recomputation:
 
     forward     ├─ block 0 ──┤├─ block 1 ──┤
     backward                                ├─ block 1: recomputed ─┤ gradients ┤├─ block 0: recomputed ─┤ gradients ┤
 
-Whatever else is of interest tells by itself (`opensora_accel.regions.region`): copies to the host and back, reading
+Whatever else is of interest announces itself (`opensora_accel.regions.region`): copies to the host and back, reading
 clips, encoding, saving; the optimizer by torch's own hooks. Collectives are noted one by one (`communication.py`).
 
 When no profiler runs, no hook is there. When one runs, a step's record is written as soon as its times are known, which
@@ -80,7 +80,7 @@ _COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
 _GROUPS = ("ulysses", "ring", "tp", "dp_shard", "dp_replicate", "sequence", "tensor", "data", "mixed")
 
 # Told the values that go into a region, or come out of it.
-_Tell = Callable[[list[Any]], None]
+_See = Callable[[list[Any]], None]
 
 
 @dataclass(eq=False)
@@ -161,9 +161,9 @@ class profile:
         self._device = device
         self._spans: list[_Open] = []
         self._stack: list[_Open] = []
-        self._lock = threading.RLock()  # a save tells of itself from a thread of its own
+        self._lock = threading.RLock()  # a save announces itself from a thread of its own
         self._waiting: deque[_Step] = deque()
-        # Seconds of work and of a busy network in the steps after the first, until the ratio was told.
+        # Seconds of work and of a busy network in the steps after the first, until the ratio was reported.
         self._work_s = self._network_s = 0.0
 
     def __enter__(self) -> profile:
@@ -272,7 +272,7 @@ class profile:
             mark = self._clock.mark()
             with self._lock:
                 if phase == RECOMPUTE:
-                    # A checkpoint stops as soon as it has what backward needs, by an exception: no hook tells then.
+                    # A checkpoint stops as soon as it has what backward needs, by an exception: no hook runs then.
                     self._close_all(mark, depth)
                 self._close(span, mark)
 
@@ -288,8 +288,8 @@ class profile:
                 undo.callback(begins_at.register_forward_hook(_outputs(begins)).remove)
                 undo.callback(ends_at.register_forward_pre_hook(_inputs(ends), with_kwargs=True).remove)
 
-    def _hooks(self, region: str, name: str) -> tuple[_Tell, _Tell]:
-        """What is to be told with the values that go into a region, and with those that come out."""
+    def _hooks(self, region: str, name: str) -> tuple[_See, _See]:
+        """The functions to call with the values that go into a region, and with those that come out."""
 
         def begins(values: list[Any]) -> None:
             phase = _phase()
@@ -456,22 +456,22 @@ def _first_with_gradient(values: list[Any]) -> Tensor | None:
     return None
 
 
-def _inputs(tell: _Tell) -> Callable[..., None]:
-    """A hook that tells what goes into a module."""
+def _inputs(see: _See) -> Callable[..., None]:
+    """A hook that shows what goes into a module."""
 
     @torch.compiler.disable(reason="a profiler looks at the time")
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tell([*args, *kwargs.values()])
+        see([*args, *kwargs.values()])
 
     return hook
 
 
-def _outputs(tell: _Tell) -> Callable[..., None]:
-    """A hook that tells what comes out of a module."""
+def _outputs(see: _See) -> Callable[..., None]:
+    """A hook that shows what comes out of a module."""
 
     @torch.compiler.disable(reason="a profiler looks at the time")
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        tell([output])
+        see([output])
 
     return hook
 

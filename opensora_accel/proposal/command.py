@@ -86,8 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError:
         known = None
     if known is not None:  # not among what is printed, which is Python
-        told = f"this model has a policy already, which shard takes by itself: that of {known.models[0]}"
-        print(told, file=sys.stderr)
+        message = f"this model has a policy already, which shard takes by itself: that of {known.models[0]}"
+        print(message, file=sys.stderr)
     return 0 if proposal.ok else 1
 
 

@@ -6,9 +6,9 @@
     splits             what has a row for every token where blocks run, and was made beside the tokens (see trace.py)
     gather             the last module behind the blocks that returns a row for every token
 
-What a trace cannot tell is drafted in several ways, and the proof decides: whether tables of positions are split where
-blocks get them or where they are made, behind which module tokens are whole again, and which function inside attention
-counts positions.
+What a trace does not show is drafted in several ways, and the proof decides: whether tables of positions are split
+where blocks get them or where they are made, behind which module tokens are whole again, and which function inside
+attention counts positions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BlockList:
 
 @dataclass
 class Draft:
-    """All that the traces tell; `policies` makes tables of it."""
+    """All that the traces show; `policies` makes tables of it."""
 
     base: Policy
     # Where tokens enter the blocks.
@@ -89,7 +89,7 @@ class Draft:
 
 
 def draft(model: nn.Module, inputs: Mapping[str, Any]) -> Draft:
-    """What two forwards of the model tell of its policy.
+    """What two forwards of the model show of its policy.
 
     Raises:
         ValueError: no attention was called, no blocks were found, or tokens cannot be told from other dims.
@@ -203,7 +203,7 @@ def _batch(tensor: Tensor, dim: int) -> int:
 
 
 def _is_made_of(tensor: Tensor, parts: list[Tensor]) -> bool:
-    """Whether a tensor was computed from one of the others; taken for granted where no gradient tells."""
+    """Whether a tensor was computed from one of the others; taken for granted where no gradient shows it."""
     parts = [part for part in parts if part.requires_grad]
     if not parts or not tensor.requires_grad:
         return True

@@ -157,7 +157,7 @@ class _Step:
 
 
 def _reason(report: Report) -> str:
-    """The first thing that is wrong: what a rank said, or what the gradients tell."""
+    """The first thing that is wrong: what a rank said, or what the gradients show."""
     lines = [text.strip().splitlines()[-1] for mesh in report.results for text in mesh.errors.values()]
     if lines:
         # What a transport says of a rank that has left, or sent another size, is none of the reasons.

@@ -105,7 +105,7 @@ def redistribution(
 ) -> Collective | None:
     """The collective that brings a tensor from one placement to another; None where there is nothing to do.
 
-    In backward the gradient goes from the dual of `after` to the dual of `before`; this function tells that too.
+    In backward the gradient goes from the dual of `after` to the dual of `before`; this function gives that too.
 
     Args:
         size_bytes: the tensor's bytes that the other axes leave.

@@ -1,4 +1,4 @@
-"""Four rules that tell, for one mesh axis, where an einsum's result lies, and what must be communicated first.
+"""Four rules that say, for one mesh axis, where an einsum's result lies, and what must be communicated first.
 
     1. All operands replicated → the result is replicated; all of them Invariant → it is Invariant.
     2. A label sharded in every operand that has it, all other operands replicated → the result is sharded along it

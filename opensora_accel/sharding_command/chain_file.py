@@ -103,7 +103,7 @@ def _add_step(chain: Chain, text: str) -> None:
     elif operation == "add":
         chain.add(name, *words)
     elif operation == "move":
-        # The labels tell a placement R from a label R.
+        # The labels distinguish a placement R from a label R.
         operand = _one(words[:1], operation)
         known = chain.nodes[operand].labels if operand in chain.nodes else ()
         chain.move(name, operand, **_placements(words[1:], known))

@@ -42,7 +42,7 @@ examples:
   opensora-accel shard "sbi,io->sbo" --axis "dp: input=b" --axis "tp: weight=o" \\
       --sizes s=4096,b=8,i=5120,o=13824 --degrees dp=4,tp=8 --dtype bf16 --bandwidth 200e9 --flops 400e12
 
-a whole block (docs/sharding.md tells the steps):
+a whole block (docs/sharding.md has the steps):
   opensora-accel shard --chain block.txt --bandwidth 200e9 --flops 400e12
 
 placements: a label (the tensor is cut along it), R (whole on every rank; what is not named), P (a sum of terms),
@@ -199,7 +199,7 @@ class DerivedEquation:
     @cached_property
     def gradients(self) -> list[dict[str, Derivation]]:
         """For each operand, the placement of its gradient on each axis that has a backward."""
-        # A largest term has no gradient rule: its axes are told apart, and not derived.
+        # A largest term has no gradient rule: its axes are given, and not derived.
         kept = [{a: p for a, p in each.items() if a not in self.forward_only} for each in self.placements]
         return derive_gradients(self.equation, kept, names=self.names)
 

@@ -81,8 +81,8 @@ def build_model(
                     " (pictures' states, as Wan 2.1's image-to-video models take them, come from image.path)"
                 )
             if argument == "in_channels":
-                told = num_channels(codec.channels, codec.temporal)
-                hint = f" (conditions, as --conditions.i2v_head 1, take {told} of {codec.channels + told})"
+                extra = num_channels(codec.channels, codec.temporal)
+                hint = f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
             raise ValueError(
                 f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
                 f"{hint}; leave model.config.{argument} out, or choose encoders that fit"
@@ -120,7 +120,7 @@ def build_model(
 
 @contextmanager
 def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
-    """What is wrong with the size of a clip is told with its bucket, where there are several."""
+    """What is wrong with the size of a clip, with its bucket, where there are several."""
     try:
         yield
     except ValueError as error:
@@ -330,8 +330,8 @@ def describe(
         return "\n".join([*lines, f"data: {clips[0]}"])
     filled = {portion.bucket for portion in portions}
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
-    told = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
-    return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *told])])
+    warnings = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
+    return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *warnings])])
 
 
 def _ranks() -> str:

@@ -1,6 +1,6 @@
 """Frames that are given, and of which a model learns to make the rest: a picture begins a clip, a clip goes on.
 
-Which frames are given is drawn for each clip, by the weights of `ConditionsConfig`. The model is told in further
+Which frames are given is drawn for each clip, by the weights of `ConditionsConfig`. The model learns of them in further
 channels of its input, as Wan's image-to-video models are. An example with a VAE of 16 channels that makes one latent
 frame of 4 frames, after the first; a clip of 9 frames, of which the first is given (`i2v_head`):
 
@@ -31,7 +31,7 @@ from opensora_accel.training.flow import generator
 
 
 class Condition(NamedTuple):
-    """What the model is told of clips whose frames are given."""
+    """What the model gets of clips whose frames are given."""
 
     # [B, C', t, h, w], behind the channels of the noisy clips.
     channels: Tensor
@@ -135,7 +135,7 @@ def encode_condition(
     temporal: int,
     like: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What the model is told, and which latent frames it learns.
+    """What the model gets of them, and which latent frames it learns.
 
     Args:
         encode: gives the latents [n, C, t, h, w] of n of the samples, by their numbers, with what is given of them.
@@ -148,9 +148,9 @@ def encode_condition(
     frames = torch.stack([each.frames(num_frames) for each in given])
     mask = mask_of(frames, temporal)
     latents = torch.zeros_like(like)
-    told = [number for number, each in enumerate(given) if each != KINDS["t2v"]]
-    if told:
-        latents[told] = encode(told).to(latents)
+    conditioned = [number for number, each in enumerate(given) if each != KINDS["t2v"]]
+    if conditioned:
+        latents[conditioned] = encode(conditioned).to(latents)
     # [B, temporal, t, 1, 1], the same at every position of a latent frame.
     of_positions = mask.to(latents)[..., None, None].expand(-1, -1, -1, *like.shape[-2:])
     return torch.cat([of_positions, latents], dim=1), ~mask.all(1).to(like.device)

@@ -460,7 +460,7 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as {path.suffix.lstrip('.') or 'TOML'}: {error}") from error
-    # `config_from_dict` tells what else than a table is wrong with.
+    # `config_from_dict` says what is wrong with anything but a table.
     return values if isinstance(values, dict) else {"": values}
 
 

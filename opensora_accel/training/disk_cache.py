@@ -10,7 +10,7 @@ sum begins with 3f:
 
 Nobody waits for anybody. A file gets its name when it is whole and on the disk; two processes that write the same one
 write the same bytes, and the later one stays. Still a disk may lose or change what it was given, so each file is
-compared with its checksum when it is read. What does not fit is told once, computed again and replaced.
+compared with its checksum when it is read. What does not fit is reported once, computed again and replaced.
 
 A process holds a lock on what it writes, which the system frees however the process ends. So a file without its name
 that is unlocked and old was left by a process that was killed, and goes.
@@ -135,7 +135,7 @@ class DiskCache:
                 self._tidied.add(path.parent)
                 _remove_left(path.parent)
         except IsADirectoryError:
-            return False  # somebody else's folder in the place of one file, of which `get` has told
+            return False  # somebody else's folder in the place of one file, which `get` has reported
         except OSError as error:
             self._stores = False
             remedy = "let it be writable"

@@ -239,7 +239,7 @@ class TextEncoder:
         return torch.cat(states)
 
     def check(self, captions: Iterable[str]) -> None:
-        """Checks that the model is told something by the captions.
+        """Checks that the captions say something to the model.
 
         Raises:
             ValueError: different words, or different captions, all become the same tokens, or tokens that the encoder

@@ -315,7 +315,7 @@ class Trainer:
         self.offload.show_decisions()
 
     def _explained(self) -> AbstractContextManager[Any]:
-        """Around a step of a watched run on a GPU: where memory runs out it is told what filled it, and what would fit.
+        """Around a step of a watched run on a GPU: where memory runs out, the error says what filled it and what fits.
 
         On a CPU that would follow every operator, and the system ends a process without asking.
         """
@@ -440,13 +440,13 @@ class Trainer:
         blamed = [of_rank for is_finite, of_rank in by_rank if not is_finite] or [of for _, of in by_rank]
         names = list(dict.fromkeys(file for of_rank in blamed for file in of_rank))
         shown = ", ".join(names[:_MAX_SHOWN_FILES]) + (", …" if len(names) > _MAX_SHOWN_FILES else "")
-        told = f"step {self.state.step} skipped: {reason}; its clips: {shown}"
+        message = f"step {self.state.step} skipped: {reason}; its clips: {shown}"
         if self.is_first:
-            logger.warning("%s", told)
+            logger.warning("%s", message)
         # One bad batch is no reason to end a run; a run of them will not recover by itself.
         if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
             raise ValueError(
-                f"{_MAX_SKIPPED_STEPS} steps in a row were skipped ({told}); lower --optim.lr, look at these clips, "
+                f"{_MAX_SKIPPED_STEPS} steps in a row were skipped ({message}); lower --optim.lr, look at these clips, "
                 "or resume from an earlier saved state"
             )
 

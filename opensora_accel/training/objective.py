@@ -140,14 +140,14 @@ class Objective:
     def encode_condition(
         self, kinds: Sequence[str], frames: Tensor, like: Tensor, clips: Sequence[Clip]
     ) -> tuple[Condition, Tensor]:
-        """What the model is told of clips, of which frames of these kinds are given, and what it learns of them.
+        """What the model gets of clips, of which frames of these kinds are given, and what it learns of them.
 
         Args:
             frames: uint8 [B, T, H, W, 3] of these B clips.
             like: of the shape [B, C, t, h, w] of their latents.
 
         Returns:
-            What it is told, and bool [B, t].
+            What it gets, and bool [B, t].
         """
         given = [KINDS[kind] for kind in kinds]
 

@@ -45,7 +45,7 @@ class PlannedSize:
 
 
 def _inputs(true: TrueSize, batch: int, _model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Latents [B, C, t, h, w] with the channels that tell of given frames, times [B], captions [B, S, width]."""
+    """Latents [B, C, t, h, w] with the channels of given frames, times [B], captions [B, S, width]."""
     channels, *sizes = true.latents
     return {
         "hidden_states": torch.randn(batch, channels + true.condition_channels, *sizes, dtype=dtype),

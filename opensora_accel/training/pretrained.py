@@ -22,7 +22,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def read_description(option: str, folder: str | Path, what: str) -> dict[str, Any]:
-    """The config.json of a folder. `what` tells which folder `option` needs.
+    """The config.json of a folder. `what` says which folder `option` needs.
 
     Raises:
         FileNotFoundError: there is none.

@@ -33,8 +33,8 @@ def open_disk_cache(folder: str) -> DiskCache:
     Communication: one object broadcast.
 
     Raises:
-        ValueError: on all ranks, where the path can be no folder. One that cannot be written to is told when something
-            is to be stored.
+        ValueError: on all ranks, where the path can be no folder. One that cannot be written to is reported when
+            something is to be stored.
     """
 
     def make() -> None:
@@ -173,7 +173,7 @@ class EncoderFiles:
 
 def _key_of(option: str, folder: str, stem: str) -> dict[str, Any]:
     description = pretrained.read_description(option, folder, "a pretrained encoder")
-    # Those with an underscore tell by whom and from where it was saved, and which class it is.
+    # Those with an underscore say by whom and from where it was saved, and which class it is.
     config = {name: value for name, value in description.items() if not name.startswith("_")}
     paths = _weight_files(folder, stem)
     with ThreadPoolExecutor(8) as pool:

@@ -184,7 +184,7 @@ class TrueSize:
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
     latents: tuple[int, int, int, int]
-    # Channels that tell of given frames.
+    # Channels of given frames.
     condition_channels: int
     # Clips of all data ranks together.
     batch_size: int
@@ -217,7 +217,7 @@ class TrueSize:
     def prepare(self, model: nn.Module, run: Run) -> Callable[[bool], None]:
         """Applies the run's plan; returns what runs forward and backward of one batch.
 
-        That is told whether the batch is the last one of a step.
+        Its argument says whether the batch is the last one of a step.
         """
         from opensora_accel.parallel_states import init_parallel
 

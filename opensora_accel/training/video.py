@@ -233,7 +233,7 @@ def _packet_table(path: str, size_bytes: int, changed_ns: int) -> _PacketTable:
 def _decode_after_seek(
     path: str | os.PathLike[str], wanted: range, height: int, width: int
 ) -> list[numpy.ndarray] | None:
-    """The wanted pictures, decoded from a keyframe; None where only a full decode can tell which they are."""
+    """The wanted pictures, decoded from a keyframe; None where only a full decode can find them."""
     try:
         table = _packet_table(*_identity(path))
         if not table.keyframes or table.keyframes[0] != table.times[0] or wanted[-1] >= len(table.times):

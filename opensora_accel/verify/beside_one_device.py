@@ -141,7 +141,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     # From here on everything is arithmetic on what was observed.
     results = Results(meshes)
     fits = fit_gradients(results)
-    # Two more runs and one for each rank: only where they can tell something that the meshes cannot.
+    # Two more runs and one for each rank: only where they can show something that the meshes cannot.
     origin, shares = None, None
     if fits.unexplained:
         # The fewest ranks say it as well, and sooner.

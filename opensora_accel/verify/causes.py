@@ -430,8 +430,8 @@ class ScaledByShares(Cause):
 class Origin:
     """The first module whose forward is wrong."""
 
-    name: str | None  # None where no output is wrong, as far as can be told
-    # False where what it was given was wrong already, and no module before it was; None where that cannot be told.
+    name: str | None  # None where no output is wrong, as far as can be known
+    # False where what it was given was wrong already, and no module before it was; None where that cannot be known.
     # Where no output is wrong: whether the model's own is known to be right.
     are_inputs_right: bool | None = True
     before: str | None = None  # the first module that was given something wrong, where the origin has several

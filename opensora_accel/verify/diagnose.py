@@ -111,7 +111,7 @@ def diagnose(
 def find_unlike_starts(results: Results, fits: GradientFits, origin: Origin | None) -> list[Cause]:
     """Other weights or other data, which make a comparison of gradients pointless.
 
-    Inputs may differ and nothing be wrong with it, where a step splits them itself or tells ranks their places. Then
+    Inputs may differ and nothing be wrong with it, where a step splits them itself or gives ranks their places. Then
     every wrong gradient is explained by a remedy (other noise leaves no exact factor), or the first module whose
     output is wrong was given the right inputs.
     """
@@ -145,7 +145,7 @@ def _failures(results: Results) -> tuple[list[Cause], list[Cause]]:
 
 
 def _first_failure(errors: Mapping[int, str]) -> tuple[type[Cause], dict[str, Any]]:
-    """What failed first, as far as can be told, with what else its cause says."""
+    """What failed first, as far as can be known, with what else its cause says."""
     messages = {rank: _message(text) for rank, text in sorted(errors.items())}
     # A rank whose peer has gone says so; the one that went has a reason of its own.
     first = {rank: line for rank, line in messages.items() if not _FOLLOWING.search(line)}
@@ -208,7 +208,7 @@ def _wrong_inputs(results: Results) -> list[Cause]:
                     apart[name].append(mesh.shape)
                 elif in_turns and not torch.equal(first, expected):
                     other[name].append(mesh.shape)
-    # Ranks that differ among themselves cannot all be the single device's: that is told once.
+    # Ranks that differ among themselves cannot all be the single device's: that is reported once.
     for name in apart:
         other.pop(name, None)
     kinds = (causes.DifferentDraws, apart), (causes.WrongInput, other)
@@ -326,12 +326,12 @@ def _cause_of_shares(
 
 
 def _one_sided_gradients(results: Results) -> list[Cause]:
-    # By which side lacks the gradient, and apart from them what FSDP2 was told to keep.
+    # By which side lacks the gradient, and apart from them what FSDP2 was set to keep.
     by_side: defaultdict[causes.Side, Shapes] = defaultdict(lambda: Shapes(list))
     held_back, replicas = Shapes(list), dict[str, None]()
     for mesh in results.ran:
         for name, side in mesh.one_sided().items():
-            # A gradient that FSDP2 was told to keep is not cut off, but not yet added up.
+            # A gradient that FSDP2 was set to keep is not cut off, but not yet added up.
             axes = mesh.observations[0].held_back.get(name)
             replicas |= dict.fromkeys(axes or ())
             (by_side[side] if axes is None else held_back)[name].append(mesh.shape)
@@ -355,7 +355,7 @@ def _wrong_gradients(
         if scalars and not any(each.is_right for each in scalars.values()):
             wrong_forward.add(mesh.shape)
     first: list[Cause] = []
-    # What may be chance is told as well, but behind the causes that leave no doubt.
+    # What may be chance is listed as well, but behind the causes that leave no doubt.
     last: list[Cause] = []
     for remedy, samples in fits.remedies:
         wrong = {name: each for name, each in samples.items() if name not in by_shares}

@@ -82,7 +82,7 @@ class Samples:
     shape: MeshShape
     found: tuple[Tensor, ...]
     expected: Tensor
-    floor: float = 0.0  # magnitude under which nothing can be told
+    floor: float = 0.0  # magnitude under which nothing can be judged
 
     def error(self) -> float:
         """The worst rank's."""
@@ -187,7 +187,7 @@ def find_remedy(samples: Sequence[Samples], axes: Sequence[str], *, is_summed: b
     """The smallest change that makes every mesh's gradient the expected one; None where no such change does.
 
     Args:
-        samples: of one parameter, on all meshes where it can be told.
+        samples: of one parameter, on all meshes where it can be judged.
         axes: those of more than one rank on some mesh.
         is_summed: no sum can be missing, as all ranks have the whole: only factors are tried.
     """

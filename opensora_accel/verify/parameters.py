@@ -238,7 +238,7 @@ def join_shares(
             return None
         places.append((dims[0], matches.int().argmax(1)))
     axes = shape.used(shape.axes)
-    # Another replica's gradient does not stand for one that is missing: that is a mistake to be told.
+    # Another replica's gradient does not stand for one that is missing: that is a mistake to be named.
     if any(gradient is None for gradient in gradients):
         axes = tuple(axis for axis in axes if axis not in shape.data_axes or axis in PART_AXIS_NAMES)
     # The fewest axes that make it whole: ranks along the others have replicas, which are compared, not joined.

@@ -62,7 +62,7 @@ class Report:
         unproven = self.unproven()
         if unproven:
             notes.append(
-                f"{len(unproven)} parameters could not be told: their gradient is zero, or rounding errors, on one "
+                f"{len(unproven)} parameters could not be judged: their gradient is zero, or rounding errors, on one "
                 f"device too ({list_names(unproven)})"
             )
         # Factors are products of powers of degrees: their logarithms must be independent over the meshes.
@@ -70,7 +70,7 @@ class Report:
         if int(torch.linalg.matrix_rank(torch.tensor(rows, dtype=torch.float64))) < len(axes):
             notes.append(
                 f"the degrees of {join_words(axes)} go together on these meshes: which of them a factor belongs to "
-                "cannot be told; add meshes on which each is alone"
+                "cannot be known; add meshes on which each is alone"
             )
         seen = [*expected.turns, *(each for mesh in self.results for each in mesh.observations)]
         lifted = list(dict.fromkeys(cast for each in seen for cast in each.lifted))

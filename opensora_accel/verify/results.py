@@ -359,7 +359,7 @@ def _is_call_right(
     groups: Sequence[Sequence[Observation]],
     sums: Sequence[Sequence[Sequence[Tensor]]] | None,
 ) -> bool | None:
-    """Whether the ranks' inputs (`side` 0) or outputs (1) are the turn's; None where that cannot be told.
+    """Whether the ranks' inputs (`side` 0) or outputs (1) are the turn's; None where that cannot be known.
 
     Args:
         sums: tensors of which the sum over ranks counts; None for any.

@@ -64,7 +64,7 @@ class Observation:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
-    # Axes over which FSDP2 was told not to add a gradient up.
+    # Axes over which FSDP2 was set not to add a gradient up.
     held_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # Digests of the parameters, and of this rank's shards of those that are sharded.
     weights: dict[str, str] = field(default_factory=dict)
@@ -343,7 +343,7 @@ def observe(
     is_traced: bool = False,
     is_reseeded: bool = False,
 ) -> Observation:
-    """Builds the model, runs the step once and tells what it did. Collective on the ranks of `run`.
+    """Builds the model, runs the step once and returns what it did. Collective on the ranks of `run`.
 
     The weights depend on `seed` alone. What the step draws itself depends on the data rank too, unless all of them
     share `one_batch`, or it is `is_reseeded`: by the rank, and anew.
@@ -360,7 +360,7 @@ def observe(
         with observer.watching(), flash_attn_stand_in(), without_comparing_inputs(), exact_collectives():
             model = None
             if model_fn is not None:
-                # Weights are drawn alike everywhere; only then the generators are told where they are.
+                # Weights are drawn alike everywhere; only then the generators are seeded by place.
                 torch.manual_seed(seed)
                 model = call_to_its_end("model_fn()", model_fn)
                 if not isinstance(model, nn.Module):

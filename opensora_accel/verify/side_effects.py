@@ -95,7 +95,7 @@ def fsdp1_modules() -> Iterator[list[FullyShardedDataParallel]]:
 
 
 def held_back_by_fsdp2(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameters without a gradient that FSDP2 was told not to add up over replicas, with the replicas' axes."""
+    """Parameters without a gradient that FSDP2 was set not to add up over replicas, with the replicas' axes."""
     # `set_requires_gradient_sync(False)` clears both flags: then nothing is added up at all, which is another matter.
     held: set[Any] = set()
     for module in model.modules():

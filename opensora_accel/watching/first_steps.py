@@ -8,8 +8,8 @@ None of these mistakes stops a run, and most leave the loss as it was. What is l
     at the optimizer      gradients are equal where weights are, those of the loss (`gradients`), clipped alike
     after two steps       every weight that has a gradient moved (`weights`), and the EMA on every rank
 
-What ranks tell each other begins with the place where they are: a rank that skips a step is told from those that wait
-for it. All ranks raise the same error. After these steps the hooks are gone, and a step costs what it did.
+What ranks send each other begins with the place where they are, so that a rank which skips a step is named, and nobody
+waits for it. All ranks raise the same error. After these steps the hooks are gone, and a step costs what it did.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from shardformer.engine import uncompiled
 
 logger = logging.getLogger(__name__)
 
-# Where a rank may be when ranks tell each other something.
+# Where a rank may be when ranks compare.
 _FORWARD, _OPTIMIZER, _SAMPLING, _END = "calls the model", "steps the optimizer", "samples", "ends the loop"
 _PLURAL = {"calls": "call", "steps": "step", "samples": "sample", "ends": "end"}
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
-def _told_place(place: str, ranks: list[int]) -> str:
+def _describe_place(place: str, ranks: list[int]) -> str:
     verb, _, rest = place.partition(" ")
     return f"{named(ranks, 'rank')} {verb if len(ranks) == 1 else _PLURAL[verb]} {rest}".rstrip()
 
@@ -91,8 +91,8 @@ class FirstSteps:
         self._num_steps_done, self._is_finished = 0, False
         self._was_training: bool | None = None
         self._weights, self._repeats = TrainedWeights(model), Repeats()
-        self._place, self._is_telling = _FORWARD, False
-        # When the last backward ended: losses told, and forwards made.
+        self._place, self._is_comparing = _FORWARD, False
+        # When the last backward ended: losses given, and forwards made.
         self._num_losses_before, self._calls_before = 0, set[int]()
         self._begin_step()
 
@@ -130,7 +130,7 @@ class FirstSteps:
             undo.enter_context(self._draws)
             self._undo = undo.pop_all()
         try:
-            self._tell(self._unequal())
+            self._raise_if_any(self._unequal())
         except LoopMistake:
             self._undo.close()
             raise
@@ -157,11 +157,11 @@ class FirstSteps:
             return
         # The outputs' hooks take it for a backward.
         kept = [(call, dict(call.gradients)) for call in self._inputs.calls]
-        self._is_telling = True
+        self._is_comparing = True
         try:
-            self._losses.tell(loss, self._outputs, samples)
+            self._losses.add(loss, self._outputs, samples)
         finally:
-            self._is_telling = False
+            self._is_comparing = False
             for call, gradients in kept:
                 call.gradients = gradients
 
@@ -200,7 +200,7 @@ class FirstSteps:
                     "ranks that share a sample draw other random numbers after it, and drew the same before",
                 )
             )
-        self._tell(found)
+        self._raise_if_any(found)
 
     # ---- when it looks
 
@@ -215,7 +215,7 @@ class FirstSteps:
 
     @contextmanager
     def _before_ddp(self) -> Iterator[None]:
-        """Ranks meet before DDP's own forward, which waits for all of them: one that skipped a step is told first."""
+        """Ranks meet before DDP's own forward, which waits for all of them: one that skipped a step is found first."""
         forward = DistributedDataParallel.forward
 
         def met(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ class FirstSteps:
         everyone = self._gather(mine)
         inputs = [each for each, _ in everyone]
         found = list(mistakes_of_inputs(inputs))
-        # Ranks whose inputs are wrong have nothing else to tell.
+        # Ranks whose inputs are wrong have no other mistake to name.
         found += [] if found else self._repeats.of_timesteps(inputs)
         self._repeats.note_noise(inputs)
         in_eval = [rank for rank, (_, training) in enumerate(everyone) if not training]
@@ -257,7 +257,7 @@ class FirstSteps:
             found.append(("eval mode", f"the model is in eval mode on {named(in_eval, 'rank')}"))
         self._was_training = model.training
         self._is_first_forward = False
-        self._tell(found)
+        self._raise_if_any(found)
 
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if model is not self._model:
@@ -274,7 +274,7 @@ class FirstSteps:
             known[0].register_hook(lambda _gradient: self._undo.close())
 
     def _at_backward(self, _gradient: Tensor) -> None:
-        if self._is_telling:
+        if self._is_comparing:
             return
         if self._old is None:
             self._old = self._old_gradient()
@@ -293,7 +293,7 @@ class FirstSteps:
 
         def note() -> None:
             self._norms_after_backward, self._norms_at_clip = norms_of_gradients(self._model), None
-            self._num_losses_before = self._losses.num_told
+            self._num_losses_before = self._losses.num_given
             self._calls_before = {id(call) for call in self._inputs.calls}
 
         queue(lambda: queue(note))
@@ -338,14 +338,14 @@ class FirstSteps:
         )
         try:
             # Each of them supposes that there is none of the kind before, on any rank.
-            everyone = self._gather((self._data_rank, self._losses.told))
-            self._tell(self._old or [])
+            everyone = self._gather((self._data_rank, self._losses.given))
+            self._raise_if_any(self._old or [])
             by_hand = 1.0 if scaled is None else scaled.by_hand
-            self._tell(list(self._losses.mistakes(everyone, by_hand)) if self._losses.told else [])
-            self._tell(self._repeats.of_noise())
-            self._tell(self._unequal())
-            self._tell(self._mistakes_of_clips())
-            self._tell(self._of_size(self._gather(scaled)))
+            self._raise_if_any(list(self._losses.mistakes(everyone, by_hand)) if self._losses.given else [])
+            self._raise_if_any(self._repeats.of_noise())
+            self._raise_if_any(self._unequal())
+            self._raise_if_any(self._mistakes_of_clips())
+            self._raise_if_any(self._of_size(self._gather(scaled)))
         finally:
             self._draws.is_paused = False
 
@@ -386,7 +386,7 @@ class FirstSteps:
         self._is_finished, self._place = True, _END
         reshard(self._model)  # sampling may have left gathered parameters, which no optimizer has
         num_steps = self._num_steps_done
-        self._tell([*self._weights.mistakes(num_steps), *self._mistakes_of_ema()])
+        self._raise_if_any([*self._weights.mistakes(num_steps), *self._mistakes_of_ema()])
         if dist.is_initialized() and dist.get_rank() > 0:
             return
         if num_steps == 0:
@@ -447,12 +447,12 @@ class FirstSteps:
         for rank, (place, _) in enumerate(everyone):
             places.setdefault(place, []).append(rank)
         if len(places) > 1:
-            # They have all told where they are, and wait for nothing.
-            told = ", and ".join(_told_place(place, ranks) for place, ranks in places.items())
-            raise LoopMistake([("skipped step", told)], self._step)
-        return [told for _, told in everyone]
+            # All of them know where the others are, and wait for nothing.
+            places_text = ", and ".join(_describe_place(place, ranks) for place, ranks in places.items())
+            raise LoopMistake([("skipped step", places_text)], self._step)
+        return [theirs for _, theirs in everyone]
 
-    def _tell(self, mine: Iterable[tuple[str, str]]) -> None:
+    def _raise_if_any(self, mine: Iterable[tuple[str, str]]) -> None:
         """Raises on all ranks where one has found something, with what the first of them found under each name."""
         found: dict[str, str] = {}
         for rank in self._gather(list(mine)):

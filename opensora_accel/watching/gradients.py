@@ -1,11 +1,11 @@
 """Whether what is backwarded is the loss that a loop reports, and the gradient its optimizer uses that of the loss.
 
 The first is seen where a backward reaches the model's output: its gradient there is that of the reported loss, divided
-by the number of backwards in a step. The second is told by what the gradient does to the model.
+by the number of backwards in a step. The second is seen by what the gradient does to the model.
 
-No second backward would tell: the wrapper around the model (DDP, FSDP2) would repeat its mistake. But a small step Δθ
-along a gradient G changes the loss by ⟨G, Δθ⟩, if G is its gradient. What changes is seen in the model's outputs, which
-every rank has whole, by two forwards more:
+No second backward would show it: the wrapper around the model (DDP, FSDP2) would repeat its mistake. But a small step
+Δθ along a gradient G changes the loss by ⟨G, Δθ⟩, if G is its gradient. What changes is seen in the model's outputs,
+which every rank has whole, by two forwards more:
 
     ⟨G, Δθ⟩  =  mean over ranks of  Σ ⟨∂loss/∂output, Δoutput⟩
 
@@ -41,7 +41,7 @@ _CLOSE, _ROUGH = 1e-3, 0.1
 _SCALER = 8.0
 # Steps of so many times the weights' norm. A curved loss wants a short one, weights in bf16 a long one.
 _STEPS = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
-# There and back the loss has to change alike, and two steps have to tell the same: else it is curved, or rounded away.
+# There and back the loss has to change alike, and two steps have to say the same: else it is curved, or rounded away.
 _TOLERANCE = 0.05
 
 
@@ -51,19 +51,19 @@ class Losses:
     def __init__(self) -> None:
         # For each, by its number, its value, and the samples that it is of.
         self._told: dict[int, tuple[float, tuple[Any, ...]]] = {}
-        self.num_told = 0
+        self.num_given = 0
         # For each output of the model the loss's number, ⟨g, ∂loss/∂output⟩ and
         # ⟨∂loss/∂output, ∂loss/∂output⟩, where g is what is backwarded.
         self._products: list[tuple[int, Tensor, Tensor]] = []
 
-    def tell(self, loss: Tensor, outputs: Sequence[Tensor], samples: Sequence[Any]) -> None:
+    def add(self, loss: Tensor, outputs: Sequence[Tensor], samples: Sequence[Any]) -> None:
         """One loss, before its backward.
 
         Args:
             loss: a scalar.
             outputs: those of the model that the loss was computed from, of any shape.
         """
-        number, self.num_told = self.num_told, self.num_told + 1
+        number, self.num_given = self.num_given, self.num_given + 1
         self._told[number] = loss.item(), tuple(samples)
         if not outputs or not loss.requires_grad:
             return
@@ -79,7 +79,7 @@ class Losses:
         return note
 
     @property
-    def told(self) -> list[tuple[float, tuple[Any, ...]]]:
+    def given(self) -> list[tuple[float, tuple[Any, ...]]]:
         return list(self._told.values())
 
     def forget(self, number: int) -> None:
@@ -93,7 +93,7 @@ class Losses:
             return None
         numbers, *pairs = zip(*self._products, strict=True)
         along, squared = (torch.stack(each).double().sum().item() for each in pairs)
-        # A loss that is found wanting may be told and not backwarded.
+        # A loss that is found wanting may be given and not backwarded.
         return along / squared * len(set(numbers)) if squared else 1.0
 
     def mistakes(self, everyone: Sequence[tuple[int, Any]], by_hand: float) -> Iterator[tuple[str, str]]:
@@ -129,7 +129,7 @@ class Losses:
         if scale is None:
             yield (
                 "loss",
-                "what is backwarded does not come from the model's output by way of the loss that is told",
+                "what is backwarded does not come from the model's output by way of the loss that is given",
             )
             return
         num_losses = len({number for number, _, _ in self._products})
@@ -204,7 +204,7 @@ def mistakes_of_gradients(
 
     Args:
         scaled: by each rank between backward and step; not all None.
-        keeps_direction: False where gradients were clipped by value, and tell no size any more.
+        keeps_direction: False where gradients were clipped by value, and have no size any more.
     """
     known = {rank: each for rank, each in enumerate(scaled) if each is not None}
     if all(each.in_all == 0 for each in known.values()):
@@ -223,7 +223,7 @@ def mistakes_of_gradients(
         )
         return
     counts, one = _counts_of_ranks(), known[least]
-    # A gradient scaler is undone by hand. How it scaled is known by the loss that is told, or else it is 1.
+    # A gradient scaler is undone by hand. How it scaled is known by the loss that is given, or else it is 1.
     of_loss = next((each.of_loss for each in known.values() if each.of_loss is not None), None)
     by_hand = one.by_hand * (of_loss or 1.0)
     # A clip of one's own scales by some number below 1; by just a share of the ranks only who divides by ranks.
@@ -240,7 +240,7 @@ def mistakes_of_gradients(
         return
     size = size_of_gradient(model, holders, calls)
     if size is None:
-        logger.warning("watch: the loss is too curved to tell the size of its gradient")
+        logger.warning("watch: the loss is too curved to measure its gradient")
         return
     # Gradients that were averaged by hand after the backward may have been clipped in the same place.
     size = size / one.in_all if are_alike else size
@@ -287,7 +287,7 @@ def size_of_gradient(
     Communication: that of at most eleven forwards for each of the step's, and a few numbers.
 
     Returns:
-        None where the loss is too curved, or its numbers too coarse, to tell.
+        None where the loss is too curved, or its numbers too coarse, to measure.
     """
     weights = {p: local_part(p) for p in model.parameters() if p.grad is not None}
     gradients = {p: local_part(p.grad) for p in weights if p.grad is not None}

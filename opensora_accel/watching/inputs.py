@@ -11,7 +11,7 @@ Four ranks, of which 0 and 1 share sample A, and 2 and 3 share sample B:
     noise, as it is drawn     ε     ε     ε     ε       "repeated noise": every rank is seeded alike
     clip, timestep            A,1   A,1   B,1   B,1     "repeated timestep": in every forward, while it changes
 
-So the kind of each input tells the mistake. Draws are seen where the program calls torch for them; those of a loader's
+So the kind of each input names the mistake. Draws are seen where the program calls torch for them; those of a loader's
 worker processes are not, and show in the inputs alone.
 """
 
@@ -102,7 +102,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one rank calls the model with, in numbers that can be told."""
+    """What one rank calls the model with, in numbers that can be compared."""
 
     data_rank: int
     # By the name of the argument: "clip", "text" or "timestep", the shape, and the values.
@@ -178,7 +178,7 @@ def mistakes_of_inputs(everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
 
 
 class Repeats:
-    """What only several forwards tell: data ranks whose timesteps go together, microbatches of one noise."""
+    """What only several forwards show: data ranks whose timesteps go together, microbatches of one noise."""
 
     def __init__(self) -> None:
         self._times: set[float] = set()

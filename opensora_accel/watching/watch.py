@@ -13,14 +13,14 @@
 A mistake between ranks leaves no trace in the loss. What is looked at, and when:
 
     first two steps  all mistakes of `mistakes.REMEDIES`, by up to eleven forwards more in each (`first_steps`)
-    every step       the norm of all gradients: NaN, an infinity, a spike, told with the step's files
+    every step       the norm of all gradients: NaN, an infinity, a spike, with the step's files
                      when it is not finite: the step runs again, and the first module and rank are named
     every N steps    weights and their gradients, on the ranks that should hold the same (`observe.equality`)
                      sample, noise and timestep, on the ranks that share a sample (`shardformer`'s own check)
                      the norm of each block's gradients
 
 A mistake between ranks ends the run by a `LoopMistake` on all of them, because no step after it is worth its time.
-Anything else is told in the log. After the first two steps it takes at most a hundredth of the run's time.
+Anything else is logged. After the first two steps it takes at most a hundredth of the run's time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class watch:
         every: steps between two looks over the ranks; the first step is one.
         check_steps: so many first steps are looked at in depth; 0 for none.
         ema: the averaged copy, on the ranks that keep one, for the first steps.
-        spike: times the median of the last hundred steps from which a loss or a norm is told.
+        spike: times the median of the last hundred steps from which a loss or a norm is logged.
         policy: as given to `shardformer.shard`; without any, the items of the model's outermost lists of modules count
             as blocks.
 
@@ -122,8 +122,8 @@ class watch:
         self._holders = holders_of(model)
         self._inputs = StepInputs(model)
         self._first = FirstSteps(model, self._inputs, ema, check_steps) if check_steps else None
-        # What the loop has told of this step's losses, and the samples that they are of.
-        self._told: list[float | Tensor] = []
+        # The losses that the loop has given in this step, and the samples that they are of.
+        self._losses_given: list[float | Tensor] = []
         self._samples: list[str] = []
         self._norms, self._losses = deque[float](maxlen=_NUM_STEPS), deque[float](maxlen=_NUM_STEPS)
         self._is_checked = False
@@ -143,7 +143,7 @@ class watch:
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 return None
             if id(optimizer) in self._stepped:
-                self.step()  # a loop that does not tell where a step ends
+                self.step()  # a loop that does not say where a step ends
 
             def look() -> None:
                 self._stepped.add(id(optimizer))
@@ -179,11 +179,11 @@ class watch:
                 compare gradients with it. A number is enough for spikes. When the step ends it is read, for which the
                 host waits for a GPU.
             samples: what this rank's samples are known by (files, indices): the same on the ranks that share them,
-                others elsewhere. They are told where a norm or a loss is not what it should be.
+                others elsewhere. They are named where a norm or a loss is not what it should be.
         """
         if self._stepped:
             self.step()  # a loop that does not say where a step ends
-        self._told.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        self._losses_given.append(loss.detach() if isinstance(loss, Tensor) else loss)
         self._samples += map(str, samples)
         if self._first is not None and isinstance(loss, Tensor):
             self._first.loss(loss, samples)
@@ -215,9 +215,11 @@ class watch:
 
     def step(self) -> None:
         """A step has ended. Where the loop does not say so, it ends when the next one begins."""
-        if self._told:
-            self._look_at_loss(math.fsum(float(each) for each in self._told) / len(self._told))
-        self._told.clear()
+        if self._losses_given:
+            self._look_at_loss(
+                math.fsum(float(each) for each in self._losses_given) / len(self._losses_given)
+            )
+        self._losses_given.clear()
         self._samples.clear()
         if self._is_past_first_steps:
             self._inputs.calls.clear()
@@ -265,12 +267,12 @@ class watch:
             norm = math.sqrt(sum(each**2 for each in self.block_norms.values())) if norm is None else norm
         if not math.isfinite(norm):
             where = trace_nonfinite(self._model, self._inputs.calls)
-            self._tell(f"the gradient norm of step {self._number} is {norm}: {where}")
+            self._warn(f"the gradient norm of step {self._number} is {norm}: {where}")
         elif len(self._norms) >= _FEWEST_STEPS and norm > self._spike * statistics.median(self._norms):
             if self.last_look != self._number:
                 self._look_at_blocks()
             name = max(self.block_norms, key=self.block_norms.__getitem__)
-            self._tell(
+            self._warn(
                 f"the gradient norm of step {self._number} is {norm:.3g}, {norm / statistics.median(self._norms):.1f} "
                 f"times the median of {len(self._norms)} steps; most of it in {name}: {self.block_norms[name]:.3g}, "
                 f"{before.get(name, math.nan):.3g} when last looked at"
@@ -298,7 +300,7 @@ class watch:
         if math.isfinite(loss):
             self._losses.append(loss)
 
-    def _tell(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         """Rank 0 warns, with the files of all ranks. Communication: an object all-gather."""
         files = [file for each in gather_objects(list(self._samples)) for file in each]
         if not dist.is_initialized() or dist.get_rank() == 0:

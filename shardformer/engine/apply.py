@@ -123,7 +123,7 @@ def shard(
             keep their dtype: then `precision` is for the training loop.
         policy: a table for a model that `shardformer.policy` does not know.
         norms: swaps norms for lighter kernels: "strict" to the last bit of what they compute, "fast" with other
-            rounding too. `shardformer.norms_of(model)` tells what was done and why.
+            rounding too. `shardformer.norms_of(model)` says what was done and why.
         alternatives: plans under names of yours, which differ from `plan` in `checkpoint`, `offload` and `mlp_chunks`
             alone: within `run_blocks(model, name)` the blocks run so, for clips of another size, say.
 
@@ -320,7 +320,7 @@ def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:
     elif plan.ring > 1 and plan.ulysses > 1:
         raise ValueError(
             f"the plan has ring={plan.ring} and ulysses={plan.ulysses}, but only their sequence group is registered, "
-            "which does not tell who is on which axis; call opensora_accel.init_parallel(plan) (under ColossalAI "
+            "which does not say who is on which axis; call opensora_accel.init_parallel(plan) (under ColossalAI "
             "shardformer.colossalai.register_groups(plugin), which has one axis), or put all ranks on one of them"
         )
     return group

@@ -6,7 +6,7 @@ A table for a small DiT on P = 3 ranks, with 7 tokens:
     self_attention  every block's attention     its kernel call becomes ulysses_attention over the shares
     gather_outputs  the output layer            every rank has all 7 tokens again, as the caller expects
 
-The first split tells how the tokens lie (`tokens.Tokens`); everything else that is split, counted or gathered in the
+The first split shows how the tokens lie (`tokens.Tokens`); everything else that is split, counted or gathered in the
 same forward follows it.
 """
 

@@ -78,7 +78,7 @@ class Redirection:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's own arguments, [B, H, S, D]. `enable_gqa` is not needed: the shapes tell grouped heads."""
+        """torch's own arguments, [B, H, S, D]. `enable_gqa` is not needed: the shapes show grouped heads."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = self.attend(q, k, v, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
         return out.transpose(1, 2)

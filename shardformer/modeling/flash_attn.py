@@ -42,9 +42,9 @@ class Lengths:
     """How many keys of each sample may be seen: a mask in the making."""
 
     visible: tuple[int, ...] | None
-    # Keys of a sample with its padding, where the function was told that too.
+    # Keys of a sample with its padding, where the function got that too.
     total: int | None = None
-    # How many queries each sample has, where the function was told: they must all be there.
+    # How many queries each sample has, where the function got that: they must all be there.
     queries: tuple[int, ...] | None = None
 
 

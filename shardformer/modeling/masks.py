@@ -206,7 +206,7 @@ class MaskReader:
             [is_plain, (mask if mask.dtype == torch.bool else mask == 0).all()]
         ).tolist()
         if found:
-            # A mask of queries and keys that hides nothing tells nothing of the next one.
+            # A mask of queries and keys that hides nothing says nothing of the next one.
             if plain == "keys" or not says_nothing:
                 self._kinds[key] = plain
             return plain

@@ -79,7 +79,7 @@ class Order:
         return out if bias is None else out + bias
 
 
-# Named after who published it. Orders that give the same numbers in a case are told by the first.
+# Named after who published it. Orders that give the same numbers in a case go by the first's name.
 ORDERS = (
     Order("t5", "weight"),
     Order("llama", "input"),
@@ -192,7 +192,7 @@ def _find_by_running(module: nn.Module, num_features: int) -> Meaning:
 
 
 def _normalized_size(module: nn.Module) -> int:
-    """C of a module without parameters; one that tells no size takes any."""
+    """C of a module without parameters; one that has no size takes any."""
     for name in ("normalized_shape", "dim", "hidden_size"):
         size = getattr(module, name, None)
         if isinstance(size, (tuple, list)):

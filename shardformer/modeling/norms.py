@@ -317,7 +317,7 @@ def _new(base: Any) -> SwappedNorm:
 def _choose(meaning: Meaning, dtypes: Dtypes, device: torch.device, mode: Mode) -> Row:
     """The first kernel that agrees with the order on these dtypes: output, dtype and every gradient.
 
-    Where none does, the row tells why of each.
+    Where none does, the row says why of each.
     """
     order, eps, num_features = meaning.order, meaning.eps, meaning.num_features
     # A generator of its own leaves the draws of the caller's run as they would be.
@@ -426,7 +426,7 @@ class SwapReport:
         return {"mode": self.mode, "norms": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        # Rows that tell the same stand once: `blocks.*.attn1.norm_q` for those of all blocks.
+        # Rows that say the same stand once: `blocks.*.attn1.norm_q` for those of all blocks.
         groups: dict[tuple[str, Row], list[str]] = {}
         for row in self.rows:
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", row.name)

@@ -13,8 +13,8 @@ second one: `blocks.*.attn1`, `blocks.-1`. Arguments are named by paths too, int
         blocks=(Blocks("blocks"),),                                # what is checkpointed, offloaded, sharded
     )
 
-What one family alone needs is no field here but a function beside its table. Say the blocks are told how many tokens
-they get, and this rank has fewer:
+What one family alone needs is no field here but a function beside its table. Say the blocks get the number of their
+tokens, and this rank has fewer:
 
     def count_tokens(spread: Spread) -> None:
         def change(arguments: Arguments, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of tokens that a model's modules are told, for policies whose functions change them.
+"""Numbers of tokens that a model's modules get, for policies whose functions change them.
 
 The first 4 of 7 tokens are a given frame's, and blocks get `num_tokens = 4`. On P = 3 ranks, which hold tokens 0 1 2,
 3 4 and 5 6, the first 3 of rank 0's tokens are, the first 1 of rank 1's, and none of rank 2's.
@@ -44,7 +44,7 @@ def count_own(spread: Spread, module: str, argument: str, *, last: bool = False,
         change_at(arguments, argument, count)
 
     named = dict(spread.modules(module))
-    # Where none has the argument, the first of them is told to.
+    # Where none has the argument, the first of them raises the error.
     for name in [name for name in named if _takes(named[name], argument)] or list(named)[:1]:
         spread.change_arguments(name, argument, change)
 

@@ -50,7 +50,7 @@ def spread_by_frames(
 def split_frames(spread: Spread, module: str, argument: str, dim: int = 1) -> None:
     """An argument with a row for every frame along `dim` becomes the rows of this rank's frames; None stays None.
 
-    Tokens that are kept as a grid, [B, T, H, W, C], may be what is split first: they tell of themselves how many a
+    Tokens that are kept as a grid, [B, T, H, W, C], may be what is split first: they show themselves how many a
     frame has.
 
     Raises:

@@ -85,7 +85,7 @@ class GridLayout:
 
 
 def read_sizes(spread: Spread, *sizes: tuple[str, str, int]) -> None:
-    """Notes sizes of the grid that no block tells.
+    """Notes sizes of the grid that no block has.
 
     Args:
         sizes: each a dimension, a tensor among the arguments of the model's forward, and its dim of that size.
@@ -189,7 +189,7 @@ class _Grid:
         """Changes a block's arguments."""
         self.tokens.check_known(name)
         what = f"{name}'s {self.argument}"
-        # Counts come first: they tell the sizes by which the layouts are read.
+        # Counts come first: they give the sizes by which the layouts are read.
         for dimension, argument in self.counts:
             self.tokens.state.sizes[dimension] = value_at(arguments, argument)
         change_at(arguments, self.argument, lambda held: self._along(held, self.dimension, what))
@@ -238,7 +238,7 @@ class _Grid:
     def _own(self, tensor: Tensor, argument: str, what: str) -> Tensor:
         """This rank's part of a tensor that is whole."""
         dimension, tokens = self.dimension, self.tokens
-        # One argument may have several layouts, as a mask with and without queries; the number of dims tells.
+        # One argument may have several layouts, as a mask with and without queries; the number of dims decides.
         layouts = [layout for name, layout in self.others if name == argument]
         layout = next((each for each in layouts if len(each.groups) == tensor.dim()), layouts[0])
         sizes = layout.sizes(tensor, tokens.state.sizes, what)

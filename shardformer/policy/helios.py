@@ -6,7 +6,7 @@ from shardformer.spread import Spread
 
 
 def count_context(spread: Spread) -> None:
-    """Blocks are told how many tokens are the clip's, which stand last."""
+    """Blocks get the number of the clip's tokens, which stand last."""
     count_own(spread, "blocks.*", "original_context_length", last=True)
 
 

@@ -41,8 +41,8 @@ class Choice:
 
     def __str__(self) -> str:
         refused = [f"not {name}: {reason}" for name, reason in self.refused]
-        told = "; ".join([self.release, *refused] if self.release else refused)
-        return self.kernel.name + (f" ({told})" if told else "")
+        reasons = "; ".join([self.release, *refused] if self.release else refused)
+        return self.kernel.name + (f" ({reasons})" if reasons else "")
 
 
 @lru_cache

@@ -25,7 +25,7 @@ from opensora_accel.attention.kernels.cuda import FlashKernel, unused_seed
 class VisibleKeysKernel:
     """`aten::_flash_attention_forward` with cumulative lengths: key masks, grouped heads, fp16 and bf16.
 
-    Its backward is deterministic where torch is told to be. Beside what flash takes, keys and values are copied once,
+    Its backward is deterministic where torch is set to be. Beside what flash takes, keys and values are copied once,
     and their gradients once.
     """
 

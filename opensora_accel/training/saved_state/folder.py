@@ -11,7 +11,7 @@
     tokenizer.json
 
 Ranks on different machines may see different folders, because a listing on a network file system can be old. Each rank
-looks for itself, tells the others what it sees, and all of them take the same saved state or fail together.
+looks for itself, shows the others what it sees, and all of them take the same saved state or fail together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 # The newest saved state of the output; an error where there is none, or it is damaged.
 NEWEST = "newest"
-# The newest whole saved state of the output; damaged ones are told and skipped, and without one a run starts.
+# The newest whole saved state of the output; damaged ones are reported and skipped, and without one a run starts.
 AUTO = "auto"
 
 MANIFEST = "manifest.json"
@@ -58,7 +58,7 @@ _SHARE_THE_FOLDER = (
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Where a run is in its stream of samples, as `VideoLoader.state_dict` tells it."""
+    """Where a run is in its stream of samples, as `VideoLoader.state_dict` gives it."""
 
     position: Count
     order: str
@@ -91,7 +91,7 @@ def remove_old(newest: Path, run: Any, keep: int) -> None:
     """Removes all but the newest `keep` saved states beside `newest` that this run wrote, by its id.
 
     Links stay: what they lead to was put elsewhere to be kept. Files that the manifest does not list stay too. What
-    cannot be removed is told, and never ends a run whose newest saved state is whole.
+    cannot be removed is reported, and never ends a run whose newest saved state is whole.
     """
     mine = []
     for path in list_saved_states(newest.parent):
@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
     unlisted += [name for name in found if name not in sums and name not in unlisted]
     if unlisted:
         raise ValueError(
-            f"{path} does not list {', '.join(unlisted)}: whether they are as they were written cannot be told; "
+            f"{path} does not list {', '.join(unlisted)}: whether they are as they were written cannot be checked; "
             f"{_TAKE_ANOTHER}"
         )
     return sums
@@ -230,16 +230,16 @@ def find_saved_state(resume: str, output: Path) -> tuple[Path, Record] | None:
     listings = gather_objects([path.name for path in list_saved_states(folder)])
     # The newest that every rank sees: a rank whose listing is old must not go on from another one.
     seen_by_all = [name for name in listings[0] if all(name in names for names in listings)]
-    told = []
+    missing = []
     for name in sorted({name for names in listings for name in names} - set(seen_by_all)):
         blind = ", ".join(str(rank) for rank, names in enumerate(listings) if name not in names)
-        told.append(f"{name} is not seen by rank {blind}")
-    if told and not seen_by_all:
+        missing.append(f"{name} is not seen by rank {blind}")
+    if missing and not seen_by_all:
         raise ValueError(
-            f"no saved state in {folder} is seen by all ranks ({'; '.join(told)}): {_SHARE_THE_FOLDER}"
+            f"no saved state in {folder} is seen by all ranks ({'; '.join(missing)}): {_SHARE_THE_FOLDER}"
         )
-    if told and is_first_rank():
-        print(f"not all ranks see the same saved states in {folder}: {'; '.join(told)}", flush=True)
+    if missing and is_first_rank():
+        print(f"not all ranks see the same saved states in {folder}: {'; '.join(missing)}", flush=True)
     for name in reversed(seen_by_all):
         try:
             return folder / name, _agreed_record(folder / name)
@@ -265,7 +265,7 @@ def _agreed_record(folder: Path) -> Record:
         seen = f"manifest {sha256_of(folder / MANIFEST)}"
     except (ValueError, OSError) as failure:
         error, seen = failure, f"error: {failure}"
-    # Every rank tells what it found before any of them raises, so that all raise together.
+    # Every rank shares what it found before any of them raises, so that all raise together.
     views = gather_objects(seen)
     if len(set(views)) == 1:
         if record is None:

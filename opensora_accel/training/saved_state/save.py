@@ -263,7 +263,7 @@ class Saver:
             )
 
     def _hear(self, key: str, rank: int) -> dict[str, str]:
-        """What a rank told under this key.
+        """What a rank has published under this key.
 
         Raises:
             OSError: it failed, or it was not heard of for too long.
@@ -273,10 +273,10 @@ class Saver:
             if time.monotonic() > deadline:
                 raise OSError(f"rank {rank} did not write its files within {self.limit_s:g} s")
             time.sleep(_POLL_S)
-        told = json.loads(_store().get(key))
-        if "error" in told:
-            raise OSError(f"rank {rank}: {told['error']}")
-        sums: dict[str, str] = told["sums"]
+        outcome = json.loads(_store().get(key))
+        if "error" in outcome:
+            raise OSError(f"rank {rank}: {outcome['error']}")
+        sums: dict[str, str] = outcome["sums"]
         return sums
 
     @torch.no_grad()
@@ -463,12 +463,12 @@ def _store() -> dist.Store:
 
 
 def _tell(key: str, work: Callable[[], dict[str, str] | None]) -> None:
-    """Does the work and tells the other ranks what came of it: the sums of the files that it wrote, or its error."""
+    """Does the work and publishes what came of it: the sums of the files that it wrote, or its error."""
     try:
-        told: dict[str, Any] = {"sums": work() or {}}
+        outcome: dict[str, Any] = {"sums": work() or {}}
     except Exception as error:  # noqa: BLE001 - they must hear of it, whatever it is
-        told = {"error": str(error)}
-    _store().set(key, json.dumps(told))
+        outcome = {"error": str(error)}
+    _store().set(key, json.dumps(outcome))
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:

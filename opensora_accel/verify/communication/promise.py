@@ -6,7 +6,7 @@ over every axis of mixed". On ring=2 × ulysses=3 with DDP over ulysses only, a 
     a.weight: all-reduce over ulysses × 1, over ring × 0
 
 so the rule is broken for a.weight on ring, which is how a missing all-reduce is named: "that of a.weight is reduced
-never over ring". Nothing is computed for it, so that it is told for 1,024 ranks as for 6.
+never over ring". Nothing is computed for it, so that it is checked for 1,024 ranks as for 6.
 
 Where the plan compresses, an all-to-all of FSDP2 counts as a reduce-scatter, and a gather counts the elements that its
 messages hold. Where it has two levels, their groups count as the group that they are levels of.

@@ -75,7 +75,7 @@ class Record:
 
     shape: MeshShape
     ranks: tuple[RankRecord, ...]
-    # What this record cannot tell.
+    # What this record does not show.
     notes: tuple[str, ...] = ()
 
     def table(self) -> str:
@@ -219,13 +219,13 @@ def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parame
 
 
 def _kept_by_root(model: nn.Module) -> set[int]:
-    """The parameters that FSDP2's root holds itself, unless it was told what to do with them after forward."""
+    """The parameters that FSDP2's root holds itself, unless it was set what to do with them after forward."""
     found: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
-        # torch before 2.8 was not to be told: it always kept them.
+        # torch before 2.8 could not be set: it always kept them.
         if getattr(state, "_is_root", False) and getattr(state, "_auto_reshard_after_forward", True):
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             found |= {id(each.sharded_param) for group in groups if group for each in group.fsdp_params}
@@ -256,7 +256,7 @@ def _notes(found: Sequence[RankRecord]) -> tuple[str, ...]:
         notes.append("gradients are not followed through FSDP1's flat parameters; fully_shard's are")
     if exchanges:
         notes.append(
-            "ranks told each other whole numbers; those that were not recorded are taken to say what the one that asks "
+            "ranks sent each other whole numbers; those that were not recorded are taken to say what the one that asks "
             f"does, so shares that differ look equal: {'; '.join(exchanges)}"
         )
     return tuple(notes)
