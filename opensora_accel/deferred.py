@@ -175,7 +175,7 @@ class _Recording(TorchDispatchMode):
 
     def _needed(self, memories: Iterable[int]) -> list[int]:
         """The operations that lead to these memories, in their order."""
-        found: set[int] = set()
+        needed: set[int] = set()
         # Memory as it was before operation number `end`.
         left = [(memory, len(self.operations)) for memory in memories]
         seen = set(left)
@@ -184,11 +184,11 @@ class _Recording(TorchDispatchMode):
             memory, end = left.pop()
             for at in self.writers.get(memory, ()):
                 if at < end:
-                    found.add(at)
+                    needed.add(at)
                     new = {(read, at) for read in self.operations[at].reads} - seen
                     seen |= new
                     left += new
-        return sorted(found)
+        return sorted(needed)
 
     def seeds(self, named: Iterable[tuple[str, _View]]) -> dict[int, int]:
         """The seed of every operation that draws: from the first name that it leads to, and its place there."""
@@ -226,10 +226,16 @@ class _Recording(TorchDispatchMode):
 
     def replace(self, tensor: Tensor, part: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
         """What takes the place of `tensor` of the meta device: its values come from `part(region)`."""
-        found = torch.empty_like(tensor, device="meta")
-        self.alive.append(found)
-        self._add(_Operation(part, ((),), {}, [_view(found)], False, set(), part), [_memory(found)])
-        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+        replacement = torch.empty_like(tensor, device="meta")
+        self.alive.append(replacement)
+        self._add(
+            _Operation(part, ((),), {}, [_view(replacement)], False, set(), part), [_memory(replacement)]
+        )
+        return (
+            nn.Parameter(replacement, tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else replacement
+        )
 
     def refresh(self) -> None:
         """Notes on each module what is still to be made, and gives values to all else that is not drawn."""
@@ -268,12 +274,12 @@ def _view(tensor: Tensor) -> _View:
 
 def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator changes in place."""
-    found = []
+    written = []
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return written
 
 
 def _refusal(what: str) -> ValueError:
@@ -368,17 +374,19 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
 
     Communication: none; every rank makes what it holds.
     """
-    found = list(_deferred_tensors(model))
-    if not found:
+    deferred = list(_deferred_tensors(model))
+    if not deferred:
         return model
     # All names are looked at before any value is made: the first that a draw leads to decides its seed.
     seeds = {
-        id(recording): recording.seeds((name, view) for name, _, (each, view) in found if each is recording)
-        for recording in {id(each): each for _, _, (each, _) in found}.values()
+        id(recording): recording.seeds(
+            (name, view) for name, _, (each, view) in deferred if each is recording
+        )
+        for recording in {id(each): each for _, _, (each, _) in deferred}.values()
     }
     made: dict[int, Tensor] = {}  # tied parameters stay one
     replaced = []
-    for name, module, (recording, view) in found:
+    for name, module, (recording, view) in deferred:
         key = name.rpartition(".")[2]
         holder = _holder(module, key)
         tensor = holder.get(key)
@@ -391,7 +399,7 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
             holder[key] = made[id(tensor)]
             replaced.append(tensor)
     refuse_old_parameters(replaced, model)
-    for _, module, _ in found:
+    for _, module, _ in deferred:
         vars(module).pop(_ATTRIBUTE, None)
     return model
 

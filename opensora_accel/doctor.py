@@ -117,8 +117,8 @@ def check_threads(ranks: int, threads: int, cores: int) -> Check:
 def installed(name: str) -> tuple[str | None, list[str]]:
     """The version and the requirements of a package, by its metadata; None and none where it is absent."""
     with suppress(importlib.metadata.PackageNotFoundError):
-        found = importlib.metadata.distribution(name)
-        return found.version, found.requires or []
+        distribution = importlib.metadata.distribution(name)
+        return distribution.version, distribution.requires or []
     return None, []
 
 
@@ -141,8 +141,8 @@ def check_train_packages(pins: Sequence[str], version_of: VersionOf) -> Check:
     train = [pin.partition(";")[0].strip() for pin in pins if re.search(r"extra.*train", pin)]
     names = [re.split(r"[^\w.-]", pin, maxsplit=1)[0] for pin in train]
     wrong = [f"{name} is missing" for name in names if not version_of(name)] + unmet_pins(train, version_of)
-    found = ", ".join(f"{name} {version_of(name)}" for name in names)
-    return Check("train packages", "problem" if wrong else "ok", ", ".join(wrong) or found)
+    versions = ", ".join(f"{name} {version_of(name)}" for name in names)
+    return Check("train packages", "problem" if wrong else "ok", ", ".join(wrong) or versions)
 
 
 def check_video() -> Check:
@@ -261,13 +261,13 @@ def measure_links() -> dict[str, Any]:
         return {"between ranks": dataclasses.asdict(link)}
     groups = [next(line for line in lines if dist.get_rank() in line) for lines in levels]
     links = [measure_link(dist.new_group(ranks, use_local_synchronization=True), device) for ranks in groups]
-    found: dict[str, Any] = {"within nodes": dataclasses.asdict(links[0])}
-    found["between nodes"] = dataclasses.asdict(links[1])
+    report: dict[str, Any] = {"within nodes": dataclasses.asdict(links[0])}
+    report["between nodes"] = dataclasses.asdict(links[1])
     # See opensora_accel/links.py.
-    found["two_level_all_to_all_pays_below_bytes"] = (
+    report["two_level_all_to_all_pays_below_bytes"] = (
         world * links[1].latency_s * links[0].bandwidth_bytes_per_s
     )
-    return found
+    return report
 
 
 def main(arguments: Sequence[str], calibrate: Callable[[Path], None] | None = None) -> int:

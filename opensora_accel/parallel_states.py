@@ -198,9 +198,9 @@ def make_mesh(num_outer: int, num_inner: int) -> DeviceMesh:
     names, made = ("replicate", "shard", "tp"), dict[tuple[int, ...], dist.ProcessGroup]()
     groups = [_group_along(ranks, (name,), names, made) for name in names]
     mesh = DeviceMesh.from_group(groups, whole.device_type, mesh=ranks, mesh_dim_names=names)
-    found = mesh["shard"] if num_outer == 1 else mesh["replicate", "shard"]
-    _set_timeout(found.get_all_groups())
-    return found
+    submesh = mesh["shard"] if num_outer == 1 else mesh["replicate", "shard"]
+    _set_timeout(submesh.get_all_groups())
+    return submesh
 
 
 def set_exchange(
@@ -289,14 +289,14 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if torch.device("cpu") in group._device_types:
         return group
-    found = _host_groups.get(group.group_name)
+    on_host = _host_groups.get(group.group_name)
     # A name may come again in another job of this process.
-    if found is None or found not in dist.distributed_c10d._world.pg_map:
+    if on_host is None or on_host not in dist.distributed_c10d._world.pg_map:
         ranks = dist.get_process_group_ranks(group)
-        found = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
-        _set_timeout([found])
-        _host_groups[group.group_name] = found
-    return found
+        on_host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
+        _set_timeout([on_host])
+        _host_groups[group.group_name] = on_host
+    return on_host
 
 
 def limit_waiting(timeout_s: float) -> None:

@@ -173,8 +173,8 @@ def _whereabouts() -> str:
 
 
 def _trace(only_active: bool) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_dump_fr_trace_json(True, only_active))
-    return found
+    trace: dict[str, Any] = json.loads(_dump_fr_trace_json(True, only_active))
+    return trace
 
 
 def _active(trace: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ class Stored:
 
         def read() -> Tensor:
             with safe_open(self.path, framework="pt") as file:
-                found: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
-                return found.to(dtype)
+                tensor: Tensor = file.get_slice(self.name)[region] if region else file.get_tensor(self.name)
+                return tensor.to(dtype)
 
         return retried(read, f"reading {self.path}")
 
@@ -139,7 +139,7 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
         # The name alone: an index leads nowhere else.
         return {name: Stored(folder / Path(file).name, name) for name, file in names.items()}
     paths = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})
-    found = dict[str, Stored]()
+    stored = dict[str, Stored]()
     for path in paths:
         base, _, count = path.stem.rpartition("-of-")
         prefix = base.rpartition("-")[0]
@@ -149,13 +149,13 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
             )
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no dict)
-                if name in found:
+                if name in stored:
                     raise ValueError(
-                        f"{name} lies in {found[name].path.name} and in {path.name} of {folder}; leave one of them"
+                        f"{name} lies in {stored[name].path.name} and in {path.name} of {folder}; leave one of them"
                     )
-                found[name] = Stored(path, name)
-    if not found:
+                stored[name] = Stored(path, name)
+    if not stored:
         raise FileNotFoundError(
             f"{folder} has no .safetensors; give the folder of the transformer itself, as model/transformer"
         )
-    return found
+    return stored

@@ -48,13 +48,15 @@ def functions_of(model: nn.Module, name: str) -> list[tuple[Any, Function]]:
     else:
         classes = (vars(each).get(holder_name) for each in package)
         holders = list({id(cls): cls for cls in classes if isinstance(cls, type)}.values())
-    found = [(holder, vars(holder)[attribute]) for holder in holders if callable(vars(holder).get(attribute))]
-    if not found:
+    functions = [
+        (holder, vars(holder)[attribute]) for holder in holders if callable(vars(holder).get(attribute))
+    ]
+    if not functions:
         raise ValueError(
             f"the policy names the function {name!r}, which the package of {type(model).__name__} "
             f"({type(model).__module__}) does not have; import what defines it before shard(), or correct the name"
         )
-    return found
+    return functions
 
 
 def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:

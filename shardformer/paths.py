@@ -26,15 +26,15 @@ def find(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         ValueError: it names none.
     """
     expression = _expression(model, path)
-    found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
-    if not found:
+    modules = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
+    if not modules:
         for name, module in model.named_modules():
             if _is_transparent(module):
                 raise ValueError(_wrapped_already(name, module))
         raise ValueError(
             f"the policy names {path!r}, which fits no module of {type(model).__name__}{_near(model, path)}"
         )
-    return found
+    return modules
 
 
 def names_several(path: str) -> bool:

@@ -50,9 +50,9 @@ class Spread:
         Raises:
             ValueError: it names none.
         """
-        found = find(self.model, path)
-        self.hooked.update(found)
-        return found
+        modules = find(self.model, path)
+        self.hooked.update(modules)
+        return modules
 
     def change_arguments(self, path: str, names: str, change: Callable[[Arguments, str], None]) -> None:
         """Calls `change` with the arguments of each of the modules, before its forward runs, to be changed in place.

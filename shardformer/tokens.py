@@ -268,13 +268,13 @@ class Tokens:
 
     def preserve(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` for a checkpoint, which calls it again: then in the state in which it was called first."""
-        found: State | None = None
+        preserved: State | None = None
 
         def in_this_state(*args: Any, **kwargs: Any) -> Any:
-            nonlocal found
-            if found is not None:
+            nonlocal preserved
+            if preserved is not None:
                 # A copy, so that a second recomputation (retain_graph) finds what this one found.
-                before, self.state = self.state, replace(found)
+                before, self.state = self.state, replace(preserved)
                 try:
                     with self.as_running(), preserve_state(self.preserve):
                         return function(*args, **kwargs)
@@ -283,7 +283,7 @@ class Tokens:
             spread = self.state.spread
             out = function(*args, **kwargs)
             # Shares may be found within; what is spread changes there, and counts as it was at the start.
-            found = replace(self.state, spread=spread, sizes=dict(self.state.sizes), have_ended=False)
+            preserved = replace(self.state, spread=spread, sizes=dict(self.state.sizes), have_ended=False)
             return out
 
         return in_this_state

@@ -131,10 +131,10 @@ class RoundedSum:
 
     def _exact(self, name: str, values: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """This rank's part [n] of the exact sum of `values` [P·n], and how far from it the rounded one may be."""
-        found = values.new_empty(2, values.numel() // group.size())
-        for part, of_all in zip(found, (values.clone(), self._bound(name, values)), strict=True):
+        pair = values.new_empty(2, values.numel() // group.size())
+        for part, of_all in zip(pair, (values.clone(), self._bound(name, values)), strict=True):
             transport.reduce_scatter(part, of_all, group)
-        return found[0], found[1]
+        return pair[0], pair[1]
 
     def _bound(self, name: str, values: Tensor) -> Tensor:
         """How far from `values` [N] what is sent in their place may be, by what was left out before."""
@@ -209,14 +209,14 @@ class CompressedShards:
 
     def bound(self, shards: Tensor) -> Tensor:
         """How far each element may be off when it comes back, of shards [P, n] of all ranks."""
-        found = torch.zeros_like(shards)
+        bounds = torch.zeros_like(shards)
         for place, _ in self._blocked:
             numel = place.stop - place.start
             padded = torch.nn.functional.pad(shards[:, place], (0, -numel % BLOCK))
             of_blocks = error_bound(padded.reshape(-1, BLOCK), self._wire_dtype)
-            found[:, place] = of_blocks.reshape(len(shards), -1)[:, :numel]
+            bounds[:, place] = of_blocks.reshape(len(shards), -1)[:, :numel]
         # Weights in bf16 are rounded to it once more.
-        return found if self._dtype != torch.bfloat16 else found + _UNIT * (shards.abs() + found)
+        return bounds if self._dtype != torch.bfloat16 else bounds + _UNIT * (shards.abs() + bounds)
 
     def pack(self, shards: Tensor) -> Tensor:
         """One rank's message, uint8 [message_bytes], from its shards [n]."""

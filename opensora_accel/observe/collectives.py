@@ -117,8 +117,8 @@ class _GradientStorages:
     def names_in(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """The parameters whose gradients are in these tensors."""
         is_bucket = any(_may_be_gradient(tensor) and tensor.numel() > 1 for tensor in tensors)
-        found = (self._accumulated() if is_bucket else set()) | self._held_in(tensors)
-        return tuple(name for name in self._parameters if name in found)
+        held = (self._accumulated() if is_bucket else set()) | self._held_in(tensors)
+        return tuple(name for name in self._parameters if name in held)
 
     def _accumulated(self) -> set[str]:
         """The parameter at whose end of the graph autograd is: DDP fills its buckets there."""
@@ -129,18 +129,18 @@ class _GradientStorages:
     def _held_in(self, tensors: Sequence[Tensor]) -> set[str]:
         """Those whose gradients share a storage with these tensors, as noted or by `.grad`."""
         wanted = {_storage(tensor) for tensor in tensors if _may_be_gradient(tensor)}
-        found: set[str] = set()
+        held: set[str] = set()
         for key in wanted & self._storages.keys():
             reference, names = self._storages[key]
             if not reference.expired():
-                found |= names
+                held |= names
         # A loop may communicate `.grad` itself, which nothing was copied into.
         for name, parameter in self._parameters.items():
             if isinstance(parameter, ReplacedParameter):
                 continue  # it has no gradient, and says so by an error
             if parameter.grad is not None and _storage(parameter.grad) in wanted:
-                found.add(name)
-        return found
+                held.add(name)
+        return held
 
 
 def _may_be_gradient(tensor: Tensor) -> bool:

@@ -78,7 +78,7 @@ class Holders:
 
 def holders_of(model: nn.Module) -> dict[str, Holders]:
     """The holders of each parameter, by its name: whole ones, FSDP2's shards, and parts of tensor-parallel layers."""
-    found: dict[str, Holders] = {}
+    holders: dict[str, Holders] = {}
     if not dist.is_initialized():
         return {name: Holders({}, ()) for name, _ in model.named_parameters()}
     world = dist.group.WORLD
@@ -108,11 +108,11 @@ def holders_of(model: nn.Module) -> dict[str, Holders]:
             mixed = get_data_parallel_group(get_mixed_dp_pg=True)
             if mixed is not None:
                 same["data × sequence"] = mixed
-        found[name] = Holders(
+        holders[name] = Holders(
             {axis: group for axis, group in same.items() if group.size() > 1},
             tuple(group for group in parts if group.size() > 1),
         )
-    return found
+    return holders
 
 
 class Difference(NamedTuple):

@@ -262,19 +262,19 @@ def _ranks(boxed_group: Any) -> tuple[int, ...]:
 
 def merge_exchanges(given: Mapping[int, Mapping[tuple[int, ...], Sequence[Tensor]]]) -> Exchanges:
     """What all recorded ranks have given, by group and in order: tensors of whole numbers."""
-    found: Exchanges = {}
+    merged: Exchanges = {}
     for rank, groups in given.items():
         for ranks, tensors in groups.items():
-            rounds = found.setdefault(ranks, [])
+            rounds = merged.setdefault(ranks, [])
             rounds.extend({} for _ in range(len(tensors) - len(rounds)))
             for number, tensor in enumerate(tensors):
                 rounds[number][rank] = tensor
-    return found
+    return merged
 
 
-def are_settled(found: Exchanges, known: Exchanges) -> bool:
+def are_settled(exchanges: Exchanges, known: Exchanges) -> bool:
     """Whether a recording with `known` gave its ranks what they would send each other."""
-    for ranks, rounds in found.items():
+    for ranks, rounds in exchanges.items():
         before = known.get(ranks, [])
         for number, tensors in enumerate(rounds):
             known_sizes = before[number] if number < len(before) else {}

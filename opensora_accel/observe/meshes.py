@@ -106,18 +106,18 @@ class MeshShape:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's place along every axis."""
         # The innermost axis counts fastest: on ring=2 × ulysses=3 rank 4 is ring 1, ulysses 1.
-        found: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for axis, degree in reversed(self.degrees):
-            rank, found[axis] = divmod(rank, degree)
-        return found
+            rank, indices[axis] = divmod(rank, degree)
+        return indices
 
     def data_rank(self, rank: int) -> int:
         """The rank's place along all data axes, the outermost counting most."""
-        place, found = self.coordinates(rank), 0
+        place, index = self.coordinates(rank), 0
         for axis, degree in self.degrees:
             if axis in self.data_axes:
-                found = found * degree + place[axis]
-        return found
+                index = index * degree + place[axis]
+        return index
 
     def ranks_of(self, data_rank: int) -> list[int]:
         """The ranks that share the samples of a data rank."""
@@ -125,12 +125,12 @@ class MeshShape:
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """All ranks, in groups that differ along `axes` only."""
-        found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        lines: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.world_size):
             # Ranks of a group have the same place along every other axis.
             key = tuple((axis, at) for axis, at in self.coordinates(rank).items() if axis not in axes)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
+            lines.setdefault(key, []).append(rank)
+        return list(lines.values())
 
     def __str__(self) -> str:
         return " × ".join(f"{axis}={self.degree(axis)}" for axis in self.used(self.axes)) or "one rank"
@@ -239,13 +239,13 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
     without |= {"two_level": "off", "ranks_per_node": None}
     one = plan.replace(**dict.fromkeys(MESH_AXES, 1), sharding_factor=factor, **without)
     pairs = itertools.combinations(used, 2) if max_ranks >= 4 else ()
-    found = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
+    meshes = [one.replace(**{first: 2, second: 2}) for first, second in pairs]
     # Each axis alone, in sizes that make 1/P another number than 1/2 or a constant.
     for axis in used:
         sizes = (2, 4) if axis in DATA_AXES else (2, 3, 4)
         smallest = 3 if len(used) > 1 and max_ranks >= 4 else 2  # two ranks of it are in the pairs
-        found += [one.replace(**{axis: size}) for size in sizes if smallest <= size <= max_ranks]
-    for number, mesh in enumerate(found):
+        meshes += [one.replace(**{axis: size}) for size in sizes if smallest <= size <= max_ranks]
+    for number, mesh in enumerate(meshes):
         for option in options:
             with contextlib.suppress(ValueError):
                 mesh = mesh.replace(**option)
@@ -253,8 +253,8 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
         if plan.two_level != "off" and 4 in (mesh.ulysses, mesh.mixed // mesh.num_shards):
             with contextlib.suppress(ValueError):
                 mesh = mesh.replace(two_level="on", ranks_per_node=2)
-        found[number] = mesh
-    return found
+        meshes[number] = mesh
+    return meshes
 
 
 @dataclass(frozen=True)

@@ -128,21 +128,21 @@ def trace_nonfinite(model: nn.Module, calls: list[ForwardCall]) -> str:
     ]
     mine: Any = (bad, "" if bad is None else looks[bad][0], weights[:1])
     everyone = gather_objects(mine)
-    found = {rank: each for rank, each in enumerate(everyone) if each[0] is not None}
+    by_rank = {rank: each for rank, each in enumerate(everyone) if each[0] is not None}
     broken = {rank: each[2][0] for rank, each in enumerate(everyone) if each[2]}
     broken_weight = (
         f"; the weight {next(iter(broken.values()))} itself is not finite on {named([*broken], 'rank')}"
         if broken
         else ""
     )
-    if not found:
+    if not by_rank:
         return (
             f"run again, the step of {len(watched)} forwards was finite in every module: the reduction of gradients "
             f"over ranks overflowed, or it does not repeat itself{broken_weight}"
         )
-    first = min(number for number, _, _ in found.values())
-    ranks = [rank for rank, each in found.items() if each[0] == first]
-    return f"first in {found[ranks[0]][1]}, on {named(ranks, 'rank')}{broken_weight}"
+    first = min(number for number, _, _ in by_rank.values())
+    ranks = [rank for rank, each in by_rank.items() if each[0] == first]
+    return f"first in {by_rank[ranks[0]][1]}, on {named(ranks, 'rank')}{broken_weight}"
 
 
 @contextmanager

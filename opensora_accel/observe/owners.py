@@ -114,15 +114,15 @@ class Owners:
 
     def by_address(self) -> dict[int, Owned]:
         """Every storage that has an owner, by its address."""
-        found: dict[int, Owned] = {}
+        owned_by_address: dict[int, Owned] = {}
         for tensor, owner in self.tensors():
             storage = tensor.untyped_storage()
-            if storage._cdata not in found:
-                found[storage._cdata] = Owned(owner, storage.nbytes(), storage.device)
+            if storage._cdata not in owned_by_address:
+                owned_by_address[storage._cdata] = Owned(owner, storage.nbytes(), storage.device)
         # A finalizer may drop an input at any time, from a copy it cannot.
         for address, owned in self._inputs.copy().items():
-            found.setdefault(address, owned)
-        return found
+            owned_by_address.setdefault(address, owned)
+        return owned_by_address
 
     def _held(self) -> Iterable[tuple[Tensor, Owner]]:
         # Those of FSDP2 first: while gathered, the model's parameters are not the shards.

@@ -62,12 +62,12 @@ def find_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> 
                     f"a {type(block).__name__} of `blocks` is no part of the model; give its own"
                 )
         return {names[id(block)]: block for block in blocks}
-    found: dict[str, nn.Module] = {}
+    named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         # Lists within a block, as its MLP's layers often are, belong to the block.
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{block}.") for block in found):
-            found |= {f"{name}.{index}" if name else str(index): item for index, item in enumerate(module)}
-    return found
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{block}.") for block in named):
+            named |= {f"{name}.{index}" if name else str(index): item for index, item in enumerate(module)}
+    return named
 
 
 class Places:

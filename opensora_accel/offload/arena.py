@@ -77,9 +77,9 @@ class Arena:
     def allocate(self, size_bytes: int) -> Allocation | None:
         """`size_bytes` as a uint8 tensor, with the function that gives them back; None when full."""
         for slab in self._slabs:
-            found = slab.allocate(size_bytes)
-            if found is not None:
-                return found
+            memory = slab.allocate(size_bytes)
+            if memory is not None:
+                return memory
         rounded, limit = aligned(size_bytes), self.limit_bytes
         if limit is not None and self.size_bytes + rounded > limit:
             self.trim()

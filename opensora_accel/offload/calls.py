@@ -97,5 +97,5 @@ class Call:
 
     def alive(self) -> list[Saved]:
         """What autograd still holds of this call."""
-        found = (reference() for reference in self.saved)
-        return [saved for saved in found if saved is not None]
+        referents = (reference() for reference in self.saved)
+        return [saved for saved in referents if saved is not None]

@@ -250,7 +250,7 @@ def _copies(meter: Meter) -> Link:
 def _collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], ...]]:
     """Each kind, in groups of each size, for each number of ranks that are busy at once."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    found = {}
+    points_of = {}
     for busy in [number for number in range(2, world + 1) if number <= 8 or number == world]:
         for size in [number for number in range(2, busy + 1) if busy % number == 0]:
             groups = [range(start, start + size) for start in range(0, busy, size)]
@@ -260,10 +260,10 @@ def _collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], .
                 points = [_message(kind, message, size, mine, device) for message in _MESSAGE_BYTES]
                 # A larger message is not faster: where it seems so, something else ran beside it.
                 seconds = list(itertools.accumulate((taken for _sent, taken in points), max))
-                found[f"{kind} {size}/{busy}"] = tuple(
+                points_of[f"{kind} {size}/{busy}"] = tuple(
                     (sent, taken) for (sent, _), taken in zip(points, seconds, strict=True)
                 )
-    return found
+    return points_of
 
 
 def _message(

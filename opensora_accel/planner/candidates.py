@@ -281,7 +281,7 @@ def passes_of(request: Request, data: int) -> Passes | None:
 
 def _shardings(request: Request, degrees: Mapping[str, int], data: int) -> list[dict[str, Any]]:
     """Whole parameters, and ZeRO over all ranks, over a node's, and over four and sixteen nodes'."""
-    found: list[dict[str, Any]] = [{"sharding": "none", "dp_replicate": data, "dp_shard": 1}]
+    choices: list[dict[str, Any]] = [{"sharding": "none", "dp_replicate": data, "dp_shard": 1}]
     sequence, per_node = (
         degrees["ring"] * degrees["ulysses"],
         request.hardware.ranks_per_node // degrees["tp"],
@@ -295,8 +295,8 @@ def _shardings(request: Request, degrees: Mapping[str, int], data: int) -> list[
     for size, stage in itertools.product(sorted(sizes), ("zero2", "zero3")):
         # A single rank has nothing to share; with ZeRO-3 its shard may lie in host memory.
         if size * sequence > 1 or stage == "zero3":
-            found.append({"sharding": stage, "dp_replicate": data // size, "dp_shard": size})
-    return found
+            choices.append({"sharding": stage, "dp_replicate": data // size, "dp_shard": size})
+    return choices
 
 
 def _extras(request: Request, fields: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -244,7 +244,7 @@ def _named_part(options: argparse.Namespace, part: str, option: str) -> Frozen:
 
 def _fixed(settings: Sequence[str]) -> dict[str, Any]:
     """`--set ulysses=8` as fields of a Plan."""
-    found: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals or not value:
@@ -252,10 +252,10 @@ def _fixed(settings: Sequence[str]) -> dict[str, Any]:
                 f"--set takes a field of the Plan and its value, as --set ulysses=8; got {text!r}"
             )
         try:
-            found[name] = json.loads(value.lower() if value in ("True", "False") else value)
+            fixed[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except json.JSONDecodeError:
-            found[name] = value
-    return found
+            fixed[name] = value
+    return fixed
 
 
 # ---- what is said
@@ -385,9 +385,9 @@ def _samples(candidate: Candidate, most: int = 400) -> list[tuple[float, Mapping
     ends = {span.operation: span.end_s for span in timeline.spans}
     peak = trace.peak
     every = max(1, len(trace.memory) // most)
-    found, last = list[tuple[float, Mapping[str, int]]](), 0.0
+    samples, last = list[tuple[float, Mapping[str, int]]](), 0.0
     for number, state in enumerate(trace.memory):
         last = max(last, ends.get(state.operation, last))
         if number % every == 0 or state is peak:
-            found.append((last, dict(state.bytes_by_kind)))
-    return found
+            samples.append((last, dict(state.bytes_by_kind)))
+    return samples

@@ -41,11 +41,11 @@ _BUCKET_BYTES = 25 * 2**20
 
 def axis_groups(plan: Plan, rank: int = 0) -> dict[str, tuple[int, ...]]:
     """The ranks of a rank's group for each axis that has several, by the order of the mesh."""
-    found = {}
+    groups = {}
     for axis, stride, size in _strides(plan):
         first = rank - rank // stride % size * stride
-        found[axis] = tuple(range(first, first + stride * size, stride))
-    return found
+        groups[axis] = tuple(range(first, first + stride * size, stride))
+    return groups
 
 
 def _strides(plan: Plan) -> tuple[tuple[str, int, int], ...]:
@@ -120,12 +120,12 @@ class Reference:
     @cached_property
     def kernels(self) -> dict[tuple[str, bool], Counter[Operation]]:
         """How often each kernel runs, by its phase and whether it is in a block. Their order does not matter here."""
-        found: dict[tuple[str, bool], Counter[Operation]] = defaultdict(Counter)
+        counts: dict[tuple[str, bool], Counter[Operation]] = defaultdict(Counter)
         for each in self.whole.operations:
             if each.kind in ("gemm", "attention", "memory"):
                 same = replace(each, after=(), block=None, stream="compute")
-                found[each.phase, each.block is not None][same] += 1
-        return dict(found)
+                counts[each.phase, each.block is not None][same] += 1
+        return dict(counts)
 
     @cached_property
     def hidden_bytes(self) -> int:
@@ -149,16 +149,16 @@ class Reference:
         # What is missing to the reference's peak is work, which grows with the samples too.
         memory = StepMemory(self.light.plan, blocks, outside, 1.0, 2.0)
         peak = self.light.peak
-        found = memory.explained(peak.device_bytes, peak.phase == "optimizer")
+        explained = memory.explained(peak.device_bytes, peak.phase == "optimizer")
         grown = tuple(
             BlockMemory(each.parameters, *(samples * size for size in (each.inputs, each.kept, each.mlp)))
             for each in blocks
         )
         return replace(
-            found,
+            explained,
             blocks=grown,
-            work=found.work * samples,
-            outside=found.outside * samples,
+            work=explained.work * samples,
+            outside=explained.outside * samples,
             state_ratio=optimizer_ratio,
         )
 
@@ -261,7 +261,7 @@ class Estimator:
         self, phase: str, degrees: tuple[int, int, int, int], shards: int, placement: Placement
     ) -> dict[str, float]:
         """Seconds of a phase's kernels by kind, and those in blocks; the host's where it is longer, beside them."""
-        found = dict.fromkeys(("gemm", "attention", "memory", "host", "in blocks"), 0.0)
+        seconds_by_kind = dict.fromkeys(("gemm", "attention", "memory", "host", "in blocks"), 0.0)
         host = host_s(self.hardware, placement)
         slower = core_share(self.hardware, placement)
         for in_blocks in (False, True):
@@ -269,15 +269,15 @@ class Estimator:
             for operation, times in self.reference.kernels.get((phase, in_blocks), Counter()).items():
                 own = self._scaled(operation, degrees, shards, in_blocks)
                 seconds = times * kernel_s(own, self.hardware) * slower
-                found[own.kind] += seconds
+                seconds_by_kind[own.kind] += seconds
                 kernels_s += seconds
                 count += times
             # On a device the host runs ahead, and is waited for where it is the slower one.
             waited = max(0.0, count * host - kernels_s) if self.hardware.runs_ahead else count * host
-            found["host"] += waited
+            seconds_by_kind["host"] += waited
             if in_blocks:
-                found["in blocks"] = kernels_s + waited
-        return found
+                seconds_by_kind["in blocks"] = kernels_s + waited
+        return seconds_by_kind
 
     def _scaled(
         self, operation: Operation, degrees: tuple[int, int, int, int], shards: int, in_blocks: bool
@@ -326,7 +326,7 @@ class Estimator:
         reference, blocks = self.reference, self.reference.num_blocks
         local = reference.hidden_bytes * samples / plan.sequence
         passes = {"none": 2, "selective": 2, "full": 3}[plan.checkpoint]
-        found: dict[str, float] = {}
+        seconds_by_kind: dict[str, float] = {}
         if plan.ulysses > 1:
             u, group = plan.ulysses, groups["ulysses"]
             sent = local / plan.tp * (u - 1) / u
@@ -340,7 +340,9 @@ class Estimator:
                 once = self._collective("all-to-all", group, 3 * sent, placement)
                 once += self._collective("all-to-all", group, sent, placement)
             # Overlapped, about a half hides under the projections and the heads' attention.
-            found["exchange over ulysses"] = blocks * passes * once * (0.5 if plan.overlap_ulysses else 1.0)
+            seconds_by_kind["exchange over ulysses"] = (
+                blocks * passes * once * (0.5 if plan.overlap_ulysses else 1.0)
+            )
         if plan.ring > 1:
             ring = plan.ring
             # Keys and values of a ring rank's tokens and heads.
@@ -349,13 +351,13 @@ class Estimator:
             forward_part, backward_part = (seconds / blocks / ring for seconds in (forward_s, backward_s))
             # Backward sends keys and values on, and their gradients after them in fp32.
             waits = (passes - 1) * max(0.0, send - forward_part) + max(0.0, 3 * send - backward_part)
-            found["ring"] = blocks * (ring - 1) * waits
+            seconds_by_kind["ring"] = blocks * (ring - 1) * waits
         if plan.tp > 1:
             sent = 2 * local * (plan.tp - 1) / plan.tp
-            found["sums over tp"] = (
+            seconds_by_kind["sums over tp"] = (
                 blocks * 2 * passes * self._collective("all-reduce", groups["tp"], sent, placement)
             )
-        return found
+        return seconds_by_kind
 
     def _parameters_s(
         self,

@@ -110,7 +110,7 @@ class _Extension:
 
     @cached_property
     def periods(self) -> list[_Period]:
-        found: list[_Period] = []
+        periods: list[_Period] = []
         start, current = 0, (True, -1)
         marks = self.recorder.marks
         for number, mark in enumerate(marks):
@@ -122,43 +122,43 @@ class _Extension:
                 continue
             if here != current:
                 if current[1] >= 0:
-                    found.append(_Period(start, number, *current))
+                    periods.append(_Period(start, number, *current))
                 start, current = number, here
         if current[1] >= 0:
-            found.append(_Period(start, len(marks), *current))
-        return found
+            periods.append(_Period(start, len(marks), *current))
+        return periods
 
     @cached_property
     def period_at(self) -> dict[int, _Period]:
         """By number, for operations of a period that the block's neighbour follows: the last one has no such end."""
-        found: dict[int, _Period] = {}
+        by_operation: dict[int, _Period] = {}
         for period, following in zip(self.periods, self.periods[1:], strict=False):
             step = 1 if period.is_forward else -1
             if following.is_forward == period.is_forward and following.block == period.block + step:
-                found |= dict.fromkeys(range(period.start, period.end), period)
-        return found
+                by_operation |= dict.fromkeys(range(period.start, period.end), period)
+        return by_operation
 
     @cached_property
     def changes(self) -> Mapping[int, list[Change]]:
         """By the operation that is kept: what happens at a bucket's all-reduce is listed with the one before."""
-        found = defaultdict[int, list[Change]](list)
+        by_operation = defaultdict[int, list[Change]](list)
         for change in self.recorder.changes:
-            found[self._kept(change.operation)].append(change)
-        return found
+            by_operation[self._kept(change.operation)].append(change)
+        return by_operation
 
     @cached_property
     def host_changes(self) -> Mapping[int, int]:
-        found = Counter[int]()
+        by_operation = Counter[int]()
         for number, size_bytes in self.recorder.host_changes:
-            found[self._kept(number)] += size_bytes
-        return found
+            by_operation[self._kept(number)] += size_bytes
+        return by_operation
 
     @cached_property
     def gradients(self) -> Mapping[int, list[int]]:
-        found = defaultdict[int, list[int]](list)
+        by_operation = defaultdict[int, list[int]](list)
         for gradient in self.recorder.gradients:
-            found[self._kept(gradient.operation)].append(gradient.size_bytes)
-        return found
+            by_operation[self._kept(gradient.operation)].append(gradient.size_bytes)
+        return by_operation
 
     def _kept(self, number: int) -> int:
         while number in self.is_bucket:
@@ -170,18 +170,18 @@ class _Extension:
         """For each operation the streams that it waits for, and how many operations back on each (0 is the last)."""
         place: dict[int, int] = {}
         count = Counter[str]()
-        found = []
+        waits = []
         for number, operation in enumerate(self.recorder.operations):
             relative = []
             for other in operation.after:
                 if other not in self.is_bucket:
                     stream = self.recorder.operations[other].stream
                     relative.append((stream, count[stream] - 1 - place[other]))
-            found.append(tuple(sorted(relative)))
+            waits.append(tuple(sorted(relative)))
             if number not in self.is_bucket:
                 place[number] = count[operation.stream]
                 count[operation.stream] += 1
-        return found
+        return waits
 
     def _signature(self, number: int) -> Any:
         kinds = self.recorder.storages

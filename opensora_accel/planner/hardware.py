@@ -175,12 +175,12 @@ class Hardware:
         Raises:
             ValueError: there is none for float32 either.
         """
-        found = self.peak_flops.get(dtype, self.peak_flops.get("float32"))
-        if found is None:
+        flops = self.peak_flops.get(dtype, self.peak_flops.get("float32"))
+        if flops is None:
             raise ValueError(
                 f"{self.name} has no peak for {dtype}; it has {', '.join(self.peak_flops)}: add it to peak_flops"
             )
-        return found
+        return flops
 
     def efficiency(self, *classes: str) -> Efficiency:
         """That of the first class that has one."""
@@ -265,8 +265,8 @@ class Hardware:
                 f"{source}: {', '.join(missing)} missing; write the file with doctor --calibrate"
             )
         # As JSON, where a list stands for a tuple.
-        found: Hardware = parse(json.dumps(values), cls, source)
-        return found
+        hardware: Hardware = parse(json.dumps(values), cls, source)
+        return hardware
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
@@ -343,9 +343,9 @@ def this_machine(world_size: int) -> Hardware:
     host_bytes = psutil.virtual_memory().available
     if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        found = Hardware.named(f"cpux{per_node}{network}")
+        named = Hardware.named(f"cpux{per_node}{network}")
         return dataclasses.replace(
-            found, memory_bytes=host_bytes // per_node, host_memory_bytes=host_bytes, cores=cores
+            named, memory_bytes=host_bytes // per_node, host_memory_bytes=host_bytes, cores=cores
         )
     name = torch.cuda.get_device_name()
     plain = name.lower().replace(" ", "")

@@ -74,11 +74,11 @@ def _pareto(document: Mapping[str, Any], line: Sequence[tuple[float, float]]) ->
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Those that no other point beats in both, by the first coordinate."""
-    found: list[tuple[float, float]] = []
+    line: list[tuple[float, float]] = []
     for point in sorted(set(points)):
-        if not found or point[1] < found[-1][1]:
-            found.append(point)
-    return found
+        if not line or point[1] < line[-1][1]:
+            line.append(point)
+    return line
 
 
 def _timeline(timeline: Mapping[str, Any]) -> Markup:

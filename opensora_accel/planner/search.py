@@ -222,11 +222,11 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     state = device.get("optimizer state", 0)
     device["optimizer state"] = round(state * request.residents.state_ratio / 2)
     live = sum(device.values())
-    found = _candidate(
+    candidate = _candidate(
         request, plan, passes, live, 0.0, device, (times[0], times[2]), times[1], kinds_s, trace.host_bytes,
         communication_bytes=communication_buffer_bytes(trace, hardware), parameter_bytes=trace.parameter_bytes,
     )  # fmt: skip
-    return replace(found, trace=trace, timeline=timeline)
+    return replace(candidate, trace=trace, timeline=timeline)
 
 
 def communication_buffer_bytes(trace: Trace, hardware: Hardware) -> int:

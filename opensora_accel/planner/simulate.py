@@ -74,28 +74,28 @@ class Timeline:
     @cached_property
     def busy_s(self) -> Mapping[str, float]:
         """By stream, the seconds in which it runs something."""
-        found = defaultdict[str, float](float)
+        seconds = defaultdict[str, float](float)
         for span in self.spans:
-            found[span.stream] += span.end_s - span.start_s
-        return dict(found)
+            seconds[span.stream] += span.end_s - span.start_s
+        return dict(seconds)
 
     @cached_property
     def exposed(self) -> Mapping[int | str, float]:
         """By operation (or HOST), the seconds in which compute had nothing to do because of it."""
-        found = defaultdict[int | str, float](float)
+        seconds_by_cause = defaultdict[int | str, float](float)
         free_s = 0.0
         for span in self.spans:
             if span.stream == "compute":
                 if span.start_s > free_s:
                     for cause, seconds in self._behind(span.operation, free_s):
-                        found[cause] += seconds
+                        seconds_by_cause[cause] += seconds
                 free_s = span.end_s
         last = max(self.spans, key=lambda span: span.end_s, default=None)
         if last is not None and last.end_s > free_s:
-            found[last.operation] += last.end_s - max(free_s, last.start_s)
+            seconds_by_cause[last.operation] += last.end_s - max(free_s, last.start_s)
             for cause, seconds in self._behind(last.operation, free_s):
-                found[cause] += seconds
-        return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+                seconds_by_cause[cause] += seconds
+        return {cause: seconds for cause, seconds in seconds_by_cause.items() if seconds > 0}
 
     @cached_property
     def exposed_s(self) -> Mapping[str, float]:
@@ -115,13 +115,13 @@ class Timeline:
     @cached_property
     def critical_path(self) -> Mapping[int | str, float]:
         """By operation (or HOST), the parts that the step consists of when it is followed back from its end."""
-        found = defaultdict[int | str, float](float)
+        seconds_by_kind = defaultdict[int | str, float](float)
         last = max(self.spans, key=lambda span: span.end_s, default=None)
         if last is not None:
-            found[last.operation] += last.end_s - last.start_s
+            seconds_by_kind[last.operation] += last.end_s - last.start_s
             for cause, seconds in self._behind(last.operation, 0.0):
-                found[cause] += seconds
-        return dict(found)
+                seconds_by_kind[cause] += seconds
+        return dict(seconds_by_kind)
 
     @cached_property
     def critical_s(self) -> Mapping[str, float]:
@@ -146,10 +146,10 @@ class Timeline:
     def _summed(
         self, seconds: Mapping[int | str, float], name: Callable[[Operation], str]
     ) -> dict[str, float]:
-        found = defaultdict[str, float](float)
+        sums = defaultdict[str, float](float)
         for cause, each in seconds.items():
-            found[name(self.operations[cause]) if isinstance(cause, int) else cause] += each
-        return dict(found)
+            sums[name(self.operations[cause]) if isinstance(cause, int) else cause] += each
+        return dict(sums)
 
 
 def simulate(
@@ -257,10 +257,10 @@ class _Simulation:
             self.operations[number].kind == "collective" and self.left_s[number] > 0
             for number in self.running.values()
         )
-        found = {}
+        factors = {}
         for stream, number in self.running.items():
             factor = float(max((users[link] for link in self.links[number]), default=1))
             if stream == "compute" and has_collective:
                 factor *= self.contention.compute_beside_collective
-            found[number] = factor
-        return found
+            factors[number] = factor
+        return factors

@@ -96,10 +96,10 @@ class Trace:
 
     def communication(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Calls and bytes that this rank sends, by kind of collective and axis."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
+        totals: dict[tuple[str, str], tuple[int, int]] = {}
         for operation in self.operations:
             if operation.kind == "collective":
                 key = operation.collective, operation.axis
-                calls, sent_bytes = found.get(key, (0, 0))
-                found[key] = calls + 1, sent_bytes + operation.num_bytes
-        return found
+                calls, sent_bytes = totals.get(key, (0, 0))
+                totals[key] = calls + 1, sent_bytes + operation.num_bytes
+        return totals

@@ -100,7 +100,7 @@ class Transfers:
 
     def records(self, transfers: Iterable[_Transfer], compute: Sequence[Interval]) -> list[CommunicationCall]:
         """What became of them. `compute`: when this rank computed, in seconds, for those that C++ waited for."""
-        found, seconds = [], self._clock.seconds
+        calls, seconds = [], self._clock.seconds
         for transfer in transfers:
             start = seconds(transfer.started)
             waits = [(seconds(before), seconds(after)) for before, after in transfer.waits]
@@ -112,7 +112,7 @@ class Transfers:
                 exposed = exposed_seconds(compute, [(start, end)])
             end = max(end, start)
             for call in transfer.calls:
-                found.append(
+                calls.append(
                     CommunicationCall(
                         call.kind,
                         self._axes.get(call.group, ""),
@@ -128,7 +128,7 @@ class Transfers:
                         else {},
                     )
                 )
-        return found
+        return calls
 
     def _call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         # A compiler that looks at an operator sends nothing.

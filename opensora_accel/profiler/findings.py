@@ -63,8 +63,8 @@ def findings_of(run: RunAnalysis) -> list[Finding]:
         _ratio,
         _optimizer_peak,
     )
-    found = [finding for look in looks for finding in look(run)]
-    return sorted(found, key=lambda finding: -finding.share)
+    findings = [finding for look in looks for finding in look(run)]
+    return sorted(findings, key=lambda finding: -finding.share)
 
 
 def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:

@@ -91,7 +91,7 @@ def match_calls(
     ranks: Sequence[RankSummary], summaries: Sequence[Mapping[int, StepSummary]], counted: Sequence[int]
 ) -> dict[tuple[int, int], MatchedCalls]:
     """By place in `ranks` and step."""
-    found: dict[tuple[int, int], list[tuple[Calls, Column]]] = defaultdict(list)
+    columns: dict[tuple[int, int], list[tuple[Calls, Column]]] = defaultdict(list)
     place = {rank.run.rank: i for i, rank in enumerate(ranks)}
     groups = {
         (group, tuple(rank.run.groups.get(group, (rank.run.rank,))))
@@ -108,9 +108,9 @@ def match_calls(
             arrivals = np.max([each.starts for each in calls], axis=0) if together else None
             for i, each in zip(there, calls, strict=True):
                 ready = np.asarray(each.starts) if arrivals is None else arrivals
-                found[i, number].append((each, ready))
+                columns[i, number].append((each, ready))
     return {
-        (i, number): MatchedCalls.of(rank.run.rank, found[i, number])
+        (i, number): MatchedCalls.of(rank.run.rank, columns[i, number])
         for i, rank in enumerate(ranks)
         for number in counted
     }

@@ -148,10 +148,10 @@ class MemoryTimeline:
     @property
     def samples(self) -> list[MemorySample]:
         """In the order of time: wherever live bytes began to fall, or to rise, by what is seen in a picture."""
-        found = [*self._samples]
-        if self._peak is not None and self._peak.sample not in found:
-            found.append(self._peak.sample)
-        return sorted(found, key=lambda sample: sample.time_s)
+        samples = [*self._samples]
+        if self._peak is not None and self._peak.sample not in samples:
+            samples.append(self._peak.sample)
+        return sorted(samples, key=lambda sample: sample.time_s)
 
     @property
     def peak(self) -> MemoryPeak:
@@ -255,10 +255,10 @@ def table_of(peak: MemoryPeak, most_rows: int = 20) -> list[str]:
 
 def by_kind(holdings: Holdings) -> dict[str, int]:
     """Bytes of each of `records.KINDS`."""
-    found = dict.fromkeys(KINDS, 0)
+    sizes = dict.fromkeys(KINDS, 0)
     for owner, size_bytes in holdings.items():
-        found["parameters" if owner.kind == GATHERED else owner.kind] += size_bytes
-    return found
+        sizes["parameters" if owner.kind == GATHERED else owner.kind] += size_bytes
+    return sizes
 
 
 class StorageCounter(DeviceBytes):
@@ -355,22 +355,22 @@ class StorageCounter(DeviceBytes):
     def _look_up(self) -> None:
         waiting, gone = self._waiting, self._gone
         self._waiting, self._gone = [], set()
-        found = {address: owned.owner for address, owned in self._owners.by_address().items()}
+        owners = {address: owned.owner for address, owned in self._owners.by_address().items()}
         for each in waiting:
             # Another storage may lie by now where one is gone.
-            since = {address: owner for address, owner in found.items() if address not in gone}
+            since = {address: owner for address, owner in owners.items() if address not in gone}
             held = self._held(each.sizes, each.made, each.known | since)
             self._turned({**held, _ON_HOST: each.arena_bytes}, each.moment)
-        self._known = {address: owner for address, owner in found.items() if address in self._sizes}
+        self._known = {address: owner for address, owner in owners.items() if address in self._sizes}
 
     def _held(
         self, sizes: Sequence[tuple[int, int]], made: Mapping[int, Owner], known: Mapping[int, Owner]
     ) -> dict[Owner, int]:
-        found = collections.Counter[Owner]()
+        by_owner = collections.Counter[Owner]()
         for address, size_bytes in sizes:
-            found[known.get(address) or made.get(address) or _NOBODY] += size_bytes
-        found[_ON_HOST] = arena_bytes()
-        return dict(found)
+            by_owner[known.get(address) or made.get(address) or _NOBODY] += size_bytes
+        by_owner[_ON_HOST] = arena_bytes()
+        return dict(by_owner)
 
 
 @dataclass(frozen=True)
@@ -421,15 +421,15 @@ class AllocatorCounter:
 
     def holdings(self, in_use_bytes: int | None = None) -> Holdings:
         """Bytes by owner, of what is in use now or of as many bytes as were in use before."""
-        found = collections.Counter[Owner]()
+        by_owner = collections.Counter[Owner]()
         for owned in self._owners.by_address().values():
             if owned.device == self._device:
-                found[owned.owner] += owned.size_bytes
+                by_owner[owned.owner] += owned.size_bytes
         in_use_bytes = self.now_bytes if in_use_bytes is None else in_use_bytes
         # The allocator rounds up to 512 bytes, so it has no less in use than there is in tensors.
-        found[_NOBODY] = max(0, in_use_bytes - sum(found.values()))
-        found[_ON_HOST] = arena_bytes()
-        return found
+        by_owner[_NOBODY] = max(0, in_use_bytes - sum(by_owner.values()))
+        by_owner[_ON_HOST] = arena_bytes()
+        return by_owner
 
     def sample(self, holdings: Holdings, time_s: float) -> MemorySample:
         return MemorySample(

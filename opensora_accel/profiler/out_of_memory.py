@@ -317,5 +317,5 @@ def _state_ratio(optimizer: torch.optim.Optimizer | None) -> float:
 
 def _asked_bytes(message: str) -> int:
     """What was asked for when nothing was left, from the message of torch."""
-    found = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)", message)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)", message)
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0

@@ -450,9 +450,9 @@ def _first_with_gradient(values: list[Any]) -> Tensor | None:
             if value.requires_grad:
                 return value
         elif isinstance(value, (list, tuple, dict)):
-            found = _first_with_gradient([*(value.values() if isinstance(value, dict) else value)])
-            if found is not None:
-                return found
+            first = _first_with_gradient([*(value.values() if isinstance(value, dict) else value)])
+            if first is not None:
+                return first
     return None
 
 
@@ -508,17 +508,17 @@ def _regions(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str
 
 def _groups() -> dict[str, list[int]]:
     """Global ranks of this rank's groups: of the mesh's axes, those of other names, and their levels by node."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     by_node: dict[str, list[int]] = {}
     if not dist.is_initialized():
-        return found
+        return groups
     for name in _GROUPS:
         if has_parallel_group(name):
             group = get_parallel_group(name)
             if group is not None and group.size() > 1:
-                found[name] = dist.get_process_group_ranks(group)
+                groups[name] = dist.get_process_group_ranks(group)
                 for part, of_part in get_exchange_groups(group).items():
                     by_node[f"{name} {part}"] = dist.get_process_group_ranks(of_part)
-    found |= by_node
-    found["world"] = list(range(dist.get_world_size()))
-    return found
+    groups |= by_node
+    groups["world"] = list(range(dist.get_world_size()))
+    return groups

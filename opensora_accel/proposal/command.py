@@ -115,8 +115,8 @@ def _named(option: str, given: str) -> Callable[[], Any]:
     place, _, name = given.rpartition(":")
     if not place or not name:
         raise ValueError(f"{option} is MODULE:NAME or FILE.py:NAME, as my_model.py:make_model; got {given!r}")
-    found = _Named(place, name)
-    function = found.get()
+    named = _Named(place, name)
+    function = named.get()
     if not callable(function):
         raise ValueError(f"{option}: {place} has no {name} that can be called")
     needed = [
@@ -131,7 +131,7 @@ def _named(option: str, given: str) -> Callable[[], Any]:
             f"{option}: {name} needs {', '.join(needed)}; name a function without arguments, such as "
             f"def make(): return {name}({needed[0]}=…)"
         )
-    return found
+    return named
 
 
 @dataclass(frozen=True)

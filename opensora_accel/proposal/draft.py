@@ -119,9 +119,9 @@ def draft(model: nn.Module, inputs: Mapping[str, Any]) -> Draft:
 def _block_lists(model: nn.Module, plain: Trace) -> list[BlockList]:
     """The lists whose blocks attend to the tokens, in the order in which they run."""
     attending = {path for call in plain.attentions for path in call.within}
-    found: list[BlockList] = []
+    lists: list[BlockList] = []
     for path, module in model.named_modules():
-        within_another = any(path.startswith(f"{known.path}.") for known in found)
+        within_another = any(path.startswith(f"{known.path}.") for known in lists)
         if not isinstance(module, nn.ModuleList) or within_another:
             continue
         paths = [f"{path}.{name}" for name, _child in module.named_children()]
@@ -130,27 +130,27 @@ def _block_lists(model: nn.Module, plain: Trace) -> list[BlockList]:
             continue
         blocks = _block_list(path, tuple(each[0] for each in calls), plain)
         if blocks is not None:
-            found.append(blocks)
-    if not found:
+            lists.append(blocks)
+    if not lists:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.ModuleList whose items attend to all tokens that go from one to "
             "the next: name its blocks by hand; where they attend along one dimension of a grid of tokens, by "
             "`spread_grid` (docs/policies.md)"
         )
-    longest = max(each.num_tokens for each in found)
+    longest = max(each.num_tokens for each in lists)
     # Captions are refined by blocks of their own, and are shorter than what is generated.
-    found = [each for each in found if 2 * each.num_tokens > longest]
+    lists = [each for each in lists if 2 * each.num_tokens > longest]
     # And where they are not much shorter, what is generated is not computed from what they return.
-    video = next(each for each in found if each.num_tokens == longest)
-    returned = {each.path: [leaf.tensor for leaf in each.calls[-1].outputs] for each in found}
-    found = [
+    video = next(each for each in lists if each.num_tokens == longest)
+    returned = {each.path: [leaf.tensor for leaf in each.calls[-1].outputs] for each in lists}
+    lists = [
         each
-        for each in found
+        for each in lists
         if each.num_tokens == longest
         or _is_made_of(video.hidden.tensor, returned[each.path])
         or _is_made_of(each.hidden.tensor, returned[video.path])
     ]
-    return sorted(found, key=lambda each: plain.calls.index(each.calls[0]))
+    return sorted(lists, key=lambda each: plain.calls.index(each.calls[0]))
 
 
 def _block_list(path: str, calls: tuple[Call, ...], plain: Trace) -> BlockList | None:
@@ -315,7 +315,7 @@ class _Drafter:
     def _block_splits(self, noisy_trace: Trace) -> list[SplitInput]:
         """What has a row for each token where the blocks and the modules behind them get it, and no noise."""
         first = self.lists[0]
-        found: list[SplitInput] = []
+        splits: list[SplitInput] = []
         started = self.plain.calls.index(first.calls[0])
         in_blocks = {call.path: each for each in self.lists for call in each.calls}
         seen: set[tuple[str, str]] = set()
@@ -334,20 +334,20 @@ class _Drafter:
                 seen.add((path, name))
                 if blocks is not None and name in blocks.flows and len(blocks.calls) > 1:
                     path = call.path  # later blocks get it from this one
-                found += self._splits_of(path, name, [each for each in call.arguments if each.name == name])
-        return found
+                splits += self._splits_of(path, name, [each for each in call.arguments if each.name == name])
+        return splits
 
     def _splits_of(self, path: str, name: str, leaves: list[Leaf]) -> Iterator[SplitInput]:
         """Entries for one argument: for all of a tuple, or for the items that have a row for every token."""
         places = {leaf.index: self._place(f"{path}'s {name}", leaf.tensor) for leaf in leaves}
-        found = {index: place for index, place in places.items() if place is not None}
-        if not found:
+        dims = {index: place for index, place in places.items() if place is not None}
+        if not dims:
             return
         if len(set(places.values())) == 1:
-            dim, text = next(iter(found.values()))
+            dim, text = next(iter(dims.values()))
             yield SplitInput(path, name, dim=dim, text=text)
             return
-        for index, (dim, text) in found.items():
+        for index, (dim, text) in dims.items():
             yield SplitInput(path, f"{name}.{index}", dim=dim, text=text)
 
     def _place(self, what: str, tensor: Tensor) -> tuple[int, Text | None] | None:
@@ -376,7 +376,7 @@ class _Drafter:
 
     def _module_splits(self) -> list[SplitOutput]:
         """What modules of the model return with a row for every token, where the tokens are not made of it."""
-        found = []
+        splits = []
         hidden = self.lists[0].hidden.tensor
         started = self.plain.calls.index(self.lists[0].calls[0])
         for call in self.plain.calls[:started]:
@@ -390,8 +390,8 @@ class _Drafter:
             if not chosen or self._makes_tokens(call):
                 continue
             dim, text = chosen[0]
-            found.append(SplitOutput(call.path, indices, dim=dim, text=text))
-        return found
+            splits.append(SplitOutput(call.path, indices, dim=dim, text=text))
+        return splits
 
     def _makes_tokens(self, call: Call) -> bool:
         """Whether the first block's tokens were computed from what the call returned."""
@@ -414,47 +414,47 @@ class _Drafter:
         """Behind which module tokens may be whole again: the last one first, at last the last block."""
         last = max((each.calls[-1] for each in self.lists), key=self.plain.calls.index)
         ended = self.plain.calls.index(last)
-        found: list[GatherOutput] = []
+        gathers: list[GatherOutput] = []
         for call, noisy in list(zip(self.plain.calls, self.noisy.calls, strict=True))[ended + 1 :]:
             if call.within != ("",):
                 continue
             for plain, other in zip(call.outputs, noisy.outputs, strict=True):
                 dims = [dim for dim, size in enumerate(plain.tensor.shape) if size == self.num_tokens]
                 if dims and not _same(plain, other):
-                    found.append(GatherOutput(call.path, dim=dims[0], index=plain.index))
+                    gathers.append(GatherOutput(call.path, dim=dims[0], index=plain.index))
                     break
-        found = found[::-1][:_MAX_GATHERS]
+        gathers = gathers[::-1][:_MAX_GATHERS]
         path = re.sub(r"\.[^.]+$", ".-1", last.path)
         for leaf in last.outputs:
             for dim, size in enumerate(leaf.tensor.shape):
                 if size == self.num_tokens:
-                    found.append(GatherOutput(path, dim=dim, index=leaf.index))
+                    gathers.append(GatherOutput(path, dim=dim, index=leaf.index))
                 elif size in self._joint_lengths():
-                    found.append(GatherOutput(path, dim=dim, index=leaf.index, text=self.text))
-        if not found:
+                    gathers.append(GatherOutput(path, dim=dim, index=leaf.index, text=self.text))
+        if not gathers:
             raise ValueError(
                 f"nothing behind {last.path} returns a row for each of the {self.num_tokens} tokens, nor does that "
                 "block: where tokens are whole again is written by hand (docs/policies.md)"
             )
-        return found
+        return gathers
 
     # The rest
 
     def _positions(self) -> list[Positions]:
         """Functions, called inside attention, that may give tokens their positions: the outermost first."""
-        found: dict[Positions, int] = {}
+        entries: dict[Positions, int] = {}
         attending = {call.within[-1] for call in self.plain.attentions}
         for call in self.plain.functions:
             if not attending & set(call.within) or self.num_tokens not in call.shape:
                 continue
             entry = Positions(call.name, tokens=(call.argument,), dim=call.shape.index(self.num_tokens))
-            found[entry] = min(found.get(entry, call.depth), call.depth)
-        return sorted(found, key=lambda entry: found[entry])
+            entries[entry] = min(entries.get(entry, call.depth), call.depth)
+        return sorted(entries, key=lambda entry: entries[entry])
 
     def _mlps(self) -> tuple[str, ...]:
         """Direct children of blocks that treat tokens one by one, with more than one linear layer."""
         attending = {path for call in self.plain.attentions for path in call.within}
-        found: dict[str, None] = {}
+        paths: dict[str, None] = {}
         for each in self.lists:
             for block in each.calls:
                 for name, child in block.module.named_children():
@@ -465,8 +465,8 @@ class _Drafter:
                         continue
                     shapes = [leaf.tensor.shape for leaf in (*calls[0].arguments, *calls[0].outputs)]
                     if len(shapes) == 2 and len(set(shapes)) == 1 and self.num_tokens in shapes[0]:
-                        found[f"{each.path}.*.{name}"] = None
-        return tuple(found)
+                        paths[f"{each.path}.*.{name}"] = None
+        return tuple(paths)
 
 
 def _same(plain: Leaf, noisy: Leaf) -> bool:

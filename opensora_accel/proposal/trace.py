@@ -114,19 +114,19 @@ _NO_NOISE = Noise()
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], noise: Noise = _NO_NOISE) -> Trace:
     """Runs the model on the inputs, and notes what is called. Gradients are on, as in training."""
-    found = Trace()
+    recorded = Trace()
     running: list[str] = []
     with ExitStack() as undo:
         for path, module in model.named_modules():
-            for handle in _hooks(path, module, found, running, noise):
+            for handle in _hooks(path, module, recorded, running, noise):
                 undo.callback(handle.remove)
         for name in _kernel_names(model):
-            undo.callback(replace_function(model, name, _recorder(name, found, running)))
-        undo.enter_context(_KernelCalls(found, running))
-        undo.enter_context(_FunctionCalls(model, found, running))
+            undo.callback(replace_function(model, name, _recorder(name, recorded, running)))
+        undo.enter_context(_KernelCalls(recorded, running))
+        undo.enter_context(_FunctionCalls(model, recorded, running))
         torch.manual_seed(0)
         model(**inputs)
-    return found
+    return recorded
 
 
 def _hooks(path: str, module: nn.Module, found: Trace, running: list[str], noise: Noise) -> Iterator[Any]:

@@ -94,8 +94,8 @@ class Chain:
         """Adds the product of the operands, by their letters."""
         nodes = [self._get(operand, name) for operand in operands]
         equation = Equation(tuple(node.labels for node in nodes), tuple(labels))
-        found = derive(equation, [node.placements for node in nodes], names=operands)
-        placed = {axis: found[axis].placement for axis in self.degrees}
+        derived = derive(equation, [node.placements for node in nodes], names=operands)
+        placed = {axis: derived[axis].placement for axis in self.degrees}
         if self._sizes is not None:
             # Backward has two einsums of the same size, where both operands want a gradient.
             local = local_sizes(self._sizes, [node.placements for node in nodes], self.degrees)
@@ -202,7 +202,7 @@ class Chain:
         """Reductions that no step does: of terms at the end, and of gradients that come in terms."""
         # A tensor that nothing uses is a result; what is in terms there, somebody has to add up.
         used = {operand for node in self.nodes.values() for operand in node.operands}
-        found = []
+        collectives = []
         for node in self.nodes.values():
             for axis, placement in node.placements.items():
                 others = {other: placed for other, placed in node.placements.items() if other != axis}
@@ -219,8 +219,8 @@ class Chain:
                 # Either is an all-reduce along this axis, of what the other axes leave of the tensor on a rank.
                 reduced = self._figures.redistribution(Partial(), Replicate(), axis, node.labels, others)
                 assert reduced is not None
-                found.append(Pending(direction, why, reduced))
-        return found
+                collectives.append(Pending(direction, why, reduced))
+        return collectives
 
     @property
     def collectives(self) -> list[Collective]:

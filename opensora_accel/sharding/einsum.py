@@ -71,11 +71,11 @@ def derive(
         )
     # In the order in which they are met, which makes messages the same from run to run.
     axes = dict.fromkeys(axis for each in placements for axis in each)
-    found = {}
+    derived = {}
     for axis in axes:
         on_axis = [each.get(axis, Replicate()) for each in placements]
-        found[axis] = _derive_on_axis(equation, on_axis, names, axis)
-    return found
+        derived[axis] = _derive_on_axis(equation, on_axis, names, axis)
+    return derived
 
 
 def derive_gradients(
@@ -83,7 +83,7 @@ def derive_gradients(
 ) -> list[dict[str, Derivation]]:
     """For every operand and mesh axis, the placement of its gradient, where the output's gradient lies dual to it."""
     names = list(names or ["".join(labels) for labels in equation.operands])
-    outputs = {axis: found.placement for axis, found in derive(equation, placements, names=names).items()}
+    outputs = {axis: derived.placement for axis, derived in derive(equation, placements, names=names).items()}
     gradients = []
     for operand in range(len(equation.operands)):
         transposed, alone = equation.transpose(operand)

@@ -48,8 +48,8 @@ def read_chain(path: Path, element_bytes: int = 2) -> Chain:
             if word in ("axes", "sizes"):
                 if chain is not None:
                     raise ValueError(f"{word} come before the first tensor")
-                found = parse_numbers(rest.split())
-                degrees, sizes = (found, sizes) if word == "axes" else (degrees, found)
+                numbers = parse_numbers(rest.split())
+                degrees, sizes = (numbers, sizes) if word == "axes" else (degrees, numbers)
                 continue
             if not degrees:
                 raise ValueError("the first line names the axes and their ranks: axes tp=8")
@@ -70,17 +70,17 @@ def parse_numbers(items: Sequence[str], known: Sequence[str] | None = None) -> d
     Raises:
         ValueError: an item has another form, a name that is not `known`, or a name that was there before.
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for item in items:
         name, _, value = item.partition("=")
         is_known = known is None or name in known
         if not name or not is_known or not value.isdigit() or int(value) < 1:
             names = "" if known is None else f"; the names are {', '.join(known)}"
             raise ValueError(f"{item!r} is no NAME=NUMBER{names}")
-        if name in found:
-            raise ValueError(f"{name} is given twice, {found[name]} and {value}")
-        found[name] = int(value)
-    return found
+        if name in numbers:
+            raise ValueError(f"{name} is given twice, {numbers[name]} and {value}")
+        numbers[name] = int(value)
+    return numbers
 
 
 def _add_step(chain: Chain, text: str) -> None:
@@ -121,15 +121,15 @@ def _one(words: list[str], operation: str) -> str:
 
 
 def _placements(words: list[str], labels: Sequence[str]) -> dict[str, Placement]:
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for word in words:
         axis, colon, placement = word.partition(":")
         if not colon:
             raise ValueError(f"{word!r} is no AXIS:PLACEMENT")
-        if axis in found:
-            raise ValueError(f"{axis} is given twice: {axis}:{found[axis]} and {word}")
-        found[axis] = parse_placement(placement, labels)
-    return found
+        if axis in placements:
+            raise ValueError(f"{axis} is given twice: {axis}:{placements[axis]} and {word}")
+        placements[axis] = parse_placement(placement, labels)
+    return placements
 
 
 def chain_text(chain: Chain, link: Link | None, flops_per_s: float | None) -> str:

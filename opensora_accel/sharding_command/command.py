@@ -218,7 +218,7 @@ class DerivedEquation:
             tensors.append(
                 ("backward", f"the gradient of {name}, which every rank of {{axis}} holds", labels, derived)
             )
-        found = []
+        collectives = []
         for direction, why, labels, derivations in tensors:
             for axis, derivation in derivations.items():
                 if not isinstance(derivation.placement, Partial):
@@ -226,8 +226,8 @@ class DerivedEquation:
                 others = {other: each.placement for other, each in derivations.items() if other != axis}
                 reduced = self.figures.redistribution(derivation.placement, Replicate(), axis, labels, others)
                 assert reduced is not None
-                found.append(Pending(direction, why.format(axis=axis), reduced))
-        return found
+                collectives.append(Pending(direction, why.format(axis=axis), reduced))
+        return collectives
 
     def balance(self) -> Balance | None:
         """Compute beside communication of one rank, forward and backward, where sizes, link and FLOP/s are known."""
@@ -300,7 +300,9 @@ class DerivedEquation:
                 for name, each in zip(self.names, self.placements, strict=True)
             },
             "result": of(self.output),
-            "gradients": {name: of(found) for name, found in zip(self.names, self.gradients, strict=True)},
+            "gradients": {
+                name: of(placements) for name, placements in zip(self.names, self.gradients, strict=True)
+            },
             "forward_only": {axis: str(placement) for axis, placement in self.forward_only.items()},
             "collectives": [
                 {

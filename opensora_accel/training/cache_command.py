@@ -85,10 +85,10 @@ def _kind(key: dict[str, Any]) -> str:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"--keep is a size, as 200GB, 1.5TiB or 0; got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _size(size_bytes: int) -> str:

@@ -189,10 +189,10 @@ def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, Record | None]:
     """The configuration of the run that goes on, its saved state and the record of that; None where it starts."""
     file, options, config, _wants_plan = given
     # Where several ranks run, all of them agree on the saved state here.
-    found = find_saved_state(config.resume, Path(config.output)) if config.resume else None
-    if found is None:
+    state = find_saved_state(config.resume, Path(config.output)) if config.resume else None
+    if state is None:
         return dataclasses.replace(config, resume=""), None, None
-    folder, record = found
+    folder, record = state
     output = config.output
     names_output = any(option.partition("=")[0] == "--output" for option in options)
     if config.resume not in (NEWEST, AUTO) and not names_output:

@@ -487,10 +487,10 @@ def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any,
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found.update(_flat(value, f"{prefix}{key}."))
+            flat.update(_flat(value, f"{prefix}{key}."))
         else:
-            found[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return found
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -206,12 +206,12 @@ def _record(size: bytes, header: bytes) -> dict[str, Any]:
     if len(size) < 8 or length > len(header):
         raise ValueError("its header is cut short")
     try:
-        found: dict[str, Any] = json.loads(json.loads(header[:length])["__metadata__"][_FORMAT])
-        if not isinstance(found["key"], dict):
+        record: dict[str, Any] = json.loads(json.loads(header[:length])["__metadata__"][_FORMAT])
+        if not isinstance(record["key"], dict):
             raise TypeError("its key is no object")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError("it was not written by this cache, or its header is damaged") from error
-    return found
+    return record
 
 
 def _read_file(path: Path) -> bytes:
@@ -304,9 +304,9 @@ def trim(folder: Path, keep_bytes: int) -> list[Entry]:
 
     A run that uses the folder meanwhile computes again what it misses.
     """
-    found = sorted(entries(folder), key=lambda entry: (entry.used, entry.path))
-    total, removed = sum(entry.size_bytes for entry in found), []
-    for entry in found:
+    oldest_first = sorted(entries(folder), key=lambda entry: (entry.used, entry.path))
+    total, removed = sum(entry.size_bytes for entry in oldest_first), []
+    for entry in oldest_first:
         if total <= keep_bytes:
             break
         entry.path.unlink(missing_ok=True)

@@ -140,13 +140,13 @@ class FreeAverage:
     def weights(self) -> dict[str, Tensor]:
         """x, made anew."""
         beta = self._optimizer.param_groups[0]["betas"][0]
-        found = {}
+        weights = {}
         for name, parameter in self._live.items():
             y = parameter.detach()
             z = self._optimizer.state.get(parameter, {}).get("z", y)
             # y = (1 − β) z + β x, solved for x.
-            found[name] = torch.lerp(y, z, 1 - 1 / beta)
-        return found
+            weights[name] = torch.lerp(y, z, 1 - 1 / beta)
+        return weights
 
     def update(self) -> None:
         """Nothing: the optimizer's step has done it."""

@@ -77,15 +77,15 @@ def claim(config: TrainConfig) -> Iterator[None]:
 
 
 def _refuse_foreign(output: Path) -> None:
-    found = [name for name in WRITTEN if os.path.lexists(output / name)]
+    foreign = [name for name in WRITTEN if os.path.lexists(output / name)]
     _refuse_links([output / CONFIG])  # through which nobody looks whether it is a run's
-    if found and not _is_run(output):
+    if foreign and not _is_run(output):
         raise ValueError(
-            f"--output {output} has {', '.join(found)}, which no run of opensora-accel wrote (it has no config.json of "
-            "a run); name another folder, or move them out of it"
+            f"--output {output} has {', '.join(foreign)}, which no run of opensora-accel wrote (it has no config.json "
+            "of a run); name another folder, or move them out of it"
         )
     # A run that was received from somebody else could lead our writing anywhere.
-    _refuse_links(output / name for name in found)
+    _refuse_links(output / name for name in foreign)
     for name in (TENSORBOARD, SAMPLES, LORA):
         _refuse_links((output / name).rglob("*"))
 
@@ -145,15 +145,15 @@ def _lock(output: Path) -> IO[str]:
 def move_aside(config: TrainConfig) -> None:
     """Moves what an earlier run left in the output into `earlier_N`, so that nothing of it is lost."""
     output = Path(config.output)
-    found = [name for name in WRITTEN if os.path.lexists(output / name)]
-    if not found:
+    names = [name for name in WRITTEN if os.path.lexists(output / name)]
+    if not names:
         return
     # The first name that is free, also where somebody has removed one in between.
     number = 1
     while os.path.lexists(target := output / f"earlier_{number}"):
         number += 1
     target.mkdir()
-    for name in found:
+    for name in names:
         (output / name).rename(target / name)
     kept = f"it is in {target} now (--resume would have gone on with it)"
     print(f"{output} had an earlier run; {kept}", flush=True)

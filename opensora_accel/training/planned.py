@@ -106,7 +106,7 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
     Raises:
         ValueError: the model cannot be made, or a size does not fit the codec; as the trainer would say it.
     """
-    found = []
+    sizes = []
     for size in config.data.sizes:
         # A configuration of this size alone.
         data = dataclasses.replace(
@@ -117,8 +117,8 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
             outline: Any = true.model()
         tokens = build.tokens_per_sample(true.latents, outline)
         heads = int(outline.config.num_attention_heads)
-        found.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
-    return found
+        sizes.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
+    return sizes
 
 
 def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
@@ -131,17 +131,17 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
         FileNotFoundError, ValueError: a folder holds none; as the trainer would say it.
     """
     cpu, dtype = torch.device("cpu"), torch.float32
-    found: dict[str, tuple[nn.Module, str]] = {}
+    parts: dict[str, tuple[nn.Module, str]] = {}
     if config.text.path and not config.text.cache:
         text = build_text_encoder(config.text, "", config.seed, cpu, dtype, outline=True)
-        found["text encoder"] = text.model, f"text.path {config.text.path} in {config.text.dtype}"
+        parts["text encoder"] = text.model, f"text.path {config.text.path} in {config.text.dtype}"
     codec = build_codec(config.codec, cpu, dtype, outline=True)
     if isinstance(codec, VideoVAE):
-        found["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
+        parts["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
     if config.image.path:
         pictures = build_picture_encoder(config.image, config.seed, cpu, dtype, outline=True)
-        found["image encoder"] = pictures.model, f"image.path {config.image.path} in {config.image.dtype}"
+        parts["image encoder"] = pictures.model, f"image.path {config.image.path} in {config.image.dtype}"
     return {
         kind: (sum(each.nbytes for each in (*model.parameters(), *model.buffers())), source)
-        for kind, (model, source) in found.items()
+        for kind, (model, source) in parts.items()
     }

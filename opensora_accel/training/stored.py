@@ -108,9 +108,9 @@ class Stored:
     ) -> tuple[Tensor, bool]:
         """What is stored, or what `compute` gives and is stored, of any shape; whether it is stored now."""
         key = {**self._common, **key}
-        found = self._cache.get(key)
-        if found is not None:
-            return found, True
+        cached = self._cache.get(key)
+        if cached is not None:
+            return cached, True
         value = compute()
         return value, self._cache.put(key, value, about)
 
@@ -186,8 +186,8 @@ def _key_of(option: str, folder: str, stem: str) -> dict[str, Any]:
 
 
 def _statuses(folder: str, stem: str) -> list[tuple[int, ...]]:
-    found = [path.stat() for path in [Path(folder) / "config.json", *_weight_files(folder, stem)]]
-    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found]
+    statuses = [path.stat() for path in [Path(folder) / "config.json", *_weight_files(folder, stem)]]
+    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in statuses]
 
 
 def _weight_files(folder: str, stem: str) -> list[Path]:

@@ -158,13 +158,13 @@ def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
 
     Communication: one object all-gather.
     """
-    found = {name: metrics[name] for name in ("loss", "grad_norm")}
-    everyone = gather_objects(found)
-    for name, value in list(found.items()):
+    numbers = {name: metrics[name] for name in ("loss", "grad_norm")}
+    everyone = gather_objects(numbers)
+    for name, value in list(numbers.items()):
         values = [each[name] for each in everyone]
         apart = max(values) - min(values)
-        found[f"difference of {name} between ranks"] = apart if apart > 1e-9 * abs(value) else 0.0
-    return found
+        numbers[f"difference of {name} between ranks"] = apart if apart > 1e-9 * abs(value) else 0.0
+    return numbers
 
 
 def proof_meshes(config: TrainConfig, max_ranks: int) -> list[Plan]:

@@ -241,7 +241,7 @@ class _Runner:
         return turns
 
     def _ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
-        return [found for (found,) in self._run(shape.world_size, shape, None, options)]
+        return [observation for (observation,) in self._run(shape.world_size, shape, None, options)]
 
     def _run(
         self, num_ranks: int, shape: MeshShape, num_turns: int | None, options: dict[str, Any]
@@ -249,14 +249,14 @@ class _Runner:
         options = {"one_batch": self._reference == "whole", **options}
         arguments = self._step, self._model_fn, shape, num_turns, self._seed, options
         try:
-            found: list[list[Observation]] = self._pool(num_ranks, _observe, *arguments)
+            observations: list[list[Observation]] = self._pool(num_ranks, _observe, *arguments)
         except RankError:
             self._pool.renew()  # nobody knows what those that did not fail were left with
             raise
         # A class that the step patches would be patched once more on the next mesh.
-        if any(each.leaves_patches for rank in found for each in rank):
+        if any(each.leaves_patches for rank in observations for each in rank):
             self._pool.renew()
-        return found
+        return observations
 
 
 def _observe(
@@ -278,9 +278,9 @@ def _observe(
     if num_turns is None:
         run = Run(shape, rank, shape.data_rank(rank), shape.data_size)
         return [observe(step, model_fn, run, seed, **options)]
-    found = []
+    observations = []
     for turn in range(num_turns):
         run = Run(shape, 0, turn, num_turns, is_reference=True)
-        found.append(observe(step, model_fn, run, seed, **options))
+        observations.append(observe(step, model_fn, run, seed, **options))
         parallel_states.reset()  # what the step registered, so that the next turn may register it again
-    return found
+    return observations

@@ -70,8 +70,8 @@ class Where:
             cls(meshes, "everywhere", tuple(axes)),
         ]
         fitting = (rule for rule in rules if all(map(rule._holds, bad)) and not any(map(rule._holds, good)))
-        found = next(fitting, cls(meshes))
-        return replace(found, axes=compose_axes(found.axes, axes), members=found.axes)
+        fit = next(fitting, cls(meshes))
+        return replace(fit, axes=compose_axes(fit.axes, axes), members=fit.axes)
 
     def _holds(self, shape: MeshShape) -> bool:
         if self.rule == "everywhere":
@@ -345,33 +345,33 @@ class Scale(Cause):
         # By the exponents over data axes, and over axes whose ranks share a sample.
         match tuple(set(self.data_powers)), tuple(set(self.sharing_powers)):
             case (), ():
-                found = (
+                text = (
                     "a constant, the same on every mesh: a collective or a loss that counts twice, or a divisor that "
                     "is not a number of ranks"
                 )
             case (), (-1,):
-                found = (
+                text = (
                     "averaged over a group whose gradients are partial: set the divisor to the data degree (FSDP2: "
                     "set_gradient_divide_factor), or scale the gradient by the degree where the ranks' shares join "
                     '("up")'
                 )
             case (), (1,):
-                found = (
+                text = (
                     "counted once per rank that shares the sample: summed where whole gradients are averaged, or a "
                     'gather scales "up" and its split not "down"'
                 )
             case (-1,), ():
-                found = "averaged over the data ranks twice: is the loss divided by their number as well?"
+                text = "averaged over the data ranks twice: is the loss divided by their number as well?"
             case (1,), ():
-                found = "summed over the data ranks, not averaged: divide by their number (DDP and FSDP2 do by default)"
+                text = "summed over the data ranks, not averaged: divide by their number (DDP and FSDP2 do by default)"
             case _:
-                found = "a divisor or a sum counts other ranks than those that hold parts of this gradient"
+                text = "a divisor or a sum counts other ranks than those that hold parts of this gradient"
         if self.by is not None and self.by.of_others:
-            found = "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
+            text = "the own rank is not counted: P − 1 stands where P, the number of ranks, should"
         # A factor that one mesh has and another has not goes with no exponent.
         if not self.is_everywhere:
-            found = "a number where the number of ranks should stand, or a collective that counts twice"
-        return f"{found}{self.place or ''}"
+            text = "a number where the number of ranks should stand, or a collective that counts twice"
+        return f"{text}{self.place or ''}"
 
 
 @dataclass(frozen=True)

@@ -140,19 +140,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _mesh(text: str) -> dict[str, int]:
     """`data=2,sequence=2`."""
-    found: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, degree = part.partition("=")
-        if not equals or not axis.strip() or not degree.strip().isdecimal() or axis.strip() in found:
+        if not equals or not axis.strip() or not degree.strip().isdecimal() or axis.strip() in degrees:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no mesh; write axis=degree, such as data=2,sequence=2"
             )
-        found[axis.strip()] = int(degree)
-    if math.prod(found.values()) > MOST_RANKS:
+        degrees[axis.strip()] = int(degree)
+    if math.prod(degrees.values()) > MOST_RANKS:
         raise argparse.ArgumentTypeError(
             f"{text!r} has more than {MOST_RANKS:,} ranks, and no job has so many"
         )
-    return found
+    return degrees
 
 
 def _names(text: str) -> tuple[str, ...]:

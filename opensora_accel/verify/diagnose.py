@@ -260,11 +260,11 @@ def fit_gradients(results: Results) -> GradientFits:
 
 def _factors(samples: Sequence[Samples]) -> tuple[tuple[MeshShape, float], ...]:
     """Each mesh's factor, where all have one; nothing for single numbers, which always have."""
-    found = [(each.shape, factor) for each in samples if (factor := each.factor()) is not None]
-    if len(found) < len(samples) or not samples or samples[0].expected.numel() == 1:
+    factors = [(each.shape, factor) for each in samples if (factor := each.factor()) is not None]
+    if len(factors) < len(samples) or not samples or samples[0].expected.numel() == 1:
         return ()
     # Six digits: parameters that share a factor differ in it by rounding.
-    return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in found)
+    return tuple((shape, round(factor, 6 - int(math.log10(abs(factor))))) for shape, factor in factors)
 
 
 def find_slices(results: Results, fits: GradientFits) -> ScaledByShares | None:
@@ -287,8 +287,12 @@ def fit_shares(
     Args:
         alone: the mesh once more for every rank, of which only that rank's outputs count.
     """
-    found = mesh.parameters()
-    wrong = [n for n in fits.unexplained if n in found and found[n].is_provable and not found[n].is_right]
+    parameters = mesh.parameters()
+    wrong = [
+        n
+        for n in fits.unexplained
+        if n in parameters and parameters[n].is_provable and not parameters[n].is_right
+    ]
     each_alone = [each.parameters() for each in alone]
     # A parameter without a gradient where one rank counts alone gives no equation for that rank's factor.
     if any(name not in each for name in wrong for each in each_alone):
@@ -298,10 +302,11 @@ def fit_shares(
     # All of them, or only those nearest to the loss, where the factors are not yet mixed by what lies behind.
     for some in filter(None, (wrong, _first_wrong(results, wrong))):
         of_ranks = [[parts[name][rank] for name in some] for rank in range(len(alone))]
-        factors = fit_ranks(of_ranks, [found[name].expected for name in some])
+        factors = fit_ranks(of_ranks, [parameters[name].expected for name in some])
         if factors is not None and not are_equal(factors):
             # The factors may come from a few of the parameters; named are all that they make right.
-            names = [name for name in wrong if are_factors(parts[name], factors, found[name].expected)]
+            expected = {name: parameters[name].expected for name in wrong}
+            names = [name for name in wrong if are_factors(parts[name], factors, expected[name])]
             return _cause_of_shares(results, mesh.shape, factors, names)
     return None
 

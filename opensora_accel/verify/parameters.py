@@ -175,7 +175,7 @@ class FlatParameters:
 
         Communication: an all-gather for each FSDP1 module.
         """
-        found: dict[str, Tensor] = {}
+        pieces: dict[str, Tensor] = {}
         for root, prefix in self._prefix_of.items():
             # It never steps: it only holds one value for each parameter.
             optimizer = torch.optim.SGD(root.parameters(), lr=0.0)
@@ -188,8 +188,8 @@ class FlatParameters:
                 state_dict = FullyShardedDataParallel.full_optim_state_dict(root, optimizer, rank0_only=False)
             for name, state in state_dict["state"].items():
                 if "value" in state:
-                    found[plain_name(prefix + name, self._names)] = whole(state["value"])
-        return found
+                    pieces[plain_name(prefix + name, self._names)] = whole(state["value"])
+        return pieces
 
 
 def match_rows(part: Tensor, whole: Tensor, dim: int) -> Tensor:

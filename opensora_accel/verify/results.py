@@ -78,12 +78,12 @@ class MeshResult:
 
     def parameters(self) -> dict[str, Samples]:
         """Gradients that both sides have."""
-        found = {}
+        samples = {}
         for name, expected in self.expected.gradients.items():
             gradients = None if expected is None else self._gradients(name)
             if expected is not None and gradients is not None:
-                found[name] = Samples(self.shape, gradients, expected, self.expected.floor)
-        return found
+                samples[name] = Samples(self.shape, gradients, expected, self.expected.floor)
+        return samples
 
     def _gradients(self, name: str) -> tuple[Tensor, ...] | None:
         """Every rank's, in the shape of the single device's; None where together the ranks do not have all of it."""
@@ -124,29 +124,29 @@ class MeshResult:
 
     def one_sided(self) -> dict[str, Side]:
         """Parameters that have a gradient on one side only, with the ranks that have one."""
-        found: dict[str, Side] = {}
+        sides: dict[str, Side] = {}
         everywhere = [self.expected.gradients, *(each.gradients for each in self.observations)]
         for name in dict.fromkeys(name for gradients in everywhere for name in gradients):
             has = [each.gradients.get(name) is not None for each in self.observations]
             if self.expected.gradients.get(name) is None:
                 if any(has):
-                    found[name] = "only in parallel"
+                    sides[name] = "only in parallel"
             elif not any(has):
-                found[name] = "none"
+                sides[name] = "none"
             elif not all(has) and self._gradients(name) is None:
-                found[name] = "some ranks only"
-        return found
+                sides[name] = "some ranks only"
+        return sides
 
     def scalars(self, of_parts: Collection[str] = ()) -> dict[str, Samples]:
         """What the step returned: the mean over all ranks; right where the ranks' numbers are `of_parts`."""
-        found = {}
+        samples = {}
         for name, value in self.expected.scalars.items():
             values = [each.scalars[name] for each in self.observations if name in each.scalars]
             if values:
                 number = value if name in of_parts else statistics.fmean(values)
                 one, other = (torch.tensor([each], dtype=torch.float64) for each in (number, value))
-                found[name] = Samples(self.shape, (one,), other)
-        return found
+                samples[name] = Samples(self.shape, (one,), other)
+        return samples
 
     def are_parts(self, name: str) -> bool:
         """Whether what ranks returned as `name` stands for the single device's number.
@@ -180,9 +180,9 @@ class MeshResult:
         contribute, and what is upstream of an input goes the same way. An input that ranks were given in parts, or
         that differs from the single device's, has none here.
         """
-        turns, found = self.expected.turns, dict[str, Samples]()
+        turns, samples = self.expected.turns, dict[str, Samples]()
         if len(turns) != self.shape.data_size or not self.observations:
-            return found
+            return samples
         # Inputs have a floor of their own: their gradients may be much smaller than the parameters'.
         floor = NEGLIGIBLE * largest(g for turn in turns for g in turn.input_gradients.values())
         num_sharing = self.shape.world_size // self.shape.data_size
@@ -194,8 +194,8 @@ class MeshResult:
                 # [data ranks, …]: one sample of all data ranks' inputs together
                 mean = Samples(self.shape, (joined,), expected, floor)
                 total = replace(mean, found=(joined * num_sharing,))
-                found[name] = total if total.is_right else mean
-        return found
+                samples[name] = total if total.is_right else mean
+        return samples
 
     def _mean_of_input(self, name: str, data_rank: int) -> Tensor | None:
         turn = self.expected.turns[data_rank]
@@ -252,9 +252,9 @@ class Results:
 
     def wrong_of(self, read: Callable[[MeshResult], Mapping[str, Samples]]) -> dict[str, list[Samples]]:
         """The same for any other quantity that `read` finds on a mesh."""
-        found = [read(mesh) for mesh in self.ran]
-        names = dict.fromkeys(name for samples in found for name in samples)
-        by_name = {name: [samples[name] for samples in found if name in samples] for name in names}
+        wrong = [read(mesh) for mesh in self.ran]
+        names = dict.fromkeys(name for samples in wrong for name in samples)
+        by_name = {name: [samples[name] for samples in wrong if name in samples] for name in names}
         return {name: each for name, each in by_name.items() if any(not s.is_right for s in each)}
 
     def scalars(self, mesh: MeshResult) -> dict[str, Samples]:
@@ -347,9 +347,9 @@ def _of_call(
     call: tuple[str, int], side: int, groups: Sequence[Sequence[Observation]]
 ) -> list[list[list[Tensor]]]:
     """The ranks' inputs (`side` 0) or outputs (1): of each its tensors by data rank and rank."""
-    found = [[rank.calls[call][side] for rank in group] for group in groups]
-    num_tensors = min(len(tensors) for group in found for tensors in group)
-    return [[[tensors[i] for tensors in group] for group in found] for i in range(num_tensors)]
+    by_group = [[rank.calls[call][side] for rank in group] for group in groups]
+    num_tensors = min(len(tensors) for group in by_group for tensors in group)
+    return [[[tensors[i] for tensors in group] for group in by_group] for i in range(num_tensors)]
 
 
 def _is_call_right(

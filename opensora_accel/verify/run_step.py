@@ -165,15 +165,15 @@ class Observer:
             return
         sides: tuple[list[Tensor], list[Tensor]] = ([], [])
 
-        def note(found: list[Tensor], _name: str, tensor: Tensor) -> Tensor:
+        def note(tensors: list[Tensor], _name: str, tensor: Tensor) -> Tensor:
             # A single whole number is a count, or where a rank's tokens begin: ranks differ in it, and are right.
             is_count = tensor.dim() == 0 and not tensor.is_floating_point() and not tensor.is_complex()
             if not isinstance(tensor, DTensor) and not is_count:
-                found.append(whole(tensor))
+                tensors.append(whole(tensor))
             return tensor
 
-        for found, value in zip(sides, ((args, kwargs), output), strict=True):
-            map_tensors("", value, partial(note, found))
+        for tensors, value in zip(sides, ((args, kwargs), output), strict=True):
+            map_tensors("", value, partial(note, tensors))
         number = sum(called == name for called, _ in self.observation.calls)
         self.observation.calls[name, number] = tuple(map(tuple, sides))
 
@@ -283,28 +283,30 @@ class Observer:
         self._captured_at = self._num_calls
         if self._model is None:
             raise ValueError("the step never called run.watch(model), and no model_fn was given")
-        found = self.observation
+        observation = self.observation
         parameters = list(named_parameters(self._model))
         shapes = {name: parameter.shape for name, parameter in self._original.values()}
         for name, parameter in parameters:
             if isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements):
-                found.shards[name] = digest(parameter.to_local())
+                observation.shards[name] = digest(parameter.to_local())
             # A sharded one is read whole only now: all ranks must take part, which they do at the step's end.
-            if isinstance(parameter, DTensor) or name not in found.weights:
-                found.weights[name] = digest(parameter)
+            if isinstance(parameter, DTensor) or name not in observation.weights:
+                observation.weights[name] = digest(parameter)
             if self._run.is_reference or parameter.shape != shapes.get(name, parameter.shape):
-                found.values[name] = whole(parameter)
+                observation.values[name] = whole(parameter)
         if gradients is None:
             self._read_gradients(self._model)
         else:
             names = [name for name, _ in parameters]
-            found.gradients = {plain_name(n, names): whole(gradient) for n, gradient in gradients.items()}
+            observation.gradients = {
+                plain_name(n, names): whole(gradient) for n, gradient in gradients.items()
+            }
         for name, tensor in self._inputs.items():
             if tensor.grad is not None:
-                found.input_gradients[name] = tensor.grad.detach().clone()
+                observation.input_gradients[name] = tensor.grad.detach().clone()
 
     def _read_gradients(self, model: nn.Module) -> None:
-        found = self.observation
+        observation = self.observation
 
         # What a gradient was before it was clipped.
         def before(parameter: nn.Parameter) -> Tensor | None:
@@ -315,16 +317,16 @@ class Observer:
             if not parameter.requires_grad or parameter in flat:
                 continue
             gradient = before(parameter)
-            found.gradients[name] = None if gradient is None else whole(gradient)
+            observation.gradients[name] = None if gradient is None else whole(gradient)
             # A DTensor is read on all ranks, whichever of them clipped: all take part in making it whole.
             is_clipped = gradient is not parameter.grad
             if parameter.grad is not None and (isinstance(parameter, DTensor) or is_clipped):
-                found.clipped[name] = whole(parameter.grad)
-        found.held_back = held_back_by_fsdp2(model)
+                observation.clipped[name] = whole(parameter.grad)
+        observation.held_back = held_back_by_fsdp2(model)
         weights = flat.whole(lambda parameter: parameter)
-        found.weights |= {name: digest(weight) for name, weight in weights.items()}
-        found.gradients |= dict.fromkeys(weights) | flat.whole(before)
-        found.clipped |= flat.whole(lambda parameter: parameter.grad)
+        observation.weights |= {name: digest(weight) for name, weight in weights.items()}
+        observation.gradients |= dict.fromkeys(weights) | flat.whole(before)
+        observation.clipped |= flat.whole(lambda parameter: parameter.grad)
 
     @property
     def goes_on(self) -> bool:
@@ -353,7 +355,7 @@ def observe(
             through.
     """
     observer = Observer(run, output_weight, is_traced)
-    found, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
+    observation, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -365,7 +367,7 @@ def observe(
                 model = call_to_its_end("model_fn()", model_fn)
                 if not isinstance(model, nn.Module):
                     raise ValueError(f"model_fn() returned {type(model).__name__}; return a torch.nn.Module")
-                found.notes += prepare_model(model)
+                observation.notes += prepare_model(model)
             definitions = Definitions(model, step)
             own_seed = run.world_size + run.rank if is_reseeded else 0 if one_batch else run.data_rank
             seed_generators(seed + 1 + own_seed)
@@ -375,20 +377,20 @@ def observe(
                 launcher_environment(run),
                 accelerator_stand_ins(),
                 without_loss_scaling(),
-                casts_lifted(found.lifted),
+                casts_lifted(observation.lifted),
             ):
                 arguments = (run,) if model is None else (model, run)
                 returned = call_to_its_end(f"step({'model, ' * (model is not None)}run)", step, *arguments)
             # While the step's own patches stand and the verifier's are undone.
-            found.leaves_patches = definitions.have_changed()
+            observation.leaves_patches = definitions.have_changed()
             if isinstance(returned, Mapping) and isinstance(returned.get("gradients"), Mapping):
                 observer.capture(returned["gradients"])
                 returned = {name: value for name, value in returned.items() if name != "gradients"}
         # After an optimizer's step one device, which took the turns of the data ranks, is no longer the same model.
-        found.scalars = {} if observer.goes_on else _numbers(returned)
+        observation.scalars = {} if observer.goes_on else _numbers(returned)
     finally:
         torch.set_default_dtype(default_dtype)
-    return found
+    return observation
 
 
 def _numbers(returned: Any) -> dict[str, float]:
@@ -398,7 +400,7 @@ def _numbers(returned: Any) -> dict[str, float]:
         ValueError: it is no number.
     """
     values: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"loss": returned}
-    found = {}
+    numbers = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -412,5 +414,5 @@ def _numbers(returned: Any) -> dict[str, float]:
                 f"the step returned {name} as {type(value).__name__}; return the loss, or a dict of numbers"
             )
         if value is not None:
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers

@@ -58,18 +58,18 @@ def expected_after_clipping(
     # Which norm a hand-made call of clip_grads_with_norm_ was given cannot be seen, so every usual one is tried.
     for order, is_together in itertools.product(_NORMS, (False, True)):
         # The clips one after another, each on what the ones before it left.
-        found = dict(present)
-        norm_of_all = _norm([found[name] for name in by_norm if name in found], order)
+        clipped = dict(present)
+        norm_of_all = _norm([clipped[name] for name in by_norm if name in clipped], order)
         for clip in clips:
-            names = [name for name in clip.names if name in found]
-            norm = norm_of_all if is_together else _norm([found[name] for name in names], order)
+            names = [name for name in clip.names if name in clipped]
+            norm = norm_of_all if is_together else _norm([clipped[name] for name in names], order)
             for name in names:
                 limit = limits.get((clip.how, name), clip.limit)
                 if clip.how == "norm":
-                    found[name] = found[name] * min(1.0, limit / (norm + _EPSILON))
+                    clipped[name] = clipped[name] * min(1.0, limit / (norm + _EPSILON))
                 else:
-                    found[name] = found[name].clamp(-limit, limit)
-        answers.append(found)
+                    clipped[name] = clipped[name].clamp(-limit, limit)
+        answers.append(clipped)
     return answers
 
 
@@ -104,12 +104,12 @@ def held_back_by_fsdp2(model: nn.Module) -> dict[str, tuple[str, ...]]:
             for group in state._fsdp_param_groups:
                 if group.reduce_grads and not group.all_reduce_grads:
                     held |= {each.sharded_param for each in group.fsdp_params}
-    found = {}
+    axes_of = {}
     for name, parameter in named_parameters(model):
         if isinstance(parameter, DTensor) and parameter.grad is None and parameter in held:
             axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-            found[name] = tuple(axis for axis, placement in axes if isinstance(placement, Replicate))
-    return found
+            axes_of[name] = tuple(axis for axis, placement in axes if isinstance(placement, Replicate))
+    return axes_of
 
 
 @contextlib.contextmanager

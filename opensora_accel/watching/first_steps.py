@@ -187,20 +187,20 @@ class FirstSteps:
         finally:
             self._draws.is_paused = False
         kept = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else live.now_bytes
-        found = []
+        mistakes = []
         if kept > may_keep_bytes:
-            found.append(("sampling", f"{kept / 2**20:.1f} MiB are alive that were not before"))
+            mistakes.append(("sampling", f"{kept / 2**20:.1f} MiB are alive that were not before"))
         if was_training and not self._model.training:
-            found.append(("eval mode", "the model is in eval mode after sampling, and was in train mode"))
+            mistakes.append(("eval mode", "the model is in eval mode after sampling, and was in train mode"))
         after = self._random_states()
         if len(set(random)) == 1 and len(set(after)) > 1:
-            found.append(
+            mistakes.append(
                 (
                     "sampling",
                     "ranks that share a sample draw other random numbers after it, and drew the same before",
                 )
             )
-        self._raise_if_any(found)
+        self._raise_if_any(mistakes)
 
     # ---- when it looks
 
@@ -248,16 +248,16 @@ class FirstSteps:
         mine = look_at_inputs(model, args, kwargs, self._data_rank, draws), model.training
         everyone = self._gather(mine)
         inputs = [each for each, _ in everyone]
-        found = list(mistakes_of_inputs(inputs))
+        mistakes = list(mistakes_of_inputs(inputs))
         # Ranks whose inputs are wrong have no other mistake to name.
-        found += [] if found else self._repeats.of_timesteps(inputs)
+        mistakes += [] if mistakes else self._repeats.of_timesteps(inputs)
         self._repeats.note_noise(inputs)
         in_eval = [rank for rank, (_, training) in enumerate(everyone) if not training]
         if in_eval and (self._was_training or len(in_eval) < len(everyone)):
-            found.append(("eval mode", f"the model is in eval mode on {named(in_eval, 'rank')}"))
+            mistakes.append(("eval mode", f"the model is in eval mode on {named(in_eval, 'rank')}"))
         self._was_training = model.training
         self._is_first_forward = False
-        self._raise_if_any(found)
+        self._raise_if_any(mistakes)
 
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if model is not self._model:
@@ -454,26 +454,26 @@ class FirstSteps:
 
     def _raise_if_any(self, mine: Iterable[tuple[str, str]]) -> None:
         """Raises on all ranks where one has found something, with what the first of them found under each name."""
-        found: dict[str, str] = {}
+        mistakes: dict[str, str] = {}
         for rank in self._gather(list(mine)):
             for name, what in rank:
-                found.setdefault(name, what)
-        if found:
-            raise LoopMistake(list(found.items()), self._step)
+                mistakes.setdefault(name, what)
+        if mistakes:
+            raise LoopMistake(list(mistakes.items()), self._step)
 
 
 def mistakes_of_saved_weights(model: nn.Module, state: Mapping[str, Any]) -> str:
     """What is wrong with the names and shapes of weights that are about to be written; "" where they are right."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = []
+    wrong = []
     for name, tensor in state.items():
         wrapper = next((each for each in _WRAPPERS if f".{each}" in f".{name}"), None)
         if wrapper is not None:
-            found.append(f"{name} has the name of a wrapper, {wrapper[:-1]}")
+            wrong.append(f"{name} has the name of a wrapper, {wrapper[:-1]}")
         elif isinstance(tensor, DTensor):
-            found.append(f"{name} is a DTensor, of which this rank has a shard")
+            wrong.append(f"{name} is a DTensor, of which this rank has a shard")
         elif isinstance(tensor, Tensor) and shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
-            found.append(f"{name} has the shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
-    if not found:
+            wrong.append(f"{name} has the shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+    if not wrong:
         return ""
-    return found[0] + (f"; {len(found) - 1} more like it" if len(found) > 1 else "")
+    return wrong[0] + (f"; {len(wrong) - 1} more like it" if len(wrong) > 1 else "")

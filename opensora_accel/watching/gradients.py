@@ -349,9 +349,9 @@ def _over_parts(
         if parameter in numbers:
             by_parts[holders[name].parts].append(numbers[parameter])
     result = 0.0
-    for groups, found in by_parts.items():
+    for groups, tensors in by_parts.items():
         device = next(model.parameters()).device
-        total = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.stack(tensors).sum() if tensors else torch.zeros((), dtype=torch.float64, device=device)
         for group in groups:
             dist.all_reduce(total, group=group)
         result += total.item()

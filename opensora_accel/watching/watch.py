@@ -250,9 +250,9 @@ class watch:
         Raises:
             LoopMistake: on this rank alone.
         """
-        found = mistakes_of_saved_weights(self._model, state)
-        if found:
-            raise LoopMistake([("saved weights", found)], self._number)
+        wrong = mistakes_of_saved_weights(self._model, state)
+        if wrong:
+            raise LoopMistake([("saved weights", wrong)], self._number)
 
     # ---- what it looks at
 
@@ -330,11 +330,11 @@ class watch:
                 gradients[self._holders[name].parts].append((self._places[name], local))
         device = next(self._model.parameters()).device
         total = torch.zeros(len(self._names), device=device)
-        for parts, found in gradients.items():
+        for parts, local_gradients in gradients.items():
             squares = torch.zeros_like(total)
-            if found:
-                own = torch.stack(norms([grad for _, grad in found]))
-                index = torch.tensor([place for place, _ in found], device=device)
+            if local_gradients:
+                own = torch.stack(norms([grad for _, grad in local_gradients]))
+                index = torch.tensor([place for place, _ in local_gradients], device=device)
                 squares.index_add_(0, index, own.to(device, squares.dtype).square())
             # Also by ranks that have no gradient here, or the others would wait.
             for group in parts:

@@ -19,7 +19,7 @@ def norm_replacements(model: nn.Module, table: Policy) -> dict[type, dict[str, t
             under that name, or a norm that the table leaves alone.
     """
     held = [(parent, *each) for parent in model.modules() for each in parent.named_children()]
-    found: dict[type, dict[str, type]] = {}
+    replacements: dict[type, dict[str, type]] = {}
     swapped: set[int] = set()
     with ExitStack() as undo:
         for replace in table.replacements:
@@ -27,14 +27,14 @@ def norm_replacements(model: nn.Module, table: Policy) -> dict[type, dict[str, t
         for parent, suffix, child in held:
             now = getattr(parent, suffix)
             if now is not child:
-                found.setdefault(type(parent), {})[suffix] = type(now)
+                replacements.setdefault(type(parent), {})[suffix] = type(now)
                 swapped.add(id(child))
     for name, module in model.named_modules():
-        for suffix in found.get(type(module), {}):
+        for suffix in replacements.get(type(module), {}):
             other = getattr(module, suffix, None)
             if other is not None and id(other) not in swapped:
                 raise ValueError(
                     f"ColossalAI replaces {suffix!r} in every {type(module).__name__}, but {name}.{suffix} is a "
                     f"{type(other).__name__} that the policy leaves alone; use shardformer.shard(model, plan)"
                 )
-    return found
+    return replacements

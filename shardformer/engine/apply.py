@@ -295,13 +295,13 @@ def blocks_of(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]
 
 def _blocks(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, tuple[str, ...]]]:
     """The blocks in the order in which they run, each with the names of the arguments that flow to the next."""
-    found = []
+    blocks = []
     for entry in policy.blocks:
         # A model may hold its blocks in two lists that run in turn: first of each, second of each, …
         lists = [children(model, path) for path in (entry.module, *entry.alternating)]
         in_turn = chain.from_iterable(zip_longest(*lists))
-        found += [(block, entry.boundary) for block in in_turn if block is not None]
-    return found
+        blocks += [(block, entry.boundary) for block in in_turn if block is not None]
+    return blocks
 
 
 def _sequence_group(plan: Plan) -> dist.ProcessGroup | None:

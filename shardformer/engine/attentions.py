@@ -83,25 +83,25 @@ def _attentions(
             for name, module in find(model, path):
                 yield name, module, make(tokens, kernels, name)
     for entry in policy.joint_attention:
-        found = find(model, entry.module)
+        modules = find(model, entry.module)
         # Blocks are found in the order in which they stand in the model, and decoders are the last of them.
-        num_encoders = len(found) - _num_decoders(model, entry, len(found))
-        for name, module in found[:num_encoders]:
+        num_encoders = len(modules) - _num_decoders(model, entry, len(modules))
+        for name, module in modules[:num_encoders]:
             yield name, module, _joint_attention(tokens, kernels, entry, name)
-        for name, module in found[num_encoders:]:
+        for name, module in modules[num_encoders:]:
             yield name, module, _decoder_attention(tokens, kernels, name)
 
 
 def _num_decoders(model: nn.Module, entry: JointAttention, num_modules: int) -> int:
     if entry.decoders is None:
         return 0
-    found = getattr(model, entry.decoders, None)
-    if not isinstance(found, int) or not 0 <= found <= num_modules:
+    number = getattr(model, entry.decoders, None)
+    if not isinstance(number, int) or not 0 <= number <= num_modules:
         raise ValueError(
             f"the policy counts decoders among {entry.module} by {type(model).__name__}.{entry.decoders}, which is "
-            f"{found!r} and not a number of 0 to {num_modules}"
+            f"{number!r} and not a number of 0 to {num_modules}"
         )
-    return found
+    return number
 
 
 class _Kernels:

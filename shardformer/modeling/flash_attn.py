@@ -153,5 +153,5 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
     A tensor on a GPU makes the host wait, as in the functions themselves.
     """
-    found = values.tolist() if isinstance(values, Tensor) else values or ()
-    return tuple(int(value) for value in found)
+    numbers = values.tolist() if isinstance(values, Tensor) else values or ()
+    return tuple(int(value) for value in numbers)

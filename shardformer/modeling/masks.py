@@ -202,10 +202,10 @@ class MaskReader:
             )
             return known
         # One wait for the device, for both answers.
-        found, says_nothing = torch.stack(
+        hides, says_nothing = torch.stack(
             [is_plain, (mask if mask.dtype == torch.bool else mask == 0).all()]
         ).tolist()
-        if found:
+        if hides:
             # A mask of queries and keys that hides nothing says nothing of the next one.
             if plain == "keys" or not says_nothing:
                 self._kinds[key] = plain

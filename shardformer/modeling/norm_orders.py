@@ -254,14 +254,14 @@ def _eps_candidates(module: nn.Module, twin: nn.Module, num_features: int) -> li
     held: list[float | None] = [value for value in vars(module).values() if isinstance(value, float)]
     if getattr(module, "eps", 0.0) is None:
         held.append(None)
-    found: list[float | None] = []
+    candidates: list[float | None] = []
     for eps in dict.fromkeys([*held, *_USUAL_EPS]):
         value = _FP32_EPS if eps is None else eps
         if abs(value - measured) <= 0.02 * value + 1e-14:
-            found.append(eps)
-    if not found:
+            candidates.append(eps)
+    if not candidates:
         raise LeftAlone(f"its eps, measured as {measured:.3g}, is in no attribute and not a usual one")
-    return found
+    return candidates
 
 
 def _fits(meaning: Meaning, probes: list[Probe]) -> bool:

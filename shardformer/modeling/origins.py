@@ -112,9 +112,9 @@ class Origins:
 
     def _of(self, tensor: Tensor) -> _Origin:
         """Where the sizes of a tensor come from."""
-        found = self._known.get(tensor)
+        origin = self._known.get(tensor)
         # A result that no function was seen to make came out of an autograd function: that treats tokens.
-        return _Origin(frozenset(tensor.shape), tensor.grad_fn is not None) if found is None else found
+        return _Origin(frozenset(tensor.shape), tensor.grad_fn is not None) if origin is None else origin
 
     def _is_made_to_measure(self, tensor: Tensor, counts: frozenset[int]) -> bool:
         """Whether a tensor has a size in `counts` that its origin does not account for."""

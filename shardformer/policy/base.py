@@ -238,12 +238,12 @@ class Policy:
             *self.joint_attention,
             *self.blocks,
         )
-        found = [entry.module for entry in entries] + [
+        paths = [entry.module for entry in entries] + [
             path for entry in self.blocks for path in entry.alternating
         ]
-        found += [*self.self_attention, *self.whole_queries, *self.linear_attention]
-        found += [path for entry in self.whole_sequences for path in entry.paths]
-        return tuple(dict.fromkeys(path for path in (*found, *self.needs) if path))
+        paths += [*self.self_attention, *self.whole_queries, *self.linear_attention]
+        paths += [path for entry in self.whole_sequences for path in entry.paths]
+        return tuple(dict.fromkeys(path for path in (*paths, *self.needs) if path))
 
     @property
     def attentions(self) -> tuple[str, ...]:

@@ -111,11 +111,11 @@ def _code(model: nn.Module, policy: Policy) -> Iterator[tuple[str, str, type, Ca
     seen: set[Any] = set()
     for module in (model, *blocks, *attentions):
         name, processor = names[id(module)], getattr(module, "processor", None)
-        found = [(f"{name}'s forward" if name else "its forward", "forward", module)]
+        forwards = [(f"{name}'s forward" if name else "its forward", "forward", module)]
         if processor is not None:
             method = "forward" if isinstance(processor, nn.Module) else "__call__"
-            found.append((f"the processor of {name}", method, processor))
-        for what, method, owner in found:
+            forwards.append((f"the processor of {name}", method, processor))
+        for what, method, owner in forwards:
             function = getattr(owner, method)
             code = getattr(function, "__func__", function)
             if code not in seen:

@@ -49,12 +49,12 @@ def derive_path(steps: Sequence[Sequence[tuple[str, str]]]) -> list[list[Flow]]:
     given: Placement = Invariant()
     flows = []
     for layers in steps:
-        found = [derive_linear(name, Shard(label), given) for name, label in layers]
-        name, output = layers[0][0], found[0].output
-        assert all(flow.output == output for flow in found)  # one input leaves one label to cut along
+        derived = [derive_linear(name, Shard(label), given) for name, label in layers]
+        name, output = layers[0][0], derived[0].output
+        assert all(flow.output == output for flow in derived)  # one input leaves one label to cut along
         # A next layer sums over what this one's outputs are cut along.
         given = Shard("i") if output == Shard("o") else output  # outputs are the next layer's inputs
-        flows.append(found)
+        flows.append(derived)
     if given != Invariant():
         raise ValueError(
             f"the region ends with {name} sharded along 'o' over {AXIS}, and whole tensors leave it; add a step with "

@@ -55,12 +55,12 @@ def plan_region(model: nn.Module, region: TensorRegion, num_ranks: int, rank: in
     """
     # In a policy `*` stands for any one name between dots.
     expression = re.compile(re.escape(region.module).replace(r"\*", r"[^.]+"))
-    found = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
-    if not found:
+    modules = [(name, module) for name, module in model.named_modules() if expression.fullmatch(name)]
+    if not modules:
         raise ValueError(
             f"the policy's tensor region {region.module!r} fits no module of {type(model).__name__}"
         )
-    for name, module in found:
+    for name, module in modules:
         try:
             yield _plan(name, module, region, num_ranks, rank)
         except (ValueError, AttributeError) as error:  # an attribute or a shared module that is not there

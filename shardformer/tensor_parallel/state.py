@@ -97,8 +97,8 @@ def _whole(tensor: Tensor, found: tuple[Cut, dist.ProcessGroup] | None) -> Tenso
 
 def full_shape(model: nn.Module, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape that parameter `name`, of this shape here, has on one device."""
-    found = _cut_of(model, name)
-    return tuple(shape) if found is None else found[0].full_shape(shape)
+    cut = _cut_of(model, name)
+    return tuple(shape) if cut is None else cut[0].full_shape(shape)
 
 
 def local_tensor(model: nn.Module, name: str, whole: Tensor) -> Tensor:
@@ -134,13 +134,13 @@ def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tu
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the state dict of the model on one device, on every rank. All ranks call it."""
-    found, cuts = {}, cuts_of(model)
+    state, cuts = {}, cuts_of(model)
     for name, tensor in model.state_dict().items():
         cut = cuts.get(whole_name(name))
         whole = _whole(tensor, cut)
         # What was gathered is a copy already.
-        found[name] = whole.clone() if cut is None else whole
-    return found
+        state[name] = whole.clone() if cut is None else whole
+    return state
 
 
 @torch.no_grad()

@@ -146,8 +146,8 @@ class CudnnKernel(_AtenKernel):
         version = torch.backends.cudnn.version() or 0
         if unfit is None and version <= 91500:
             # pytorch/pytorch #169849: its backward leaves the tensors' memory where 128 does not divide the queries.
-            found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-            return f"version {found} of cuDNN has a faulty backward; 9.15.1 and newer have not"
+            number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+            return f"version {number} of cuDNN has a faulty backward; 9.15.1 and newer have not"
         if unfit is None and problem.deterministic:
             return "its backward is not deterministic"
         if unfit is None and problem.head_dim > 128:

@@ -118,8 +118,8 @@ def _find(module: str, distributions: tuple[str, ...], remedy: str) -> _Release:
             return _Release(name, f"{name} has another interface: its {half} {wrong}; {remedy}")
     is_operator = hasattr(forward.call, "_opoverload")
     window = "a pair" if "window_size" in forward.parameters else "two numbers"
-    found = f"{name}, {'operators' if is_operator else 'functions'}, the window as {window}"
-    return _Release(found, None, forward, backward, causal)
+    described = f"{name}, {'operators' if is_operator else 'functions'}, the window as {window}"
+    return _Release(described, None, forward, backward, causal)
 
 
 def _version(module: str, distributions: tuple[str, ...]) -> str:

@@ -116,8 +116,8 @@ def remove_old(newest: Path, run: Any, keep: int) -> None:
 
 def list_saved_states(folder: Path) -> list[Path]:
     """The whole saved states in a folder, by step."""
-    found = [path.parent for path in folder.glob(f"step_*/{MANIFEST}") if _STEP.fullmatch(path.parent.name)]
-    return sorted(found, key=_step)
+    folders = [path.parent for path in folder.glob(f"step_*/{MANIFEST}") if _STEP.fullmatch(path.parent.name)]
+    return sorted(folders, key=_step)
 
 
 def _step(folder: Path) -> int:
@@ -170,8 +170,8 @@ def read_manifest(folder: Path) -> dict[str, str]:
     read = [folder / TOKENIZER, *folder.glob(f"{OPTIMIZER_STEM}*.safetensors")]
     for model in (MODEL, AVERAGED):
         read += [folder / model / CONFIG, *folder.glob(f"{model}/{WEIGHTS_STEM}*")]
-    found = [path.relative_to(folder).as_posix() for path in read if os.path.lexists(path)]
-    unlisted += [name for name in found if name not in sums and name not in unlisted]
+    unlisted_files = [path.relative_to(folder).as_posix() for path in read if os.path.lexists(path)]
+    unlisted += [name for name in unlisted_files if name not in sums and name not in unlisted]
     if unlisted:
         raise ValueError(
             f"{path} does not list {', '.join(unlisted)}: whether they are as they were written cannot be checked; "
@@ -273,9 +273,9 @@ def _agreed_record(folder: Path) -> Record:
             raise error
         return record
     failed = [f"rank {rank}: {view}" for rank, view in enumerate(views) if view.startswith("error: ")]
-    found = failed or [f"rank {rank}: {view[:21]}" for rank, view in enumerate(views)]
+    views_text = failed or [f"rank {rank}: {view[:21]}" for rank, view in enumerate(views)]
     raise ValueError(
-        f"the ranks see different files in {folder} ({'; '.join(found[:4])}): {_SHARE_THE_FOLDER}"
+        f"the ranks see different files in {folder} ({'; '.join(views_text[:4])}): {_SHARE_THE_FOLDER}"
     )
 
 

@@ -385,11 +385,11 @@ def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
         for entry in ENTRIES
         if entry in state.optimizer.state.get(parameter, {})
     }
-    found = {f"{MODEL}/{WEIGHTS_STEM}": weights, OPTIMIZER_STEM: moments}
+    tensors = {f"{MODEL}/{WEIGHTS_STEM}": weights, OPTIMIZER_STEM: moments}
     if state.ema is not None:
         # Weights that are not averaged are saved beside those that are: the folder is a whole model.
-        found[f"{AVERAGED}/{WEIGHTS_STEM}"] = {**weights, **state.ema.weights}
-    return found
+        tensors[f"{AVERAGED}/{WEIGHTS_STEM}"] = {**weights, **state.ema.weights}
+    return tensors
 
 
 def _names(by_stem: Mapping[str, Mapping[str, object]]) -> dict[str, list[str]]:

@@ -39,9 +39,9 @@ class Violation:
 
 def sources_of(calls: Iterable[CollectiveCall]) -> tuple[str, ...]:
     """Each line once, the first few."""
-    found = list(dict.fromkeys(call.source for call in calls))
-    more = len(found) - _MOST_SOURCES
-    return tuple([*found[:_MOST_SOURCES], *([f"and {more} more lines"] if more > 0 else [])])
+    sources = list(dict.fromkeys(call.source for call in calls))
+    more = len(sources) - _MOST_SOURCES
+    return tuple([*sources[:_MOST_SOURCES], *([f"and {more} more lines"] if more > 0 else [])])
 
 
 def disagreements(record: Record) -> list[Violation]:
@@ -53,8 +53,8 @@ def disagreements(record: Record) -> list[Violation]:
     - No ranks wait for each other in a circle, each in another group's collective. Collectives are taken to wait, also
       those that were called with async_op: NCCL runs them in order. Messages are not.
     """
-    found = [*unlike_collectives(record), *unmatched_messages(record)]
-    return found or list(circular_waits(record))  # a difference hangs by itself
+    violations = [*unlike_collectives(record), *unmatched_messages(record)]
+    return violations or list(circular_waits(record))  # a difference hangs by itself
 
 
 def unlike_collectives(record: Record) -> Iterator[Violation]:

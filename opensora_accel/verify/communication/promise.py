@@ -69,27 +69,27 @@ def broken_promises(record: Record) -> list[Violation]:
     reduced over every data axis at least once.
     """
     plan = record.shape.plan
-    found: list[Violation] = []
+    violations: list[Violation] = []
     for rank in record.ranks:
         # Nothing can be said of gradients under FSDP1, as the record's notes say.
         uses_fsdp1 = any(call.where.via.startswith("FSDP1") for call in rank.calls)
         has_gradients = rank.num_backwards > 0 and not uses_fsdp1
         # Groups are looked at on any mesh, and all else as far as the mesh promises it.
-        found += strange_groups(rank, record)
+        violations += strange_groups(rank, record)
         if plan is not None:
-            found += misplaced_calls(rank, record, plan)
+            violations += misplaced_calls(rank, record, plan)
         if has_gradients and plan is None:
-            found += gradients_kept_from_data(rank, record.shape)
+            violations += gradients_kept_from_data(rank, record.shape)
         elif has_gradients:
             # Several backward passes may reduce as often: DDP without `no_sync` does.
-            found += unreduced_whole_gradients(rank, record.shape)
-            found += unreduced_sharded_gradients(rank, record.shape)
+            violations += unreduced_whole_gradients(rank, record.shape)
+            violations += unreduced_sharded_gradients(rank, record.shape)
         if plan is not None:
-            found += wrong_gathers(rank, record, plan)
+            violations += wrong_gathers(rank, record, plan)
     if plan is not None:
         for axis in _TRAVELS:
-            found += missing_attention(record, axis, getattr(plan, axis))
-    return [*dict.fromkeys(found), *disagreements(record)]
+            violations += missing_attention(record, axis, getattr(plan, axis))
+    return [*dict.fromkeys(violations), *disagreements(record)]
 
 
 def strange_groups(rank: RankRecord, record: Record) -> Iterator[Violation]:
@@ -394,10 +394,10 @@ class _Level(NamedTuple):
 @lru_cache(maxsize=64)
 def _levels(shape: MeshShape) -> dict[tuple[int, ...], _Level]:
     """The groups of ranks within nodes, and of those at one place of their nodes, where the plan has two levels."""
-    plan, found = shape.plan, dict[tuple[int, ...], _Level]()
+    plan, levels_by_ranks = shape.plan, dict[tuple[int, ...], _Level]()
     # Without ranks_per_node a recording takes all ranks to be on one machine.
     if plan is None or plan.two_level == "off" or plan.ranks_per_node is None:
-        return found
+        return levels_by_ranks
     ranks, groups = range(shape.world_size), [(shape.groups(("ulysses",)), True)]
     if plan.is_sharded:
         # tp is the innermost axis, and shards are the innermost ranks of mixed.
@@ -410,8 +410,8 @@ def _levels(shape: MeshShape) -> dict[tuple[int, ...], _Level]:
                 whole = next(each for each in lines if line[0] in each)
                 axes = group_of(tuple(whole), shape).axes or ()
                 per_node = len(levels[0][0]) if levels else 1
-                found[tuple(line)] = _Level(axes, is_of_ulysses, is_within, per_node)
-    return found
+                levels_by_ranks[tuple(line)] = _Level(axes, is_of_ulysses, is_within, per_node)
+    return levels_by_ranks
 
 
 def _axes_of(call: CollectiveCall, rank: RankRecord, record: Record) -> tuple[str, ...] | None:

@@ -194,11 +194,11 @@ def _record_rank(
 
 def _elements_of_messages(model: nn.Module) -> dict[int, int]:
     """How many elements a message of so many bytes has, of all compressed gathers that have run."""
-    found: dict[int, int] = {}
+    elements: dict[int, int] = {}
     for module in model.modules():
         for group in param_groups(module) if isinstance(module, FSDPModule) else ():
-            found |= getattr(group._all_gather_comm, "elements_of_message", {})
-    return found
+            elements |= getattr(group._all_gather_comm, "elements_of_message", {})
+    return elements
 
 
 def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parameter, ...]:
@@ -207,20 +207,20 @@ def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parame
     # A step that clears its gradients leaves nothing to look at. Where none was followed either, whatever
     # asks for a gradient counts as trained.
     cleared = all(parameter.grad is None for parameter in named.values())
-    found = []
+    parameters = []
     for name, parameter in named.items():
         is_followed = bool(with_gradient) and not isinstance(parameter, DTensor)
         is_trained = parameter.requires_grad and (name in seen or (cleared and not is_followed))
         sharding = _sharding(parameter)
-        found.append(
+        parameters.append(
             Parameter(name, parameter.numel(), is_trained, *sharding, id(parameter) in kept, name in seen)
         )
-    return tuple(found)
+    return tuple(parameters)
 
 
 def _kept_by_root(model: nn.Module) -> set[int]:
     """The parameters that FSDP2's root holds itself, unless it was set what to do with them after forward."""
-    found: set[int] = set()
+    kept: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -228,8 +228,8 @@ def _kept_by_root(model: nn.Module) -> set[int]:
         # torch before 2.8 could not be set: it always kept them.
         if getattr(state, "_is_root", False) and getattr(state, "_auto_reshard_after_forward", True):
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            found |= {id(each.sharded_param) for group in groups if group for each in group.fsdp_params}
-    return found
+            kept |= {id(each.sharded_param) for group in groups if group for each in group.fsdp_params}
+    return kept
 
 
 def _sharding(parameter: nn.Parameter) -> tuple[int | None, int | None]:
