@@ -244,6 +244,7 @@ def test_changes_drawn_at_random_are_never_stale_and_never_lost(materials, tmp_p
 
 # They carry bytes, options and indices; what they carry is in the key, or is what is stored.
 CARRIERS = {
+    "opensora_accel.communications.checks",
     "opensora_accel.deferred",
     "opensora_accel.documents",
     "opensora_accel.dtensors",
