@@ -110,7 +110,7 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     gathered = torch.empty(group.size() * len(padded), dtype=torch.uint8)
     all_gather(gathered, padded, group)
     rows = gathered.view(group.size(), -1)
-    # Pickles end by themselves: the padding behind them is not read. A step needs no numpy, which gives bytes otherwise.
+    # Pickles end by themselves: the padding behind them is not read. numpy would give bytes too; a step needs none.
     return [pickle.loads(ctypes.string_at(row.data_ptr(), row.numel())) for row in rows]
 
 
