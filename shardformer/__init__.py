@@ -8,7 +8,7 @@ from opensora_accel import lazy
 from shardformer.engine import blocks_of, norms_of, parallelize, run_blocks, shard, unshard
 from shardformer.engine.decisions import sum_over_tokens
 from shardformer.policy import Policy
-from shardformer.tokens import local_tokens
+from shardformer.spread import local_tokens
 
 if TYPE_CHECKING:
     from shardformer.clipping import clip_grad_norm_

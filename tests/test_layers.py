@@ -44,7 +44,7 @@ LIBRARY = [
     {"shardformer.policy"},
     {"shardformer.modeling"},
     {"shardformer.spread"},
-    {"shardformer.paths", "shardformer.functions", "shardformer.tokens"},
+    {"shardformer.paths", "shardformer.functions"},
     {
         "opensora_accel.checkpoint",
         "opensora_accel.attention",
@@ -184,7 +184,7 @@ STATE = {
     "opensora_accel.watchdog": {"entered", "_has_failed", "_stop", "_store"},
     "opensora_accel.checkpoint.recompute": {"_preserving"},
     "opensora_accel.checkpoint.selective": {"_active"},
-    "shardformer.tokens": {"_running"},
+    "shardformer.spread.tokens": {"_running"},
     "shardformer.modeling.attention": {"_running", "_traced"},
     "opensora_accel.communications.checks": {"_compares_inputs", "_compares_next_forwards", "_wants_exact"},
     "opensora_accel.experiments.by_node": {"_links", "_nodes", "_ranks_per_node"},

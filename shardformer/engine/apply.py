@@ -33,7 +33,7 @@ from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.engine.splits import spread_tokens
 from shardformer.paths import children, find
 from shardformer.policy import Policy, find_policy, has_policy
-from shardformer.tokens import Tokens
+from shardformer.spread import Tokens
 
 if TYPE_CHECKING:
     from shardformer.modeling import SwapReport

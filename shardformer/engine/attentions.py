@@ -46,7 +46,7 @@ from shardformer.modeling import (
 )
 from shardformer.paths import find
 from shardformer.policy import JointAttention, Policy
-from shardformer.tokens import Tokens, mark_own
+from shardformer.spread import Tokens, mark_own
 
 # q, k and v.
 Projected = tuple[Tensor, Tensor, Tensor]

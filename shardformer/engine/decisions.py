@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from opensora_accel.arguments import tensors_in
-from shardformer.tokens import Tokens, is_own, mark_own, running_tokens
+from shardformer.spread import Tokens, is_own, mark_own, running_tokens
 
 # What makes one answer of two tensors.
 _COMPARES = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}

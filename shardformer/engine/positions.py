@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from shardformer.functions import check_function, replace_function
 from shardformer.modeling import running_redirection
 from shardformer.policy import Policy, Positions
-from shardformer.spread import uncompiled
-from shardformer.tokens import Tokens, running_tokens
+from shardformer.spread import Tokens, running_tokens, uncompiled
 
 
 def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:

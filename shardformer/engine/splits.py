@@ -27,8 +27,7 @@ from shardformer.engine.positions import keep_positions
 from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.paths import names_several
 from shardformer.policy import GatherOutput, Policy, SplitInput, SplitOutput
-from shardformer.spread import Spread
-from shardformer.tokens import Tokens, mark_own
+from shardformer.spread import Spread, Tokens, mark_own
 
 
 def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, undo: ExitStack) -> None:

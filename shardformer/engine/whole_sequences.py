@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from opensora_accel.communications import Cut, all_to_all_unchecked, share_sizes
 from shardformer.paths import find
 from shardformer.policy import Policy
-from shardformer.spread import Spread
-from shardformer.tokens import Tokens
+from shardformer.spread import Spread, Tokens
 
 
 def exchange_heads(spread: Spread, policy: Policy) -> None:

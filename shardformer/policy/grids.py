@@ -24,8 +24,7 @@ from torch import Tensor
 from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.attention import switch_sharded_dim
 from opensora_accel.communications import share_sizes, split_forward_gather_backward
-from shardformer.spread import Spread
-from shardformer.tokens import Tokens, mark_own
+from shardformer.spread import Spread, Tokens, mark_own
 
 
 @dataclass(frozen=True)

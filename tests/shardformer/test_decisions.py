@@ -11,7 +11,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.precision import lift_casts
 from shardformer.engine.decisions import has_changed
-from shardformer.tokens import Tokens
+from shardformer.spread import Tokens
 from tests.authors_models.wan import WanAttentionBlock, WanModel, wan_model_inputs
 from tests.models import wan, wan_inputs
 from tests.tolerances import RELATIVE, relative_error

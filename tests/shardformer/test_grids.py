@@ -109,7 +109,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from shardformer.policy import grids
 from shardformer.spread import Spread
-from shardformer.tokens import Tokens
+from shardformer.spread import Tokens
 
 class Block(torch.nn.Module):
     def forward(self, x, **others):

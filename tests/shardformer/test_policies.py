@@ -17,8 +17,7 @@ from opensora_accel.arguments import value_at
 from opensora_accel.precision import LiftOperations
 from shardformer.paths import find
 from shardformer.policy import FAMILIES, UNSUPPORTED, find_policy, model_names, tables_of
-from shardformer.spread import Spread
-from shardformer.tokens import Tokens
+from shardformer.spread import Spread, Tokens
 from tests.models import wan, wan_inputs
 from tests.opensora_models import stdit3
 from tests.opensora_models.stdit3 import v13

@@ -11,7 +11,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.checkpoint import preserve_state, with_preserved_state
 from shardformer.engine.attentions import _decoder_attention, _extent, _joint_attention
 from shardformer.policy.base import JointAttention
-from shardformer.tokens import Tokens
+from shardformer.spread import Tokens
 from tests.attention.reference import full_attention
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from opensora_accel.arguments import Arguments
 from shardformer.paths import check_argument, find
-from shardformer.tokens import Tokens
+from shardformer.spread.tokens import Tokens
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
