@@ -2,7 +2,7 @@
 
 commands:
   train     train a diffusers video transformer on a folder of clips
-  plan      say which parallel plan fits a job and is the fastest, on GPUs that need not be here
+  plan      find the parallel plan that fits a job and is the fastest, on GPUs that need not be here
   shard     derive what a sharded einsum communicates, forward and backward
   verify    prove that a training step has the gradients of one device, whatever the mesh
   policy    propose how a model of your own is made sequence-parallel, and prove it
@@ -11,7 +11,7 @@ commands:
   cache     show what a run's --cache_folder holds, and keep the part of it that was used last
   doctor    check this machine: torch, GPUs, backends, threads, packages
 
-`opensora-accel COMMAND --help` lists each command's options, `opensora-accel --version` what is installed. On several
+`opensora-accel COMMAND --help` lists its options, `opensora-accel --version` shows what is installed. On several
 ranks, start the same program with a launcher:
   torchrun --nproc-per-node 2 -m opensora_accel.cli train --config FILE --plan.ulysses 2
 """

@@ -263,7 +263,7 @@ def measure_links() -> dict[str, Any]:
     links = [measure_link(dist.new_group(ranks, use_local_synchronization=True), device) for ranks in groups]
     report: dict[str, Any] = {"within nodes": dataclasses.asdict(links[0])}
     report["between nodes"] = dataclasses.asdict(links[1])
-    # See opensora_accel/links.py.
+    # See opensora_accel/experiments/by_node.py.
     report["two_level_all_to_all_pays_below_bytes"] = (
         world * links[1].latency_s * links[0].bandwidth_bytes_per_s
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -25,6 +26,14 @@ _MODULES = {
     "two_level": ("by_node", "fsdp_collectives"),
 }
 FunctionT = TypeVar("FunctionT")
+
+
+def has_experiments() -> bool:
+    """Whether this installation has them."""
+    try:
+        return importlib.util.find_spec(_PACKAGE) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def experiment(name: str) -> Any:

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_accel.experiments.by_node import two_levels_s
 from opensora_accel.links import Link, measure_rounds, one_level_s, sent_bytes
 
 # 1 s a message and 10 bytes a second within a node; 100 s and 1 byte a second between nodes.
@@ -34,13 +33,6 @@ def test_seconds_and_bytes_of_40_bytes_on_4_ranks(kind, sent, one_node_s, two_no
 def test_a_ring_has_fewer_messages_than_a_tree_on_few_ranks_of_many_nodes():
     # A ring of 3 nodes of 8 passes 21 links within nodes and 2 between them; a tree, 2·log2(24) = 9.2 between them.
     assert one_level_s("all-reduce", 0, 3, 8, LINKS) == pytest.approx(2 * (21 + 200))
-
-
-def test_two_levels_are_what_they_consist_of():
-    # All-to-all: 20 of the 40 bytes to the neighbour, and 20 to the other node.
-    assert two_levels_s("all-to-all", 40, 2, 2, LINKS) == pytest.approx(1 + 2 + 100 + 20)
-    # All-reduce: 20 bytes to the neighbour, the sum of 20 bytes between two nodes, and 20 bytes back.
-    assert two_levels_s("all-reduce", 40, 2, 2, LINKS) == pytest.approx((1 + 2) * 2 + 200 + 20)
 
 
 def test_a_link_through_two_messages():

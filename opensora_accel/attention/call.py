@@ -105,9 +105,9 @@ def enter_call(
     if num_ranks > 1 and (not are_given or (not torch.compiler.is_compiling() and debug_enabled())):
         # The call is checked within: an error here alone would leave the others waiting.
         held = exchange(q, k, v, mask, groups, causal, scale, layout, text)
-        for name, given, held_size in (("splits", splits, held[0]), ("kv_splits", kv_splits, held[1])):
-            if given is not None and tuple(given) != held_size:
-                raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {held_size} tokens")
+        for name, given, held_sizes in (("splits", splits, held[0]), ("kv_splits", kv_splits, held[1])):
+            if given is not None and tuple(given) != held_sizes:
+                raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {held_sizes} tokens")
         splits, kv_splits = held
     else:
         _check(q, k, v, mask, scale, layout, text)

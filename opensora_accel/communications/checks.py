@@ -127,7 +127,7 @@ def compare_facts(
     """Compares what the ranks are about to do.
 
     Args:
-        groups: from the innermost axis outwards; ranks are numbered with the last one outermost.
+        groups: from the innermost axis outwards.
         problem: what is wrong with this rank's facts by themselves, if anything is.
         rules: for a fact's name what else is to be said where it differs.
 
@@ -136,19 +136,20 @@ def compare_facts(
     Raises:
         ValueError: the same on every rank, where one has a problem, or other facts than the first rank.
     """
-    everyone = [(problem, facts)]
+    everyone = [(dist.get_rank(), problem, facts)]
     for group in groups:
         everyone = [each for of_rank in gather_objects(everyone, group) for each in of_rank]
     # What is wrong by itself says more than that it differs from others.
-    for rank, (found, _) in enumerate(everyone):
-        if found:
-            raise ValueError(f"rank {rank}: {found}")
-    first = everyone[0][1]
-    for rank, (_, other) in enumerate(everyone):
-        for name, (compared, shown) in first.items():
+    for rank, wrong, _ in everyone:
+        if wrong:
+            raise ValueError(f"rank {rank}: {wrong}")
+    first, _, expected = everyone[0]
+    for rank, _, other in everyone:
+        for name, (compared, shown) in expected.items():
             if other[name][0] != compared:
                 raise ValueError(
-                    f"the ranks disagree: {name} is {shown} on rank 0 and {other[name][1]} on rank {rank}{rules(name)}"
+                    f"the ranks disagree: {name} is {shown} on rank {first} and {other[name][1]} on rank {rank}"
+                    f"{rules(name)}"
                 )
 
 

@@ -86,20 +86,19 @@ def check_ranks(plan: Plan, ranks: Tensor) -> None:
         ValueError: they were, or no group of the plan has several ranks on each of several nodes.
     """
     global _ranks_per_node
-    when_reset(_forget)
-    _ranks_per_node = plan.ranks_per_node or _local_world_size()
-    if plan.two_level != "on":
-        return
+    per_node = plan.ranks_per_node or _local_world_size()
     axes = {"ulysses": lines_along(ranks, ("ulysses",), MESH_AXES)}
     if plan.is_sharded:
         axes["copies of the parameters"] = _lines_of_copies(plan, ranks)
-    if not any(levels_of(lines, _ranks_per_node) for lines in axes.values()):
+    if plan.two_level == "on" and not any(levels_of(lines, per_node) for lines in axes.values()):
         had = " and ".join(f"{len(lines[0])} {name} of ranks {lines[0]}" for name, lines in axes.items())
         raise ValueError(
-            f'two_level="on" needs a group with several ranks on each of several nodes; with {_ranks_per_node} ranks a '
-            f"node the plan has {had}; give that axis a multiple of {_ranks_per_node} ranks, set ranks_per_node, or "
-            'take two_level="auto", which runs one level where there are no two'
+            f'two_level="on" needs a group with several ranks on each of several nodes; with {per_node} ranks a node '
+            f"the plan has {had}; give that axis a multiple of {per_node} ranks, set ranks_per_node, or take "
+            'two_level="auto", which runs one level where there are no two'
         )
+    _ranks_per_node = per_node
+    when_reset(_forget)
 
 
 def init_parallel(plan: Plan, ranks: Tensor) -> None:
@@ -140,7 +139,7 @@ def check_groups(_plan: Plan) -> None:
 
 def split_copies(plan: Plan, copies: dist.ProcessGroup) -> Nodes | None:
     """The levels of the ranks that hold copies of this one's shards; None where it has no two. All ranks call."""
-    if _ranks_per_node is None:
+    if plan.two_level == "off" or _ranks_per_node is None:
         return None
     return _split(copies, _lines_of_copies(plan, get_mesh().mesh), "replicate_by_node")
 

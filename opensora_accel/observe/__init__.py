@@ -12,7 +12,7 @@ from opensora_accel import lazy
 
 if TYPE_CHECKING:
     from opensora_accel.observe.call_site import find_call_site
-    from opensora_accel.observe.clipping import How, before_clipping
+    from opensora_accel.observe.clipping import ClipKind, before_clipping
     from opensora_accel.observe.collectives import CollectiveRecorder
     from opensora_accel.observe.equality import (
         Holders,
@@ -95,6 +95,7 @@ __all__ = [
     "RECOMPUTE",
     "BlockMemory",
     "Change",
+    "ClipKind",
     "CollectiveCall",
     "CollectiveRecorder",
     "DeviceBytes",
@@ -102,7 +103,6 @@ __all__ = [
     "FlopCounter",
     "ForwardCall",
     "Holders",
-    "How",
     "LimitedBytes",
     "LiveBytes",
     "MeshShape",

@@ -12,17 +12,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from opensora_accel.wrapping import replaced
 
-How = Literal["norm", "value"]
+ClipKind = Literal["norm", "value"]
 
 
 @contextlib.contextmanager
-def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iterator[None]:
+def before_clipping(see: Callable[[ClipKind, float, Sequence[Tensor]], None]) -> Iterator[None]:
     """Within it, `see(how, limit, parameters)` is called before torch's clip functions change a gradient.
 
     accelerate, lightning and others call these; FSDP1 has a method of its own. A clip written by hand is not seen.
     """
 
-    def seen_first(how: How, clip: Any) -> Any:
+    def seen_first(how: ClipKind, clip: Any) -> Any:
         def call(parameters: Any, limit: float, *args: Any, **kwargs: Any) -> Any:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             see(how, float(limit), given)
@@ -37,7 +37,7 @@ def before_clipping(see: Callable[[How, float, Sequence[Tensor]], None]) -> Iter
         see("norm", float(max_norm), list(self.parameters()))
         return clip_of_fsdp1(self, max_norm, *args, **kwargs)
 
-    functions: list[tuple[How, Any]] = [
+    functions: list[tuple[ClipKind, Any]] = [
         ("norm", torch.nn.utils.clip_grads_with_norm_),
         ("value", torch.nn.utils.clip_grad_value_),
     ]

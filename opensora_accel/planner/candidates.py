@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from opensora_accel.documents import MOST_RANKS
+from opensora_accel.experimental import has_experiments
 from opensora_accel.plan import Plan, check_field
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline
@@ -310,6 +311,6 @@ def _extras(request: Request, fields: Mapping[str, Any]) -> list[dict[str, Any]]
             return choices[1:]
     per_node = request.hardware.ranks_per_node
     span = fields["ulysses"] * fields["tp"]
-    if 1 < per_node < span and request.world_size % per_node == 0:
+    if 1 < per_node < span and request.world_size % per_node == 0 and has_experiments():
         choices.append({"two_level": "on", "ranks_per_node": per_node})
     return choices

@@ -160,7 +160,7 @@ def _congested_axes(run: RunAnalysis) -> set[str]:
 def _exposed(run: RunAnalysis) -> Iterator[Finding]:
     for axis in run.axes:
         exposed, share = axis.exposed_transfer_s, axis.exposed_transfer_share
-        # What is exposed because a link is congested, that finding says.
+        # The finding of a congested link reports this part already.
         congested = max((link.lost_s for link in run.congestion if link.axis == axis.axis), default=0.0)
         left = max(0.0, exposed - congested)
         of_step = left / run.mean_step_s

@@ -135,7 +135,7 @@ class MemoryTimeline:
         named = find_blocks(model, blocks)
         self.owners = Owners(model, named, optimizer)
         self.places = Places(model, named, optimizer, moved=self._moved, saved=self.owners.add_inputs)
-        self._tell, self._clock, self._entered = moved, clock, ExitStack()
+        self._call_moved, self._clock, self._entered = moved, clock, ExitStack()
         self._samples: list[MemorySample] = []
         self._peak: MemoryPeak | None = None
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -182,8 +182,8 @@ class MemoryTimeline:
             if highest is not None:
                 self._keep(self.counter.holdings(highest), Moment(self._clock(), before, self.places.step))
             self._record()
-        if self._tell is not None:
-            self._tell(before, now, self.counter.holdings())
+        if self._call_moved is not None:
+            self._call_moved(before, now, self.counter.holdings())
 
     def _record(self) -> None:
         moment = Moment(self._clock(), self.places.now, self.places.step)

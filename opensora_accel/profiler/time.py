@@ -79,7 +79,7 @@ _COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
 # Groups by which a call is named, the narrowest first; where two have the same ranks the first name counts.
 _GROUPS = ("ulysses", "ring", "tp", "dp_shard", "dp_replicate", "sequence", "tensor", "data", "mixed")
 
-# Told the values that go into a region, or come out of it.
+# Gets the values that go into a region, or come out of it.
 _See = Callable[[list[Any]], None]
 
 

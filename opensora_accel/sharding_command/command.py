@@ -199,7 +199,7 @@ class DerivedEquation:
     @cached_property
     def gradients(self) -> list[dict[str, Derivation]]:
         """For each operand, the placement of its gradient on each axis that has a backward."""
-        # A largest term has no gradient rule: its axes are given, and not derived.
+        # A largest term has no gradient rule: its axes are left out here, and `forward_only` lists them.
         kept = [{a: p for a, p in each.items() if a not in self.forward_only} for each in self.placements]
         return derive_gradients(self.equation, kept, names=self.names)
 

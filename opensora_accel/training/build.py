@@ -120,7 +120,7 @@ def build_model(
 
 @contextmanager
 def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
-    """What is wrong with the size of a clip, with its bucket, where there are several."""
+    """Adds the bucket to an error about the size of a clip, where there are several."""
     try:
         yield
     except ValueError as error:

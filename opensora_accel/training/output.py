@@ -77,15 +77,15 @@ def claim(config: TrainConfig) -> Iterator[None]:
 
 
 def _refuse_foreign(output: Path) -> None:
-    foreign = [name for name in WRITTEN if os.path.lexists(output / name)]
+    present = [name for name in WRITTEN if os.path.lexists(output / name)]
     _refuse_links([output / CONFIG])  # through which nobody looks whether it is a run's
-    if foreign and not _is_run(output):
+    if present and not _is_run(output):
         raise ValueError(
-            f"--output {output} has {', '.join(foreign)}, which no run of opensora-accel wrote (it has no config.json "
+            f"--output {output} has {', '.join(present)}, which no run of opensora-accel wrote (it has no config.json "
             "of a run); name another folder, or move them out of it"
         )
     # A run that was received from somebody else could lead our writing anywhere.
-    _refuse_links(output / name for name in foreign)
+    _refuse_links(output / name for name in present)
     for name in (TENSORBOARD, SAMPLES, LORA):
         _refuse_links((output / name).rglob("*"))
 

@@ -331,12 +331,12 @@ def _cause_of_shares(
 
 
 def _one_sided_gradients(results: Results) -> list[Cause]:
-    # By which side lacks the gradient, and apart from them what FSDP2 was set to keep.
+    # By which side lacks the gradient, and apart from them what FSDP2 is configured to keep.
     by_side: defaultdict[causes.Side, Shapes] = defaultdict(lambda: Shapes(list))
     held_back, replicas = Shapes(list), dict[str, None]()
     for mesh in results.ran:
         for name, side in mesh.one_sided().items():
-            # A gradient that FSDP2 was set to keep is not cut off, but not yet added up.
+            # A gradient that FSDP2 is configured to keep is not cut off, but not yet added up.
             axes = mesh.observations[0].held_back.get(name)
             replicas |= dict.fromkeys(axes or ())
             (by_side[side] if axes is None else held_back)[name].append(mesh.shape)

@@ -252,9 +252,9 @@ class Results:
 
     def wrong_of(self, read: Callable[[MeshResult], Mapping[str, Samples]]) -> dict[str, list[Samples]]:
         """The same for any other quantity that `read` finds on a mesh."""
-        wrong = [read(mesh) for mesh in self.ran]
-        names = dict.fromkeys(name for samples in wrong for name in samples)
-        by_name = {name: [samples[name] for samples in wrong if name in samples] for name in names}
+        by_mesh = [read(mesh) for mesh in self.ran]
+        names = dict.fromkeys(name for samples in by_mesh for name in samples)
+        by_name = {name: [samples[name] for samples in by_mesh if name in samples] for name in names}
         return {name: each for name, each in by_name.items() if any(not s.is_right for s in each)}
 
     def scalars(self, mesh: MeshResult) -> dict[str, Samples]:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from opensora_accel.communications import exact_collectives, without_comparing_inputs
 from opensora_accel.flash_attn import flash_attn_stand_in
 from opensora_accel.observe import (
-    How,
+    ClipKind,
     ModelFn,
     Run,
     Step,
@@ -64,7 +64,7 @@ class Observation:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
-    # Axes over which FSDP2 was set not to add a gradient up.
+    # Axes over which FSDP2 is configured not to add a gradient up.
     held_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # Digests of the parameters, and of this rank's shards of those that are sharded.
     weights: dict[str, str] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class Observer:
             )
         return when_gradients_are_there(args, kwargs, self.capture)
 
-    def _before_clipping(self, how: How, limit: float, parameters: Sequence[Tensor]) -> None:
+    def _before_clipping(self, how: ClipKind, limit: float, parameters: Sequence[Tensor]) -> None:
         if self._model is None or self._captured_at is not None:
             return
         names = {id(parameter): name for name, parameter in named_parameters(self._model)}

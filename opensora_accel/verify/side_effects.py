@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
-from opensora_accel.observe import How
+from opensora_accel.observe import ClipKind
 from opensora_accel.verify.parameters import named_parameters
 from opensora_accel.wrapping import replaced
 
@@ -35,13 +35,15 @@ _NORMS = (2.0, float("inf"), 1.0)
 class Clip:
     """One call of a clip function, with the parameters that it was given."""
 
-    how: How
+    how: ClipKind
     limit: float
     names: tuple[str, ...]
 
 
 def expected_after_clipping(
-    clips: Sequence[Clip], gradients: Mapping[str, Tensor | None], limits: Mapping[tuple[How, str], float]
+    clips: Sequence[Clip],
+    gradients: Mapping[str, Tensor | None],
+    limits: Mapping[tuple[ClipKind, str], float],
 ) -> list[dict[str, Tensor]]:
     """What `gradients` should be after `clips`: one answer for each norm that may have been meant.
 
@@ -95,7 +97,7 @@ def fsdp1_modules() -> Iterator[list[FullyShardedDataParallel]]:
 
 
 def held_back_by_fsdp2(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameters without a gradient that FSDP2 was set not to add up over replicas, with the replicas' axes."""
+    """Parameters without a gradient that FSDP2 is configured not to add up over replicas, with the replicas' axes."""
     # `set_requires_gradient_sync(False)` clears both flags: then nothing is added up at all, which is another matter.
     held: set[Any] = set()
     for module in model.modules():

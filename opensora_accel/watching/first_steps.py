@@ -128,14 +128,10 @@ class FirstSteps:
             undo.enter_context(before_clipping(self._before_clipping))
             undo.enter_context(self._before_ddp())
             undo.enter_context(self._draws)
-            self._undo = undo.pop_all()
-        try:
             self._raise_if_any(self._unequal())
-        except LoopMistake:
-            self._undo.close()
-            raise
-        self._weights.start()
-        self._ema_before = None if self._ema is None else digests(self._ema)
+            self._weights.start()
+            self._ema_before = None if self._ema is None else digests(self._ema)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

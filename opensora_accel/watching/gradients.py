@@ -50,7 +50,7 @@ class Losses:
 
     def __init__(self) -> None:
         # For each, by its number, its value, and the samples that it is of.
-        self._told: dict[int, tuple[float, tuple[Any, ...]]] = {}
+        self._given: dict[int, tuple[float, tuple[Any, ...]]] = {}
         self.num_given = 0
         # For each output of the model the loss's number, ⟨g, ∂loss/∂output⟩ and
         # ⟨∂loss/∂output, ∂loss/∂output⟩, where g is what is backwarded.
@@ -64,7 +64,7 @@ class Losses:
             outputs: those of the model that the loss was computed from, of any shape.
         """
         number, self.num_given = self.num_given, self.num_given + 1
-        self._told[number] = loss.item(), tuple(samples)
+        self._given[number] = loss.item(), tuple(samples)
         if not outputs or not loss.requires_grad:
             return
         of_loss = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
@@ -80,11 +80,11 @@ class Losses:
 
     @property
     def given(self) -> list[tuple[float, tuple[Any, ...]]]:
-        return list(self._told.values())
+        return list(self._given.values())
 
     def forget(self, number: int) -> None:
         """The first `number` losses, whose gradients the loop has thrown away."""
-        self._told = {key: loss for key, loss in self._told.items() if key >= number}
+        self._given = {key: loss for key, loss in self._given.items() if key >= number}
         self._products = [product for product in self._products if product[0] >= number]
 
     def scale(self) -> float | None:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 REMEDIES = {
     "weights": "load or initialise the same weights on all of them",
+    "drifted weights": "go on from a state that was saved while they were equal, and look for what one rank alone has "
+    "done since: a step that it skipped or took by itself, or a device that computes wrong",
+    "drifted gradients": "look for what one rank alone has done since they were equal: another sample, noise or path "
+    "of the code, an average that it left out, or a device that computes wrong",
     "bucket": "draw buckets by parallel_states.get_data_parallel_group().rank(), and not by the global rank",
     "sample": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group(), or "
     "integrations.accelerate.data_parallel_dataloader",

@@ -54,6 +54,7 @@ from opensora_accel.watching.first_steps import FirstSteps, mistakes_of_saved_we
 from opensora_accel.watching.mistakes import LoopMistake
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer import blocks_of
+from shardformer.engine import uncompiled
 from shardformer.policy import Policy, find_policy, has_policy
 
 logger = logging.getLogger(__name__)
@@ -126,8 +127,8 @@ class watch:
         self._losses_given: list[float | Tensor] = []
         self._samples: list[str] = []
         self._norms, self._losses = deque[float](maxlen=_NUM_STEPS), deque[float](maxlen=_NUM_STEPS)
-        self._is_checked = False
-        # Optimizers that have begun to step in this step.
+        self._is_checked = self._is_looking = False
+        # Optimizers that have stepped in this step.
         self._stepped: set[int] = set()
         # The norm of each block's gradients when they were last looked at, and in which step.
         self.block_norms: dict[str, float] = {}
@@ -142,8 +143,6 @@ class watch:
             # A step may have more than one optimizer; other models of the program have theirs.
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 return None
-            if id(optimizer) in self._stepped:
-                self.step()  # a loop that does not say where a step ends
 
             def look() -> None:
                 self._stepped.add(id(optimizer))
@@ -157,13 +156,27 @@ class watch:
             if self._first is not None:
                 undo.enter_context(self._first)
             undo.callback(register_optimizer_step_pre_hook(before).remove)
+            # Before the hooks above, which keep this forward's inputs.
+            begins = self._model.register_forward_pre_hook(uncompiled(self._before_forward), prepend=True)
+            undo.callback(begins.remove)
             undo.callback(compare_next_forwards, False)
             self._undo = undo.pop_all()
         compare_next_forwards(self._is_due)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._undo.__exit__(*exception)
+    def __exit__(self, kind: type[BaseException] | None, *others: Any) -> None:
+        if kind is None:
+            self._look_at_losses()
+        self._undo.__exit__(kind, *others)
+
+    def _before_forward(self, model: nn.Module, _args: Any) -> None:
+        """The forward of a new step ends the one before, where the loop has not said so.
+
+        That is one with gradients, after an optimizer has stepped, or after the loop has looked and stepped none.
+        """
+        is_own = model is self._model and not self._is_looking and torch.is_grad_enabled()
+        if is_own and (self._stepped or self._is_checked):
+            self.step()
 
     @property
     def _is_due(self) -> bool:
@@ -181,8 +194,6 @@ class watch:
             samples: what this rank's samples are known by (files, indices): the same on the ranks that share them,
                 others elsewhere. They are named where a norm or a loss is not what it should be.
         """
-        if self._stepped:
-            self.step()  # a loop that does not say where a step ends
         self._losses_given.append(loss.detach() if isinstance(loss, Tensor) else loss)
         self._samples += map(str, samples)
         if self._first is not None and isinstance(loss, Tensor):
@@ -206,20 +217,17 @@ class watch:
         """
         if self._is_checked:
             return
-        self._is_checked = True
+        self._is_checked = self._is_looking = True
         try:
             self._look(norm)
         finally:
+            self._is_looking = False
             if self._is_past_first_steps:
                 self._inputs.calls.clear()
 
     def step(self) -> None:
-        """A step has ended. Where the loop does not say so, it ends when the next one begins."""
-        if self._losses_given:
-            self._look_at_loss(
-                math.fsum(float(each) for each in self._losses_given) / len(self._losses_given)
-            )
-        self._losses_given.clear()
+        """A step has ended. Where the loop does not say so, it ends with the first forward of the next one."""
+        self._look_at_losses()
         self._samples.clear()
         if self._is_past_first_steps:
             self._inputs.calls.clear()
@@ -282,7 +290,12 @@ class watch:
             if self._is_due:
                 self._look_over_ranks()
 
-    def _look_at_loss(self, loss: float) -> None:
+    def _look_at_losses(self) -> None:
+        """Looks at the mean of what the loop has given in this step."""
+        if not self._losses_given:
+            return
+        loss = math.fsum(float(each) for each in self._losses_given) / len(self._losses_given)
+        self._losses_given.clear()
         median = statistics.median(self._losses) if len(self._losses) >= _FEWEST_STEPS else math.inf
         group = get_sequence_parallel_group() if dist.is_initialized() else None
         # Ranks that share a sample have the same loss: one of them says so.
@@ -310,12 +323,10 @@ class watch:
     def _look_over_ranks(self) -> None:
         difference = first_difference(self._model, self._holders)
         if difference is not None:
-            since = (
-                f"they were equal in step {self._last_equal}: go on from a state saved until then"
-                if self._last_equal
-                else "this is the first look"
-            )
-            raise LoopMistake([(difference.kind, f"{difference.text}; {since}")], self._number)
+            name, what = str(difference.kind), difference.text
+            if self._last_equal:
+                name, what = f"drifted {name}", f"{what}; they were equal in step {self._last_equal}"
+            raise LoopMistake([(name, what)], self._number)
         self._last_equal = self._number
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ tokens, and this rank has fewer:
 
     def count_tokens(spread: Spread) -> None:
         def change(arguments: Arguments, name: str) -> None:
+            spread.tokens.check_known(name)
             arguments["num_tokens"] = spread.tokens.state.splits[spread.tokens.group.rank()]
 
         spread.change_arguments("blocks.*", "num_tokens", change)

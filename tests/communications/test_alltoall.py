@@ -188,6 +188,23 @@ def disagreeing(what):
     return str(caught.value)
 
 
+def disagreeing_pair():
+    """Ranks 2 and 3 of 4 have a group, in which they are the ranks 0 and 1."""
+    group = dist.new_group([2, 3])
+    if dist.get_rank() < 2:
+        return ""
+    with pytest.raises(ValueError) as caught:
+        comm.all_to_all(torch.randn(2, 4, 4, dist.get_rank()), group, 2, 1)
+    return str(caught.value)
+
+
+def test_ranks_are_counted_over_the_whole_job(ranks):
+    _, _, *messages = ranks(4, disagreeing_pair, env={"OPENSORA_ACCEL_DEBUG": "1"})
+    assert all("on rank 2 and " in message and message.endswith("on rank 3") for message in messages), (
+        messages
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "parts"),
     [

@@ -184,6 +184,17 @@ def test_two_levels_pay_below_the_size_that_is_stated():
     assert one_level_s("all-reduce", 1e6, 8, 1, links) == two_levels_s("all-reduce", 1e6, 8, 1, links)
 
 
+# 1 s a message and 10 bytes a second within a node; 100 s and 1 byte a second between nodes.
+SLOW = Link(10, 1), Link(1, 100)
+
+
+def test_two_levels_are_what_they_consist_of():
+    # All-to-all: 20 of the 40 bytes to the neighbour, and 20 to the other node.
+    assert two_levels_s("all-to-all", 40, 2, 2, SLOW) == pytest.approx(1 + 2 + 100 + 20)
+    # All-reduce: 20 bytes to the neighbour, the sum of 20 bytes between two nodes, and 20 bytes back.
+    assert two_levels_s("all-reduce", 40, 2, 2, SLOW) == pytest.approx((1 + 2) * 2 + 200 + 20)
+
+
 def groups_made():
     """The process groups of a job with a ulysses axis over two nodes, without and with two levels."""
     found = []

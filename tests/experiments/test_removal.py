@@ -32,6 +32,14 @@ with fake_world(0, 4), without_values():
     plan = Plan(dp_replicate=2, ulysses=2, sharding="zero3", checkpoint="full")
     init_parallel(plan)
     shardformer.shard(wan(), plan)
+from opensora_accel.planner.candidates import _extras
+from opensora_accel.planner.hardware import Hardware
+
+class Request:
+    hardware, world_size = Hardware.named("h100x2-ib400"), 4
+
+fields = {"dp_shard": 1, "ring": 1, "ulysses": 4, "tp": 1, "sharding": "none"}
+assert _extras(Request, fields) == [{}], "the planner proposes no experiment"
 try:
     experiments_of(Plan(ulysses=2, overlap_ulysses=True))
 except ValueError as error:

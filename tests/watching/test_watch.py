@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def other_samples(_):
     """Ranks of a sequence group that draw other noise from the sixth step on, long after the first forwards."""
     plan = PLANS["ulysses"]
     case, model, wrapped, optimizer = build(plan)
-    with watch(model, plan, every=3, check_steps=0) as run:
+    with watch(model, plan, every=3, check_steps=0):
         for number in range(1, 12):
             inputs = case.inputs()
             if number >= 6:
@@ -257,7 +258,6 @@ def other_samples(_):
                 return number, str(error)
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
     return None
 
 
@@ -388,6 +388,66 @@ def test_wrong_arguments_are_refused():
             ValueError, match=r"every must|check_steps must|spike must|the plan is for 2 ranks"
         ):
             watch(model, **wrong)
+
+
+@pytest.mark.parametrize("check_steps", [0, 2])
+def test_what_is_not_finite_is_traced_in_any_step(caplog, check_steps):
+    """In a loop that does not say where a step ends, and skips the steps that are not finite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with caplog.at_level(logging.WARNING), watch(model, check_steps=check_steps) as run:
+        for number in range(1, 8):
+            loss = model(torch.randn(4, 3) * (torch.inf if number in (3, 4, 6) else 1)).square().mean()
+            run.loss(loss, samples=[f"{number}.mp4"])
+            loss.backward()
+            run.check()
+            if number not in (3, 4, 6):
+                optimizer.step()
+            optimizer.zero_grad()
+    messages = [record.getMessage() for record in caplog.records if "gradient norm" in record.getMessage()]
+    for message, number in zip(messages, (3, 4, 6), strict=True):
+        assert f"of step {number} is nan: first in tensor 0 that the model was called with" in message
+        assert message.endswith(f"its files: {number}.mp4")
+
+
+def test_a_clip_hides_no_spike_where_the_loop_gives_no_loss():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with watch(model, every=1, check_steps=0) as run:
+        for number in range(1, 5):
+            model(torch.ones(4, 3)).mul(1000).sum().backward()
+            run.check()
+            assert run.last_look == number and run.block_norms["outside of the blocks"] > 1000
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_last_step_is_looked_at_too(caplog):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with caplog.at_level(logging.WARNING), watch(model, check_steps=0) as run:
+        for number in range(1, 31):
+            loss = model(torch.ones(4, 3)).square().mean() + 1
+            run.loss(loss * (1000 if number == 30 else 1), samples=[f"{number}.mp4"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "the loss of step 30 on rank 0" in message and message.endswith("its files: 30.mp4")
+
+
+def test_no_hook_is_left_by_an_error_at_the_start():
+    model = nn.Linear(2, 2)
+    hooks, normal = len(model._forward_pre_hooks), torch.randn
+    with (
+        mock.patch("opensora_accel.watching.first_steps.first_difference", side_effect=RuntimeError("gone")),
+        pytest.raises(RuntimeError, match="gone"),
+        watch(model),
+    ):
+        pass
+    assert len(model._forward_pre_hooks) == hooks and torch.randn is normal
 
 
 def test_no_input_outlives_its_step():

@@ -174,7 +174,7 @@ def run_task(world: World, task: Mapping[str, Any]) -> dict[str, Any]:
 def simulated(
     name: str, size_bytes: float, nodes: int, per_node: int, links: tuple[Link, Link]
 ) -> dict[str, float]:
-    """Milliseconds of the transfers alone, by the formulas of `links.py`."""
+    """Milliseconds of the transfers alone, by the formulas of `links.py` and `by_node.py`."""
     kind: Any
     kind, _, how = name.partition(" ")
     if how.startswith("by node"):

@@ -170,8 +170,8 @@ def read_manifest(folder: Path) -> dict[str, str]:
     read = [folder / TOKENIZER, *folder.glob(f"{OPTIMIZER_STEM}*.safetensors")]
     for model in (MODEL, AVERAGED):
         read += [folder / model / CONFIG, *folder.glob(f"{model}/{WEIGHTS_STEM}*")]
-    unlisted_files = [path.relative_to(folder).as_posix() for path in read if os.path.lexists(path)]
-    unlisted += [name for name in unlisted_files if name not in sums and name not in unlisted]
+    present = [path.relative_to(folder).as_posix() for path in read if os.path.lexists(path)]
+    unlisted += [name for name in present if name not in sums and name not in unlisted]
     if unlisted:
         raise ValueError(
             f"{path} does not list {', '.join(unlisted)}: whether they are as they were written cannot be checked; "

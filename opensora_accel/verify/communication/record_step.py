@@ -219,13 +219,13 @@ def _parameters(model: nn.Module, with_gradient: frozenset[str]) -> tuple[Parame
 
 
 def _kept_by_root(model: nn.Module) -> set[int]:
-    """The parameters that FSDP2's root holds itself, unless it was set what to do with them after forward."""
+    """The parameters that FSDP2's root holds itself and keeps, where `reshard_after_forward` does not say otherwise."""
     kept: set[int] = set()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()
-        # torch before 2.8 could not be set: it always kept them.
+        # torch before 2.8 has no such setting: it always kept them.
         if getattr(state, "_is_root", False) and getattr(state, "_auto_reshard_after_forward", True):
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             kept |= {id(each.sharded_param) for group in groups if group for each in group.fsdp_params}
