@@ -194,7 +194,7 @@ def _torch_version(constraints: Path) -> str:
     return pins[0].removeprefix("torch==")
 
 
-def _tell(environment: Environment, wrong: dict[Install, str]) -> int:
+def _report(environment: Environment, wrong: dict[Install, str]) -> int:
     """Prints what cannot be installed there, and returns how much of it is needed."""
     print(f"{environment}: " + ("" if wrong else "all of it installs"), flush=True)
     for install, reason in wrong.items():
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reasons = pool.map(lambda pair: resolve(pair[1], pair[0], options.constraints, Path(folder)), pairs)
         outcomes = ((*pair, reason) for pair, reason in zip(pairs, reasons, strict=True))
         for environment, group in groupby(outcomes, key=lambda outcome: outcome[0]):
-            failures += _tell(environment, {install: reason for _, install, reason in group if reason})
+            failures += _report(environment, {install: reason for _, install, reason in group if reason})
     print(f"{failures} of {len(pairs)} installs fail" if failures else f"all {len(pairs)} installs resolve")
     return 1 if failures else 0
 

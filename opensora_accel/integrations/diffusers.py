@@ -129,7 +129,7 @@ def enable_parallelism(
     with _without_cache(model), ExitStack() as undo:
         undo.callback(shardformer.unshard, shardformer.shard(model, asked.plan))
         if asked.plan.sequence > 1:
-            _tell_of_ranks_left_out(model, get_parallel_group("sequence"), undo)
+            _warn_of_ranks_left_out(model, get_parallel_group("sequence"), undo)
         setattr(model, _NOTE, config)
         undo.callback(delattr, model, _NOTE)
         setattr(model, _UNDO, undo.pop_all())
@@ -334,7 +334,7 @@ def _without_cache(model: Any) -> Iterator[None]:
             model.enable_cache(config)
 
 
-def _tell_of_ranks_left_out(model: nn.Module, group: dist.ProcessGroup, undo: ExitStack) -> None:
+def _warn_of_ranks_left_out(model: nn.Module, group: dist.ProcessGroup, undo: ExitStack) -> None:
     """Warns in the first training forward where FSDP2's mesh is without the ranks that share a sample.
 
     FSDP2 averages over its mesh alone. It may be put on before or after `enable_parallelism`.

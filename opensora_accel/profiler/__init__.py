@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opensora_accel.observe import LimitedBytes, LiveBytes
     from opensora_accel.profiler.intervals import exposed_seconds
     from opensora_accel.profiler.memory import MemoryPeak, MemoryTimeline
-    from opensora_accel.profiler.out_of_memory import tell_of_out_of_memory
+    from opensora_accel.profiler.out_of_memory import explain_out_of_memory
     from opensora_accel.profiler.run_page import CONFIG, METRICS, PAGE, SAMPLES, write_run_page
     from opensora_accel.profiler.time import profile
     from opensora_accel.regions import region
@@ -30,11 +30,11 @@ __all__ = [
     "LiveBytes",
     "MemoryPeak",
     "MemoryTimeline",
+    "explain_out_of_memory",
     "exposed_seconds",
     "profile",
     "region",
     "report",
-    "tell_of_out_of_memory",
     "write_run_page",
 ]
 

@@ -1,6 +1,6 @@
 """When the memory ran out: what was alive, by kind and by block, and the smallest change of the Plan that would fit.
 
-    with tell_of_out_of_memory(model, optimizer, plan):
+    with explain_out_of_memory(model, optimizer, plan):
         trainer.step()
 
 Around a step it notes what each block takes. On a GPU that is a look at the allocator wherever the step comes to
@@ -42,7 +42,7 @@ _ROWS = 8
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class tell_of_out_of_memory:
+class explain_out_of_memory:
     """Around a step: when it raises torch.OutOfMemoryError, prints what was alive and what would have fitted.
 
     The exception is the same object with the same traceback. From Python 3.11 on the change is added to it as a note.

@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     if keep_bytes is not None:
         removed = trim(own.folder, keep_bytes)
         print(f"removed {len(removed)} entries, {_size(sum(entry.size_bytes for entry in removed))}")
-    _tell(own.folder)
+    _print(own.folder)
     return 0
 
 
-def _tell(folder: Path) -> None:
+def _print(folder: Path) -> None:
     numbers, sizes = Counter[str](), Counter[str]()
     for entry in entries(folder):
         try:

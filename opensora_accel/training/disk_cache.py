@@ -103,7 +103,7 @@ class DiskCache:
         except (OSError, ValueError, SafetensorError) as error:
             value = None
             self._damaged.add(path)
-            self._tell_once(
+            self._warn_once(
                 "damaged",
                 f"{path} is not what was stored there ({error}); it is computed again, and so are others of "
                 "which this is true",
@@ -141,7 +141,7 @@ class DiskCache:
             remedy = "let it be writable"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 remedy = f"`opensora-accel cache {self.folder} --keep 100GB` keeps what was used last"
-            self._tell_once(
+            self._warn_once(
                 "not stored",
                 f"nothing more is stored in cache_folder {self.folder} by this process ({error.strerror or error}); "
                 f"the run goes on, and what it lacks there is computed again by the next one; {remedy}, or name "
@@ -164,7 +164,7 @@ class DiskCache:
         name = hashlib.sha256(_canonical(key).encode()).hexdigest()
         return self.folder / name[:2] / f"{name}{_SUFFIX}"
 
-    def _tell_once(self, kind: str, message: str) -> None:
+    def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("%s", message)

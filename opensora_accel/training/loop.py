@@ -26,7 +26,7 @@ from opensora_accel.experimental import experiment
 from opensora_accel.fsdp import forget_rounding, set_last_microbatch
 from opensora_accel.observe import peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
-from opensora_accel.profiler import profile, tell_of_out_of_memory, write_run_page
+from opensora_accel.profiler import explain_out_of_memory, profile, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
 from opensora_accel.training.config import ProfileOptions, TrainConfig
@@ -323,7 +323,7 @@ class Trainer:
             return nullcontext()
         model = self.state.model
         mlps = [mlp for path in find_policy(model).mlps for _, mlp in find(model, path)]
-        return tell_of_out_of_memory(
+        return explain_out_of_memory(
             model, self.state.optimizer, lambda: self._batch_plan, blocks=blocks_of(model), mlps=mlps
         )
 
@@ -412,7 +412,7 @@ class Trainer:
             self.watch.step()
         if reason is not None:
             forget_rounding(state.model)
-            self._tell_of_skipped(reason, own_loss, files)
+            self._warn_of_skipped(reason, own_loss, files)
         return metrics
 
     def _why_skip(self, norm: float) -> str | None:
@@ -427,7 +427,7 @@ class Trainer:
             )
         return None
 
-    def _tell_of_skipped(self, reason: str, own_loss: Tensor, files: Sequence[str]) -> None:
+    def _warn_of_skipped(self, reason: str, own_loss: Tensor, files: Sequence[str]) -> None:
         """Names the clips of a step that was skipped; `own_loss` is this rank's, a scalar.
 
         Communication: an object all-gather.

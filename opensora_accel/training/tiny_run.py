@@ -150,10 +150,10 @@ class TrainerStep:
         run.watch(trainer.state.model)
         metrics = trainer.step()
         assert metrics is not None, "nobody interrupts it"
-        return told_by_all(metrics)
+        return compared_between_ranks(metrics)
 
 
-def told_by_all(metrics: Mapping[str, float]) -> dict[str, float]:
+def compared_between_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     """Loss and gradient norm, which the trainer reports for all ranks, and how far apart the ranks are in them (0).
 
     Communication: one object all-gather.

@@ -444,11 +444,11 @@ def index_videos(
     if not usable:
         raise ValueError(nothing_usable(folder, quarantined))
     if config.buckets:
-        _tell_of_cropped(usable)
+        _warn_of_cropped(usable)
     return usable, quarantined
 
 
-def _tell_of_cropped(videos: Sequence[Video]) -> None:
+def _warn_of_cropped(videos: Sequence[Video]) -> None:
     """Warns of buckets that cut off much of some files: who names aspect ratios does so to keep the pictures whole."""
     worst: dict[Bucket, tuple[float, str]] = {}
     counts = Counter[Bucket]()

@@ -15,7 +15,7 @@ from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER, checkpoint_bloc
 from opensora_accel.fsdp import shard_parameters
 from opensora_accel.observe.fitting import BlockMemory, StepMemory, changes, smallest_change
 from opensora_accel.observe.owners import plain_tensors
-from opensora_accel.profiler import LimitedBytes, LiveBytes, tell_of_out_of_memory
+from opensora_accel.profiler import LimitedBytes, LiveBytes, explain_out_of_memory
 from tests.tiers import some
 
 WIDTH, TOKENS, LAYERS = 32, 2000, 8
@@ -100,7 +100,7 @@ def told(plan, limit_bytes):
     try:
         with (
             counting(LimitedBytes(limit_bytes), model),
-            tell_of_out_of_memory(model, optimizer, plan, mlps=mlps, limit_bytes=limit_bytes, file=printed),
+            explain_out_of_memory(model, optimizer, plan, mlps=mlps, limit_bytes=limit_bytes, file=printed),
         ):
             train(model, optimizer)
     except torch.OutOfMemoryError as error:
@@ -185,7 +185,7 @@ def sharded_on_two_ranks(index):
     with (
         contextlib.suppress(torch.OutOfMemoryError),
         counting(LimitedBytes(limit), model),
-        tell_of_out_of_memory(model, optimizer, plans[0], limit_bytes=limit, file=printed),
+        explain_out_of_memory(model, optimizer, plans[0], limit_bytes=limit, file=printed),
     ):
         train_few_tokens(model, optimizer)
     return peaks, printed.getvalue().splitlines()
@@ -217,7 +217,7 @@ def under_ddp():
     # DDP makes its buckets anew in the second step.
     for _ in range(2):
         step()
-    teller = tell_of_out_of_memory(model, optimizer, plan)
+    teller = explain_out_of_memory(model, optimizer, plan)
     with teller:
         step()
     # What was the largest in each block is shown by a failure.
@@ -247,9 +247,9 @@ def test_one_screen_and_the_exception_is_what_it_was():
 def test_other_exceptions_and_steps_that_end_print_nothing():
     model, optimizer = built(Plan())
     printed = io.StringIO()
-    with tell_of_out_of_memory(model, optimizer, Plan(), file=printed):
+    with explain_out_of_memory(model, optimizer, Plan(), file=printed):
         train(model, optimizer)
-    with pytest.raises(KeyError), tell_of_out_of_memory(model, optimizer, Plan(), file=printed):
+    with pytest.raises(KeyError), explain_out_of_memory(model, optimizer, Plan(), file=printed):
         raise KeyError
     assert printed.getvalue() == ""
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -258,7 +258,7 @@ def test_other_exceptions_and_steps_that_end_print_nothing():
 def test_mlps_of_another_model_are_refused():
     model, optimizer = built(Plan())
     with pytest.raises(ValueError, match="none of the blocks"):
-        tell_of_out_of_memory(model, optimizer, mlps=[nn.Linear(2, 2)])
+        explain_out_of_memory(model, optimizer, mlps=[nn.Linear(2, 2)])
 
 
 GIB = 2**30
@@ -354,7 +354,7 @@ def test_what_the_host_does_not_hold_is_told():
     limit = (peak_of(Plan(checkpoint="full")) + peak_of(Plan(checkpoint="full", offload=1.0))) // 2
     model, optimizer = built(Plan())
     printed = io.StringIO()
-    teller = tell_of_out_of_memory(
+    teller = explain_out_of_memory(
         model, optimizer, Plan(), limit_bytes=limit, host_limit_bytes=0, file=printed
     )
     with contextlib.suppress(torch.OutOfMemoryError), counting(LimitedBytes(limit), model), teller:

@@ -63,7 +63,7 @@ def spread_frames(spread):
     gather_frames(spread, "head")
 
 
-def tell_frames(spread):
+def give_frames(spread):
     spread_by_frames(spread, "clip", dim=1)
 
 
@@ -81,7 +81,7 @@ POLICY = Policy(
     models=("Gridded",),
     arguments="clip times",
     split_inputs=(SplitInput("blocks.*", "places.table", dim=0),),
-    functions=(tell_frames, spread_frames),
+    functions=(give_frames, spread_frames),
     self_attention=("blocks.*",),
     blocks=(Blocks("blocks", ()),),
 )
@@ -152,7 +152,7 @@ def refusal(change):
             "the policy names 'tail', which fits no module of Gridded: it has embed, head, blocks",
         ),
         (
-            {"split_inputs": (SplitInput("", "times"),), "functions": (tell_frames,)},
+            {"split_inputs": (SplitInput("", "times"),), "functions": (give_frames,)},
             "the policy splits an argument of Gridded before it knows the frames",
         ),
         (

@@ -36,7 +36,7 @@ from opensora_accel.observe.fitting import BlockMemory, StepMemory
 from opensora_accel.observe.flops import FlopCounter
 from opensora_accel.observe.meshes import MeshShape, Run, group_of
 from opensora_accel.observe.owners import Owner, arena_memory
-from opensora_accel.profiler import LiveBytes, profile, tell_of_out_of_memory
+from opensora_accel.profiler import LiveBytes, explain_out_of_memory, profile
 from opensora_accel.profiler.analyse import analyse
 from opensora_accel.verify.communication.record_step import record_step
 from shardformer import blocks_of, parallelize
@@ -155,7 +155,7 @@ def follow_memory(plan: Plan, sizes: Sizes, device: torch.device) -> Seen:
         policy = find_policy(step.model)
         mlps = [module for pattern in policy.mlps for _name, module in find(step.model, pattern)]
         blocks = blocks_of(step.model)
-        teller = tell_of_out_of_memory(step.model, step.optimizer, plan, blocks=blocks, mlps=mlps)
+        teller = explain_out_of_memory(step.model, step.optimizer, plan, blocks=blocks, mlps=mlps)
         live.peak_bytes = live.now_bytes
         with teller as timeline:
             step()

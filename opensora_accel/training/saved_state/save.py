@@ -248,11 +248,11 @@ class Saver:
             f"save/{self._group.group_name}/{self._num_saves}",
         )
         try:
-            _tell(f"{key}/copied/{dist.get_rank()}", lambda: self._stage(tensors))
+            _publish(f"{key}/copied/{dist.get_rank()}", lambda: self._stage(tensors))
             if dist.get_rank() == 0:
-                _tell(f"{key}/begin", lambda: self._begin(begun, key))
+                _publish(f"{key}/begin", lambda: self._begin(begun, key))
             self._hear(f"{key}/begin", 0)
-            _tell(f"{key}/{dist.get_rank()}", lambda: self._write_tensors(begun))
+            _publish(f"{key}/{dist.get_rank()}", lambda: self._write_tensors(begun))
             if dist.get_rank() == 0:
                 self._finish(folder, begun, files, key)
                 remove_old(folder, run, keep)
@@ -462,7 +462,7 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _tell(key: str, work: Callable[[], dict[str, str] | None]) -> None:
+def _publish(key: str, work: Callable[[], dict[str, str] | None]) -> None:
     """Does the work and publishes what came of it: the sums of the files that it wrote, or its error."""
     try:
         outcome: dict[str, Any] = {"sums": work() or {}}
