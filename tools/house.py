@@ -153,7 +153,8 @@ def stops() -> list[str]:
     import shardformer
     from opensora_accel import Plan, init_parallel
 
-    importlib.import_module("opensora_accel.fsdp")  # which `shard` imports late
+    for module in ("opensora_accel.fsdp", "shardformer.engine.splits"):  # which `shard` imports late
+        importlib.import_module(module)
     plan = Plan(ring=2, ulysses=2, checkpoint="full", offload=1.0, sharding="zero3")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
     init_parallel(plan, device_type="cpu")

@@ -30,7 +30,6 @@ from opensora_accel.parallel_states import (
 from opensora_accel.plan import Plan
 from opensora_accel.precision import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
-from shardformer.engine.splits import spread_tokens
 from shardformer.paths import children, find
 from shardformer.policy import Policy, find_policy, has_policy
 from shardformer.spread import Tokens
@@ -157,6 +156,9 @@ def shard(
             with resume_recording(model):
                 _shard_tensors(model, plan, policy, undo)
         if group is not None:
+            # With all of attention, which a plan without sequence parallelism has no use for.
+            from shardformer.engine.splits import spread_tokens
+
             spread_tokens(model, plan, policy, Tokens(group), undo)
         _chunk_mlps(model, policy, block_plans, undo)
         _checkpoint(model, policy, block_plans, undo)
