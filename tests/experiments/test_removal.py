@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import importlib, pkgutil, sys
+import sys
 
 class Removed:
     def find_spec(self, name, path=None, target=None):
@@ -15,19 +15,12 @@ class Removed:
             raise ModuleNotFoundError(name, name="opensora_accel.experiments")
 
 sys.meta_path.insert(0, Removed())
-import opensora_accel, shardformer
+import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.experimental import experiments_of
 from opensora_accel.observe import fake_world, without_values
 from tests.models import wan
 
-for package in (opensora_accel, shardformer):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.startswith(("opensora_accel.experiments", "shardformer.colossalai", "opensora_accel.cli")):
-            try:
-                importlib.import_module(module.name)
-            except ModuleNotFoundError as error:
-                assert error.name in ("triton", "flash_attn"), error
 with fake_world(0, 4), without_values():
     plan = Plan(dp_replicate=2, ulysses=2, sharding="zero3", checkpoint="full")
     init_parallel(plan)

@@ -189,10 +189,10 @@ class TrainerStep:
 
     def __call__(self, run: Run) -> dict[str, float]:
         from opensora_accel.training.loop import Trainer
-        from opensora_accel.training.tiny_run import told_by_all
+        from opensora_accel.training.tiny_run import compared_between_ranks
         from tests.training.runs import tiny_config
 
         changes = {"data.num_workers": 0, "optim.accumulation": self.accumulation, **dict(self.changes)}
         trainer = Trainer(tiny_config(self.folder, self.folder / "out", run.plan, **changes))
         run.watch(trainer.state.model)
-        return told_by_all(trainer.step())
+        return compared_between_ranks(trainer.step())
