@@ -3,8 +3,8 @@
 Claim: each sends exactly the bytes that docs/collectives.md states: half of fp32 for sums in bf16, 132/256 of bf16 for
 weights in int8 or fp8, and in two levels as many between nodes as in one. That a time gets shorter is not claimed
 here: the ranks of one machine have no slow link between them, so what is measured is the price of compressing and of
-copying. What it is to buy is simulated by the formulas of `links.py` and `by_node.py`, for links that are named, without
-the time of compressing; those columns are called simulated.
+copying. What it is to buy is simulated by the formulas of `links.py` and `by_node.py`, for links that are named,
+without the time of compressing; those columns are called simulated.
 
 Before the clock starts, each side's result must be within its bound of the plain one's.
 
