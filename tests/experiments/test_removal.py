@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
@@ -40,6 +42,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.prove  # imports of experiments are refused by tests/test_layers.py
 def test_the_package_runs_without_them():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
