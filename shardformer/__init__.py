@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opensora_accel import lazy
-from shardformer.engine import blocks_of, norms_of, parallelize, run_blocks, shard, unshard
-from shardformer.engine.decisions import sum_over_tokens
+from shardformer.engine import (
+    blocks_of,
+    norms_of,
+    parallelize,
+    run_blocks,
+    shard,
+    sum_over_tokens,
+    unshard,
+)
 from shardformer.policy import Policy
 from shardformer.spread import local_tokens
 

@@ -41,8 +41,8 @@ from opensora_accel.parallel_states import (
     init_parallel,
 )
 from opensora_accel.plan import Plan
-from shardformer.engine import uncompiled
 from shardformer.policy import find_policy, has_policy
+from shardformer.spread import uncompiled
 
 if TYPE_CHECKING:
     from diffusers.models._modeling_parallel import (

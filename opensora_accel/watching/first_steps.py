@@ -51,7 +51,7 @@ from opensora_accel.watching.inputs import Draws, Repeats, look_at_inputs, mista
 from opensora_accel.watching.mistakes import LoopMistake
 from opensora_accel.watching.weights import TrainedWeights, digests
 from opensora_accel.wrapping import StepArguments, replaced, when_gradients_are_there
-from shardformer.engine import uncompiled
+from shardformer.spread import uncompiled
 
 logger = logging.getLogger(__name__)
 

@@ -54,8 +54,8 @@ from opensora_accel.watching.first_steps import FirstSteps, mistakes_of_saved_we
 from opensora_accel.watching.mistakes import LoopMistake
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer import blocks_of
-from shardformer.engine import uncompiled
 from shardformer.policy import Policy, find_policy, has_policy
+from shardformer.spread import uncompiled
 
 logger = logging.getLogger(__name__)
 

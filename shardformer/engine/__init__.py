@@ -10,7 +10,7 @@ from shardformer.engine.apply import (
     unshard,
     weight_dtype,
 )
-from shardformer.spread import uncompiled
+from shardformer.engine.decisions import sum_over_tokens
 
 __all__ = [
     "Summary",
@@ -21,8 +21,8 @@ __all__ = [
     "parallelize",
     "run_blocks",
     "shard",
+    "sum_over_tokens",
     "summarise",
-    "uncompiled",
     "unshard",
     "weight_dtype",
 ]
