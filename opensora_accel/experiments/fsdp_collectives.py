@@ -193,6 +193,11 @@ class AverageOverCopies:
 
     def __call__(self, reduced: Tensor) -> None:
         """Averages `reduced` [n] in place; before the last microbatch it is kept, and replaced by zeros."""
+        if reduced.is_cuda:
+            # Its memory belongs to the stream of the reduce-scatters. FSDP2 drops it when it has added it to a gradient
+            # or sent it to the host, and the next block's reduce-scatter would have it while this stream still reads
+            # it (torch PRs #140044, #180900, which mend it where FSDP2 sends the all-reduce itself).
+            reduced.record_stream(torch.cuda.current_stream())
         if not self._param_group.all_reduce_grads:
             # FSDP2 adds what is left in `reduced` to the gradient: zeros now, and the sum of all in the end.
             if self._added_up is None:

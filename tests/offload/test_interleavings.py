@@ -1,7 +1,6 @@
 """Any order of forwards, backwards, aborts and repeats gives the plain gradients, with every copy late and in order."""
 
 import gc
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,8 +9,10 @@ from hypothesis import strategies as st
 
 from opensora_accel import checkpoint as ck
 from opensora_accel.offload import OffloadEngine
-from tests.offload.devices import Compute, LateQueues, RaceQueues
+from opensora_accel.offload.device import CudaQueues
+from tests.offload.devices import LateQueues
 from tests.offload.scenarios import ENTRY_BYTES, Aborted, engine, forward, model
+from tests.stand_in_streams import Schedule
 from tests.tiers import some
 
 ACTIONS = (
@@ -69,13 +70,10 @@ def explode(site, call):
     handle.remove()
 
 
-def offloaded(queues, mode, room, actions):
-    manager = OffloadEngine(lambda _device: queues)
+def offloaded(make_queues, mode, room, actions):
+    manager = OffloadEngine(make_queues)
     blocks = model(3)
-    with ExitStack() as stack:
-        stack.enter_context(engine(manager))
-        if isinstance(queues, RaceQueues):
-            stack.enter_context(Compute(queues))
+    with engine(manager):
         manager.setup_arena(room)
         ck.checkpoint_blocks(blocks, mode, 1.0, keep_last=0)
         found = play(blocks, actions)
@@ -98,11 +96,11 @@ def test_any_order_gives_the_plain_gradients(mode, actions, entries):
     plain = model(3)
     expected = play(plain, actions)
     late = LateQueues()
-    found = offloaded(late, mode, entries * ENTRY_BYTES, actions)
+    found = offloaded(lambda _device: late, mode, entries * ENTRY_BYTES, actions)
     assert all(map(torch.equal, found, expected)) and late.freed_under_copy == 0
-    checked = RaceQueues()
-    assert all(map(torch.equal, offloaded(checked, mode, entries * ENTRY_BYTES, actions), expected))
-    assert [str(race) for race in checked.races] == []
+    with Schedule() as schedule:
+        found = offloaded(CudaQueues, mode, entries * ENTRY_BYTES, actions)
+    assert all(map(torch.equal, found, expected)) and schedule.races == []
 
 
 def test_the_gradients_are_of_something():
