@@ -59,6 +59,9 @@ class Stream:
         # How far each other stream has come for sure before work that is given from now on.
         self.known: dict[Stream, int] = {}
 
+        # When all that it was given so far is done.
+        self.seconds = 0.0
+
     def __repr__(self):
         return self.name
 
@@ -70,10 +73,11 @@ class Stream:
         return {**self.known, self: self.time}
 
     def wait_stream(self, stream):
-        self.learn(stream.now())
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event):
         self.learn(event.at)
+        self.seconds = max(self.seconds, event.seconds)
 
     def record_event(self, event=None):
         event = event or Event()
@@ -81,7 +85,7 @@ class Stream:
         return event
 
     def synchronize(self):
-        host().learn(self.now())
+        host().wait_stream(self)
 
     def query(self):
         return True
@@ -92,18 +96,24 @@ class Event:
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False):
         self.at: dict[Stream, int] = {}
+        self.seconds = 0.0
 
     def record(self, stream=None):
-        self.at = (stream or current_stream()).now()
+        stream = stream or current_stream()
+        self.at, self.seconds = stream.now(), stream.seconds
 
     def wait(self, stream=None):
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self):
-        host().learn(self.at)
+        host().wait_event(self)
 
     def query(self):
         return True
+
+    def elapsed_time(self, end):
+        """Milliseconds, rounded as CUDA's are."""
+        return torch.tensor(1000 * (end.seconds - self.seconds), dtype=torch.float32).item()
 
 
 _numbers = iter(range(1_000_000))
@@ -140,7 +150,8 @@ class Work(dist.Work):
         self._works, self._held, self._has_future = works, tensors, has_future
         self._done = comm.record_event()
 
-    def wait(self, *_timeout):
+    def finish(self):
+        """The stream that is current waits: what `dist.Work.wait` does."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -161,7 +172,9 @@ class Work(dist.Work):
 class Schedule:
     """Within it work is that of a GPU, also that of threads which start there. `races`: each access out of order."""
 
-    def __init__(self):
+    def __init__(self, operator_s=0.0, transfer_s=0.0):
+        # What each takes on the stream where it runs.
+        self._operator_s, self._transfer_s = operator_s, transfer_s
         self.races: list[str] = []
         self.num_accesses = 0
         # By storage: the stream it belongs to, and the accesses that later ones have to come after.
@@ -191,7 +204,10 @@ class Schedule:
             (torch.cuda, "synchronize", self.synchronize),
             (torch.cuda, "get_device_capability", lambda _device=None: (8, 0)),
             (torch, "empty", functools.partial(_empty, torch.empty)),
-            (dist, "batch_isend_irecv", self._batching(dist.batch_isend_irecv)),
+            (dist.Work, "wait", _waiting(dist.Work.wait)),
+            (dist, "batch_isend_irecv", _batch_isend_irecv),
+            (dist.ProcessGroup, "_start_coalescing", self._start_coalescing),
+            (dist.ProcessGroup, "_end_coalescing", self._end_coalescing),
             (host_memory, "_map_pages", self._mapping(host_memory._map_pages)),
             (host_memory, "_give_back", self._giving_back(host_memory._give_back)),
             (threading.Thread, "start", self._starting(threading.Thread.start)),
@@ -221,15 +237,12 @@ class Schedule:
     def _record(self, tensor, used_on):
         self._recorded.setdefault(tensor.untyped_storage()._cdata, set()).add(used_on)
 
-    def _batching(self, batch):
-        def batch_isend_irecv(messages):
-            group = messages[0].group
-            self._batches[group] = [], []
-            batch(messages)
-            works, tensors = self._batches.pop(group)
-            return [self._work(works, group, tensors, has_future=False)]
+    def _start_coalescing(self, group, _device):
+        self._batches[group] = [], []
 
-        return batch_isend_irecv
+    def _end_coalescing(self, group, _device):
+        works, tensors = self._batches.pop(group)
+        return self._work(works, group, tensors, has_future=False)
 
     def _mapping(self, map_pages):
         def maps(num_bytes):
@@ -295,7 +308,7 @@ class Schedule:
                 written += _tensors(values.get(argument.name))
         written_ids = {id(tensor) for tensor in written}
         read = [tensor for tensor in given if id(tensor) not in written_ids]
-        self._run(current_stream(), func._schema.name, read, written)
+        self._run(current_stream(), func._schema.name, read, written, self._operator_s)
 
     def communicates(self, func, values, outputs):
         """What a collective that gloo has run gives under NCCL."""
@@ -311,19 +324,19 @@ class Schedule:
         if name in _MESSAGES:
             if group not in self._batches:
                 # A message of the host's own: it's the host that reads or fills the memory.
-                self._run(host(), name, read, written)
+                self._run(host(), name, read, written, self._transfer_s)
                 return outputs
             works, tensors = self._batches[group]
             works.append(work)
             tensors += read + written
-            self._run(self._comm(group), name, read, written)
+            self._run(self._comm(group), name, read, written, self._transfer_s)
             return outputs
         if values.get("async_op", True):
-            self._run(self._comm(group), name, read, written)
+            self._run(self._comm(group), name, read, written, self._transfer_s)
             replaced = self._work([work], group, read + written, has_future=True).boxed()
         else:
             work.wait()
-            self._run(current_stream(), name, read, written)
+            self._run(current_stream(), name, read, written, self._transfer_s)
             replaced = dist.Work.boxed(None)
         return (*outputs[:-1], replaced) if isinstance(outputs, (tuple, list)) else replaced
 
@@ -342,11 +355,12 @@ class Schedule:
 
     # ---- accesses
 
-    def _run(self, where, name, reads, writes):
+    def _run(self, where, name, reads, writes, seconds):
         with self._lock:
             self._streams.add(where)
             where.learn(host().known)
             where.time += 1
+            where.seconds = max(where.seconds, host().seconds) + seconds
             what = f"{name} ({_place()})"
             for is_write, tensors in ((False, reads), (True, writes)):
                 for tensor in tensors:
@@ -416,6 +430,25 @@ class _Mode(modes.OperatorMode):
 
     def after(self, func, args, kwargs, outputs):
         self._schedule.computes(func, args, kwargs, outputs)
+
+
+def _waiting(wait):
+    """NCCL's works have no `wait` of their own: whoever replaces torch's sees them."""
+
+    def waits(work, *timeout):
+        return work.finish() if isinstance(work, Work) else wait(work, *timeout)
+
+    return waits
+
+
+def _batch_isend_irecv(messages):
+    """As torch does where messages become one: with NCCL."""
+    group, device = messages[0].group, messages[0].tensor.device
+    dist.ProcessGroup._start_coalescing(group, device)
+    for each in messages:
+        peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+        each.op(each.tensor, group=group, tag=each.tag, **peer)
+    return [dist.ProcessGroup._end_coalescing(group, device)]
 
 
 def _empty(empty, *size, pin_memory=False, **kwargs):

@@ -103,7 +103,7 @@ def without(order, within):
 
     def ordered(stream, *args):
         frame = sys._getframe(1)
-        for _ in range(5):
+        for _ in range(9):
             if frame is None or frame.f_code.co_qualname.endswith(within):
                 break
             frame = frame.f_back

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         CollectiveCall,
         arguments_of,
         calls_of,
+        process_group_of,
         transfer_operators,
     )
     from opensora_accel.observe.owners import (
@@ -146,6 +147,7 @@ __all__ = [
     "peak_of",
     "plain_tensors",
     "prepare_model",
+    "process_group_of",
     "promised_groups",
     "smallest_change",
     "subsets",

@@ -111,12 +111,7 @@ def calls_of(
     if name in _SILENT:
         return
     values = arguments_of(func, args, kwargs)
-    # c10d gives the group itself, boxed; functional collectives give its name, or itself.
-    group = values.get("process_group", values.get("group_name", values.get("group")))
-    if isinstance(group, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(group)
-    elif isinstance(group, str):
-        group = _resolve_process_group(GroupName(group))
+    group = process_group_of(values)
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
 
     def call(
@@ -176,6 +171,15 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     """What an operator was given, by the names of its schema; what was left to its default is not there."""
     names = (argument.name for argument in func._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def process_group_of(values: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The group over which an operator with these arguments, by name, sends."""
+    # c10d gives the group itself, boxed; functional collectives give its name, or itself.
+    group = values.get("process_group", values.get("group_name", values.get("group")))
+    if isinstance(group, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(group)
+    return _resolve_process_group(GroupName(group)) if isinstance(group, str) else group
 
 
 def transfer_operators() -> list[str]:

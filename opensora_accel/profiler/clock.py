@@ -14,9 +14,12 @@ all ranks for their time just after a barrier, several times, and taking the med
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,8 @@ import torch.distributed as dist
 from opensora_accel.communications import gather_objects
 
 _NUM_ROUNDS = 9
+# In so long float32 milliseconds are a microsecond apart.
+_ANCHOR_S = 10.0
 
 
 class HostClock:
@@ -44,32 +49,96 @@ class HostClock:
         """Since the run began; waits for the mark."""
         return float(mark) - self.zero_s
 
+    def when_done(self, work: dist.Work, note: Callable[[Any], None]) -> bool:
+        """Calls `note` with a mark of the point at which a transfer is done, where that can be known.
+
+        The host does not wait. Returns whether the work has been waited for, which lets go of its tensors.
+        """
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            return False  # messages and reduce-scatters of gloo have none
+        future.add_done_callback(lambda _future: note(self.mark()))
+        return False
+
+
+@dataclass(eq=False)
+class _Anchor:
+    """An event that others are counted from."""
+
+    event: torch.cuda.Event
+    # On the host's clock; known when it is asked for, from the anchor before.
+    host_s: float | None
+    before: _Anchor | None = None
+
+    def seconds(self) -> float:
+        if self.host_s is None:
+            assert self.before is not None
+            self.event.synchronize()
+            self.host_s = self.before.seconds() + self.before.event.elapsed_time(self.event) / 1000
+            self.before = None
+        return self.host_s
+
+
+class _Mark(NamedTuple):
+    event: torch.cuda.Event
+    anchor: _Anchor
+
 
 class CudaClock(HostClock):
-    """An event on the current stream for each mark."""
+    """An event on the current stream for each mark.
 
-    def __init__(self) -> None:
+    CUDA gives the time between two events as float32 milliseconds, which an hour after the first are 0.25 ms apart. So
+    every few seconds an event becomes the one that those after it are counted from.
+    """
+
+    def __init__(self, device: torch.device):
         super().__init__()
-        self._first = self.mark()
+        self._device = device
+        # Two pools of 32 streams are all that there are. Copies of offload and callbacks of futures have theirs in the
+        # other one: on one of those this would make them wait for transfers.
+        self._waiting = torch.cuda.Stream(device, priority=-1)
+        # Then a wait makes the host wait.
+        self._host_waits = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
+        event = self._record()
         # The only wait: from here on it is known when on the host's clock an event happened.
-        self._first.synchronize()
-        self._first_s = time.perf_counter()
+        event.synchronize()
+        self._anchor = _Anchor(event, time.perf_counter())
+        self._anchored_s = time.perf_counter()
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        event = self._record()
+        now = time.perf_counter()
+        if now - self._anchored_s > _ANCHOR_S:
+            self._anchor, self._anchored_s = _Anchor(event, None, self._anchor), now
+        return _Mark(event, self._anchor)
 
     def is_done(self, mark: Any) -> bool:
-        return bool(mark.query())
+        return bool(mark.event.query())
 
     def seconds(self, mark: Any) -> float:
-        mark.synchronize()
-        return self._first_s + float(self._first.elapsed_time(mark)) / 1000 - self.zero_s
+        mark.event.synchronize()
+        since_s = mark.anchor.event.elapsed_time(mark.event) / 1000
+        return mark.anchor.seconds() + float(since_s) - self.zero_s
+
+    def when_done(self, work: dist.Work, note: Callable[[Any], None]) -> bool:
+        # A stream of the clock's own waits, and has a mark behind that. Messages of NCCL have no future to ask.
+        if self._host_waits:
+            return False
+        with torch.cuda.stream(self._waiting):
+            work.wait()
+            note(self.mark())
+        return True
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        # Of this device, whichever is the thread's own: that is the first one until it is set.
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def clock_for(device: torch.device) -> HostClock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 def agree(clock: HostClock) -> float:

@@ -4,12 +4,14 @@ Seen are the operators of torch.distributed, whoever calls them: this package, F
 graph. Three points of each are noted, none of which makes the host wait:
 
     started    when the operator is called
-    done       when its future is; on a GPU the future's callback runs on a stream that waits for the transfer, and
-               leaves an event there
+    done       on a CPU when its future is; on a GPU when a stream that only waits for the transfer goes on
     exposed    from when somebody waits for it until it goes on: on a CPU the host, on a GPU the compute stream
 
     compute     ████████████░░░░████      ░ exposed
     transfer        ▒▒▒▒▒▒▒▒▒▒▒▒
+
+NCCL runs a collective that is waited for at once (async_op=False) on the compute stream itself, which has one mark
+before it and one behind it: all of it is exposed. The messages of one batch are one transfer, done when the batch is.
 
 What C++ waits for is not seen (DDP at the end of backward). Of such a call the part counts as exposed that lies beside
 no span of compute.
@@ -17,16 +19,23 @@ no span of compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from opensora_accel.arguments import tensors_in
 from opensora_accel.interception import intercept, switched_on
-from opensora_accel.observe import CollectiveCall, calls_of, transfer_operators
+from opensora_accel.observe import (
+    CollectiveCall,
+    arguments_of,
+    calls_of,
+    process_group_of,
+    transfer_operators,
+)
 from opensora_accel.profiler.clock import HostClock
 from opensora_accel.profiler.intervals import Interval, exposed_seconds
 from opensora_accel.profiler.records import CommunicationCall
@@ -38,15 +47,24 @@ class _Transfer:
 
     calls: tuple[CollectiveCall, ...]
     started: Any
-    # None until the future's callback has run, and always where there is no future.
+    # None where nobody says so, as of a message of gloo: it is done when somebody has waited for it.
     done: Any = None
-    has_future: bool = False
     # Marks before and after each wait for it.
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     # Kept, so that a wait finds its transfer by the object.
-    work: Any = None
+    work: dist.Work | None = None
     # All tensors that it was given: what a functional collective returned is one of them.
     storages: frozenset[int] = frozenset()
+    # NCCL keeps them until the first wait. Where that is the clock's, they are kept here until the next one.
+    kept: Sequence[Tensor] = ()
+
+    def marks(self) -> Iterator[Any]:
+        """All points in time that it has."""
+        yield self.started
+        if self.done is not None:
+            yield self.done
+        for before_and_after in self.waits:
+            yield from before_and_after
 
 
 class Transfers:
@@ -61,12 +79,15 @@ class Transfers:
         self._axes = {tuple(ranks): name for name, ranks in reversed(list(groups.items()))}
         self._started: list[_Transfer] = []
         self._by_work: dict[int, _Transfer] = {}
+        # Of each group whose messages are being put together: their calls, and their tensors.
+        self._batches: dict[dist.ProcessGroup | None, tuple[list[CollectiveCall], list[Tensor]]] = {}
         self._libraries: list[Any] = []
 
     def __enter__(self) -> Transfers:
         self._libraries = [intercept(f"c10d::{name}", self._call) for name in transfer_operators()]
         self._libraries.append(intercept("_c10d_functional::wait_tensor", self._wait_tensor))
-        self._wait = dist.Work.wait
+        self._wait, self._start_batch = dist.Work.wait, dist.ProcessGroup._start_coalescing
+        self._end_batch = dist.ProcessGroup._end_coalescing
 
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             transfer = self._by_work.get(id(work))
@@ -77,8 +98,22 @@ class Transfers:
                 return self._wait(work, *args, **kwargs)
             finally:
                 transfer.waits.append((before, self._clock.mark()))
+                transfer.kept = ()
+
+        def start_batch(group: dist.ProcessGroup, *args: Any) -> None:
+            self._start_batch(group, *args)
+            self._batches[group] = [], []
+
+        def end_batch(group: dist.ProcessGroup, *args: Any) -> dist.Work | None:
+            calls, tensors = self._batches.pop(group, ([], []))
+            started, work = self._clock.mark(), self._end_batch(group, *args)
+            if calls:
+                self._add(calls, tensors, started, work)
+            return work
 
         dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+        dist.ProcessGroup._start_coalescing = start_batch  # type: ignore[method-assign, assignment]
+        dist.ProcessGroup._end_coalescing = end_batch  # type: ignore[method-assign, assignment]
         self._guard = switched_on()
         self._guard.__enter__()
         return self
@@ -86,6 +121,8 @@ class Transfers:
     def __exit__(self, *exception: Any) -> None:
         self._guard.__exit__(*exception)
         dist.Work.wait = self._wait  # type: ignore[method-assign]
+        dist.ProcessGroup._start_coalescing = self._start_batch  # type: ignore[method-assign]
+        dist.ProcessGroup._end_coalescing = self._end_batch  # type: ignore[method-assign]
         self._libraries.clear()
 
     def take(self) -> list[_Transfer]:
@@ -96,7 +133,7 @@ class Transfers:
 
     def are_done(self, transfers: Iterable[_Transfer]) -> bool:
         """Whether all times can be read without waiting."""
-        return all(transfer.done is not None and self._clock.is_done(transfer.done) for transfer in transfers)
+        return all(self._clock.is_done(mark) for transfer in transfers for mark in transfer.marks())
 
     def records(self, transfers: Iterable[_Transfer], compute: Sequence[Interval]) -> list[CommunicationCall]:
         """What became of them. `compute`: when this rank computed, in seconds, for those that C++ waited for."""
@@ -135,26 +172,36 @@ class Transfers:
         tensors = tensors_in((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return operator(*args, **kwargs)
-        calls = tuple(call for call, _tensors in calls_of(operator, args, kwargs))
-        storages = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-        transfer = _Transfer(calls, self._clock.mark(), storages=storages)
-        result = operator(*args, **kwargs)
+        calls = [call for call, _tensors in calls_of(operator, args, kwargs)]
+        batch = self._batches.get(process_group_of(arguments_of(operator, args, kwargs)))
+        if batch is not None:
+            batch[0].extend(calls)
+            batch[1].extend(tensors)
+            return operator(*args, **kwargs)
+        started, result = self._clock.mark(), operator(*args, **kwargs)
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        transfer.work = work = dist.Work.unbox(boxed)
-        self._started.append(transfer)
-        self._by_work[id(work)] = transfer
-
-        def note(_future: Any) -> None:
-            transfer.done = self._clock.mark()
-
-        try:
-            future = work.get_future()
-        except RuntimeError:
-            # Messages and reduce-scatters of gloo have none; they are done when somebody has waited for them.
-            return result
-        transfer.has_future = True
-        future.add_done_callback(note)
+        self._add(calls, tensors, started, dist.Work.unbox(boxed))
         return result
+
+    def _add(
+        self, calls: Sequence[CollectiveCall], tensors: Sequence[Tensor], started: Any, work: dist.Work | None
+    ) -> None:
+        """A transfer has been started. Of one that ran on the current stream NCCL gives no work."""
+        storages = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        transfer = _Transfer(tuple(calls), started, work=work, storages=storages)
+        self._started.append(transfer)
+        if work is None:
+            transfer.done = self._clock.mark()
+            transfer.waits.append((started, transfer.done))
+            return
+
+        def note(mark: Any) -> None:
+            transfer.done = mark
+
+        if self._clock.when_done(work, note):
+            transfer.kept = tensors
+        # From here on waits are somebody else's.
+        self._by_work[id(work)] = transfer
 
     def _wait_tensor(self, operator: Any, tensor: Any) -> Any:
         """What a functional collective returned, of any shape, is waited for."""
@@ -165,6 +212,7 @@ class Transfers:
             for transfer in self._started:
                 if storage in transfer.storages and not transfer.waits:
                     transfer.waits.append((before, self._clock.mark()))
+                    transfer.kept = ()
         return result
 
 
