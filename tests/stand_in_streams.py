@@ -13,6 +13,8 @@ Memory belongs to the stream on which it was made. When its last tensor goes, wh
 it, and writes to it: another stream that still uses it is overtaken. `record_stream` defers that. Pages of the host go
 back to the system, which asks no stream: the host must have waited.
 
+A thread is on the first GPU until it says otherwise: page-locked memory that it asks for opens that one in every rank.
+
 NCCL:
     async_op=False      runs on the stream that is current, and gives no work (torch 2.8 and newer)
     async_op=True       runs on a stream of its group, behind what is current; the tensors are held until `wait`, by
@@ -203,7 +205,8 @@ class Schedule:
             (torch.Tensor, "is_cuda", property(lambda tensor: True)),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.cuda, "get_device_capability", lambda _device=None: (8, 0)),
-            (torch, "empty", functools.partial(_empty, torch.empty)),
+            (torch.cuda, "set_device", _set_device),
+            (torch, "empty", functools.partial(self._empty, torch.empty)),
             (dist.Work, "wait", _waiting(dist.Work.wait)),
             (dist, "batch_isend_irecv", _batch_isend_irecv),
             (dist.ProcessGroup, "_start_coalescing", self._start_coalescing),
@@ -243,6 +246,11 @@ class Schedule:
     def _end_coalescing(self, group, _device):
         works, tensors = self._batches.pop(group)
         return self._work(works, group, tensors, has_future=False)
+
+    def _empty(self, empty, *size, pin_memory=False, **kwargs):
+        if pin_memory and not (_is_main() or getattr(_local, "has_device", False)):
+            self._race(f"page-locked memory in a thread that is still on the first GPU ({_place()})")
+        return empty(*size, **kwargs)
 
     def _mapping(self, map_pages):
         def maps(num_bytes):
@@ -451,8 +459,12 @@ def _batch_isend_irecv(messages):
     return [dist.ProcessGroup._end_coalescing(group, device)]
 
 
-def _empty(empty, *size, pin_memory=False, **kwargs):
-    return empty(*size, **kwargs)
+def _set_device(_device):
+    _local.has_device = True
+
+
+def _is_main():
+    return threading.current_thread() is threading.main_thread()
 
 
 def _is_ordered(earlier, time, later):

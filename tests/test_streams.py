@@ -181,6 +181,7 @@ FAULTS = {
     "heads are written to while they are sent": (train, OVERLAP, sends_what_is_written),
     "weights are saved before they are there": (save, Plan(), without("wait_stream", "Saver.save")),
     "weights change while they are saved": (save, Plan(), without("wait_stream", "Saver.wait_for_copy")),
+    "a thread stays on the first GPU": (save, Plan(), lambda: mock.patch.object(torch.cuda, "set_device")),
     "a copy is written before it is there": (save, FSDP, without("synchronize", "Saver._stage")),
 }
 

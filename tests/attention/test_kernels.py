@@ -120,6 +120,19 @@ def problem(**changes):
     return Problem(**{**facts, **changes})
 
 
+@pytest.mark.parametrize(
+    ("mode", "is_deterministic"), [({}, True), ({"warn_only": True}, False)], ids=["strict", "warns only"]
+)
+def test_who_asks_for_a_warning_alone_gets_torchs_own_choice(mode, is_deterministic):
+    """torch's flash kernel reads the mode so: with `warn_only` its backward adds up in any order."""
+    q, k, v, _ = random_inputs(4, 4, 2, 2, False)
+    torch.use_deterministic_algorithms(True, **mode)
+    try:
+        assert Problem.of(q, k, v, None).deterministic == is_deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_choice_can_be_asked_for_its_reason():
     q, k, v, _ = random_inputs(4, 4, 2, 2, False)
     text = str(explain_kernel(q, k, v))

@@ -22,7 +22,8 @@ def device(request, monkeypatch):
     if request.param == "cuda":
         monkeypatch.setattr(steps, "DEVICE", "cuda")
         # Attention's backward sums with atomics otherwise, and no two runs agree in every bit.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch then asks for
+        torch.use_deterministic_algorithms(True)
     made = []
 
     def make_queues(device):

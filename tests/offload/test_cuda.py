@@ -30,7 +30,8 @@ class SlowQueues(CudaQueues):
 def on_cuda(monkeypatch):
     monkeypatch.setattr(scenarios, "DEVICE", "cuda")
     # Attention's backward sums with atomics otherwise, and no two runs agree in every bit.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch then asks for
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

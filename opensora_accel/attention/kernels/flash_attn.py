@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows
+from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows, is_deterministic
 
 # Parameters of what is not asked for: packed samples, caches, 8-bit numbers. They are None.
 _ABSENT = """
@@ -182,7 +182,7 @@ class FlashAttnKernel:
             **{"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse.contiguous()},
             **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
             **{"softmax_scale": scores.scale, release.backward_causal: scores.causal},
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=is_deterministic(),
         )
         return grads
 

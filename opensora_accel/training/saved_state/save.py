@@ -242,6 +242,9 @@ class Saver:
         keep: int,
     ) -> None:
         """What the thread does with tensors and the other files."""
+        if self._stream is not None:
+            # A thread begins on the first GPU, where what it allocates would take a context of every rank.
+            torch.cuda.set_device(self._stream.device)
         # The group's name tells this saver's keys from those of another run in the same job.
         begun, key = (
             folder.with_name(folder.name + PARTIAL),
