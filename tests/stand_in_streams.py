@@ -200,12 +200,15 @@ class Schedule:
         names = {"Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream}
         patches = [
             *((module, name, value) for module in (torch.cpu, torch.cuda) for name, value in names.items()),
+            (torch.accelerator, "current_stream", current_stream),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
             (torch.Tensor, "record_stream", lambda tensor, used_on: self._record(tensor, used_on)),
             (torch.Tensor, "is_cuda", property(lambda tensor: True)),
             (torch.cuda, "synchronize", self.synchronize),
             (torch.cuda, "get_device_capability", lambda _device=None: (8, 0)),
             (torch.cuda, "set_device", _set_device),
+            (torch.cuda, "get_rng_state", lambda _device=None: torch.get_rng_state()),
+            (torch.cuda, "set_rng_state", lambda state, _device=None: torch.set_rng_state(state)),
             (torch, "empty", functools.partial(self._empty, torch.empty)),
             (dist.Work, "wait", _waiting(dist.Work.wait)),
             (dist, "batch_isend_irecv", _batch_isend_irecv),
