@@ -15,6 +15,8 @@ from shardformer.modeling.norm_orders import FLOATS, Order
 
 # A program holds whole rows.
 _MOST_FEATURES = 16384
+# Those of the last tile are numbered beyond the rows that there are.
+_MOST_ROWS = 2**31 - 2**14
 
 
 def modulated_norm(
@@ -165,6 +167,8 @@ def why_plain(x: Tensor, *others: Tensor | None) -> str | None:
             return f"operands are on {x.device} and on {tensor.device}"
     if x.shape[-1] > _MOST_FEATURES:
         return f"{x.shape[-1]} features are more than the {_MOST_FEATURES} that one program holds"
+    if x.numel() >= _MOST_ROWS * x.shape[-1] > 0:
+        return f"rows are numbered up to {_MOST_ROWS:,}"
     return _why_unavailable(x.device.type)
 
 

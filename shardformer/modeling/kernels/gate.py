@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardformer.modeling.kernels.plain import Rounds
-from shardformer.modeling.kernels.rows import TL_DTYPES, Rows, compute_dtype, load, store_sum
+from shardformer.modeling.kernels.rows import (
+    TL_DTYPES,
+    Rows,
+    compute_dtype,
+    load,
+    num_pieces,
+    store_rows,
+    store_sum,
+    zeros,
+)
 
 
 @triton.jit
@@ -34,17 +43,17 @@ def _forward(
     T: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    # In 64 bits: rows times features may pass 2³¹.
-    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    cols = tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (cols < C)[None, :]
-    gate = load(gate_ptr, gate_strides, rows, cols, mask, n1, n2, T)
-    # Rounded as the plain operations round: the product here, and the sum when it is stored.
-    gated = (load(y_ptr, y_strides, rows, cols, mask, n1, n2, T) * gate).to(GATED).to(T)
-    out = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T) + gated
-    tl.store(out_ptr + rows[:, None] * C + cols[None, :], out, mask=mask)
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = rows < num_rows
+    x = load(x_ptr, x_strides, rows, there, n1, n2, C, PIECE)
+    y = load(y_ptr, y_strides, rows, there, n1, n2, C, PIECE)
+    gate = load(gate_ptr, gate_strides, rows, there, n1, n2, C, PIECE)
+    for i in tl.static_range(num_pieces(C, PIECE)):
+        # Rounded as the plain operations round: the product here, and the sum when it is stored.
+        gated = (y[i].to(T) * gate[i].to(T)).to(GATED).to(T)
+        store_rows(out_ptr, x[i].to(T) + gated, rows, there, i, C, PIECE)
 
 
 @triton.jit
@@ -65,23 +74,27 @@ def _backward(
     T: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    dgate = tl.zeros([BLOCK], T)
+    program = tl.program_id(0)
+    # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
+    group, first = program // num_chunks, (program % num_chunks) * chunk_tiles * TILE
+    dgate = zeros(C, PIECE, T)
     for tile in range(0, chunk_tiles):
-        # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
-        in_group = ((program % num_chunks) * chunk_tiles + tile) * TILE + tl.arange(0, TILE)
-        rows = (program // num_chunks) * group_rows + in_group
-        mask = (in_group < group_rows)[:, None] & (cols < C)[None, :]
-        grad = load(grad_ptr, grad_strides, rows, cols, mask, n1, n2, T)
+        in_group = first + tile * TILE + tl.arange(0, TILE)
+        rows, there = group * group_rows + in_group, in_group < group_rows
+        grad = load(grad_ptr, grad_strides, rows, there, n1, n2, C, PIECE)
         if dgate_ptr is not None:
-            dgate += tl.sum(grad * load(y_ptr, y_strides, rows, cols, mask, n1, n2, T), 0)
+            y = load(y_ptr, y_strides, rows, there, n1, n2, C, PIECE)
+            summed = ()
+            for i in tl.static_range(num_pieces(C, PIECE)):
+                summed = summed + (dgate[i] + tl.sum(grad[i].to(T) * y[i].to(T), 0),)
+            dgate = summed
         if dy_ptr is not None:
-            dy = grad * load(gate_ptr, gate_strides, rows, cols, mask, n1, n2, T)
-            tl.store(dy_ptr + rows[:, None] * C + cols[None, :], dy, mask=mask)
-    store_sum(dgate_ptr, dgate, program, cols, C)
+            gate = load(gate_ptr, gate_strides, rows, there, n1, n2, C, PIECE)
+            for i in tl.static_range(num_pieces(C, PIECE)):
+                store_rows(dy_ptr, grad[i].to(T) * gate[i].to(T), rows, there, i, C, PIECE)
+    store_sum(dgate_ptr, dgate, program, C, PIECE)
 
 
 class GatedResidual(torch.autograd.Function):
@@ -106,6 +119,7 @@ class GatedResidual(torch.autograd.Function):
             rows.num_rows,
             GATED=TL_DTYPES[gated],
             T=TL_DTYPES[wide],
+            is_exact=True,
         )
         return out
 
@@ -131,5 +145,6 @@ class GatedResidual(torch.autograd.Function):
                 rows.num_chunks,
                 rows.chunk_tiles,
                 T=TL_DTYPES[wide],
+                is_exact=False,
             )
         return grad.to(x_dtype) if needs_x else None, dy, rows.summed(dgate, gate), None

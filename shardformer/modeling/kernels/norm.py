@@ -21,7 +21,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardformer.modeling.kernels.plain import Rounds
-from shardformer.modeling.kernels.rows import TL_DTYPES, Rows, compute_dtype, load, statistics, store_sum
+from shardformer.modeling.kernels.rows import (
+    TL_DTYPES,
+    Rows,
+    columns,
+    compute_dtype,
+    load,
+    load_piece,
+    normalised,
+    num_pieces,
+    start_of,
+    statistics,
+    store_rows,
+    store_sum,
+    with_rows,
+    zeros,
+)
 from shardformer.modeling.norm_orders import HALVES, Order
 
 
@@ -55,33 +70,32 @@ def rounded(value, dtype: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def affine(
     normed,
-    weight_ptr,
-    bias_ptr,
-    cols,
-    inside,
+    weight,
+    bias,
     offset: tl.constexpr,
     NORMED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """normed [R, C] times weight plus bias [C], rounded as the order rounds."""
+    """normed [R, P] times weight plus bias, each [1, P] or None, rounded as the order rounds."""
     out = rounded(normed, NORMED, T)
-    if weight_ptr is not None:
-        out = out * (tl.load(weight_ptr + cols, mask=inside, other=0.0).to(T) + offset)[None, :]
+    if weight is not None:
+        out = out * (weight.to(T) + offset)
     out = rounded(out, WEIGHTED, T)
-    if bias_ptr is not None:
-        out = out + tl.load(bias_ptr + cols, mask=inside, other=0.0).to(T)[None, :]
+    if bias is not None:
+        out = out + bias.to(T)
     return rounded(out, BIASED, T)
 
 
 @triton.jit
-def through_statistics(dnormed, normed, rstd, centres: tl.constexpr, C: tl.constexpr):
-    """dx of the gradient of the normalised rows; all [R, C], rstd [R, 1]."""
-    dx = dnormed - normed * (tl.sum(dnormed * normed, 1)[:, None] / C)
-    if centres:
-        dx -= tl.sum(dnormed, 1)[:, None] / C
-    return dx * rstd
+def load_vector(ptr, i: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr):
+    """The i-th piece [1, P] of a vector [C], or None."""
+    value = None
+    if ptr is not None:
+        cols = columns(i, PIECE)[None, :]
+        value = tl.load(ptr + cols, mask=cols < C, other=0.0)
+    return value
 
 
 @triton.jit
@@ -109,22 +123,26 @@ def _forward(
     T: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    # In 64 bits: rows times features may pass 2³¹.
-    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    cols = tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (cols < C)[None, :]
-    x = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T)
-    mean, rstd = statistics(x, mask, eps, centres, C)
-    out = affine((x - mean) * rstd, weight_ptr, bias_ptr, cols, cols < C, offset, NORMED, WEIGHTED, BIASED, T)
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = rows < num_rows
+    x = load(x_ptr, x_strides, rows, there, n1, n2, C, PIECE)
     if scale_ptr is not None:
-        scale = load(scale_ptr, scale_strides, rows, cols, mask, n1, n2, T)
-        out = rounded(out * rounded(1.0 + scale, SCALE, T), SCALED, T)
+        scale = load(scale_ptr, scale_strides, rows, there, n1, n2, C, PIECE)
     if shift_ptr is not None:
-        out += load(shift_ptr, shift_strides, rows, cols, mask, n1, n2, T)
-    # Stored in the dtype of the output, which is the last rounding.
-    tl.store(out_ptr + rows[:, None] * C + cols[None, :], out, mask=mask)
+        shift = load(shift_ptr, shift_strides, rows, there, n1, n2, C, PIECE)
+    mean, rstd = statistics(x, there, eps, centres, C, TILE, PIECE, T)
+    for i in tl.static_range(num_pieces(C, PIECE)):
+        normed = (x[i].to(T) - mean) * rstd
+        weight, bias = load_vector(weight_ptr, i, C, PIECE), load_vector(bias_ptr, i, C, PIECE)
+        out = affine(normed, weight, bias, offset, NORMED, WEIGHTED, BIASED, T)
+        if scale_ptr is not None:
+            out = rounded(out * rounded(1.0 + scale[i].to(T), SCALE, T), SCALED, T)
+        if shift_ptr is not None:
+            out += shift[i].to(T)
+        # Stored in the dtype of the output, which is the last rounding.
+        store_rows(out_ptr, out, rows, there, i, C, PIECE)
 
 
 @triton.jit
@@ -153,47 +171,67 @@ def _backward(
     T: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < C
-    weight = tl.full([BLOCK], 1.0, T)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(T) + offset
-    bias = tl.zeros([BLOCK], T)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(T)
-    dweight, dbias = tl.zeros([BLOCK], T), tl.zeros([BLOCK], T)
-    dscale, dshift = tl.zeros([BLOCK], T), tl.zeros([BLOCK], T)
+    program = tl.program_id(0)
+    # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
+    group, first = program // num_chunks, (program % num_chunks) * chunk_tiles * TILE
+    dweight, dbias, dscale, dshift = (
+        zeros(C, PIECE, T),
+        zeros(C, PIECE, T),
+        zeros(C, PIECE, T),
+        zeros(C, PIECE, T),
+    )
+    in_group = first + tl.arange(0, TILE)
+    rows, there = group * group_rows + in_group, in_group < group_rows
+    next_x = load(x_ptr, x_strides, rows, there, n1, n2, C, PIECE)
     for tile in range(0, chunk_tiles):
-        # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
-        in_group = ((program % num_chunks) * chunk_tiles + tile) * TILE + tl.arange(0, TILE)
-        rows = (program // num_chunks) * group_rows + in_group
-        mask = (in_group < group_rows)[:, None] & inside[None, :]
-        x = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T)
-        grad = load(grad_ptr, grad_strides, rows, cols, mask, n1, n2, T)
-        mean, rstd = statistics(x, mask, eps, centres, C)
-        # Rows that are not there have no rms, if eps is 0.
-        normed = tl.where(mask, (x - mean) * rstd, 0.0)
-        # From the output back to the norm: the shift was added last, the weight multiplied first.
-        if dshift_ptr is not None:
-            dshift += tl.sum(grad, 0)
+        x, now, here = next_x, there, rows
+        grad = load(grad_ptr, grad_strides, rows, there, n1, n2, C, PIECE)
         if scale_ptr is not None:
-            if dscale_ptr is not None:
-                dscale += tl.sum(grad * (normed * weight[None, :] + bias[None, :]), 0)
-            grad *= 1.0 + load(scale_ptr, scale_strides, rows, cols, mask, n1, n2, T)
-        if dbias_ptr is not None:
-            dbias += tl.sum(grad, 0)
-        if dweight_ptr is not None:
-            dweight += tl.sum(grad * normed, 0)
+            of_scale = start_of(scale_strides, rows, n1, n2)
+        # The next tile is on its way while this one is computed. Behind the last there is none.
+        in_group += TILE
+        rows, there = group * group_rows + in_group, (in_group < group_rows) & (tile + 1 < chunk_tiles)
+        next_x = load(x_ptr, x_strides, rows, there, n1, n2, C, PIECE)
+        mean, rstd = statistics(x, now, eps, centres, C, TILE, PIECE, T)
+        # From the output back to the norm: the shift was added last, the weight multiplied first.
+        new_dweight, new_dbias, new_dscale, new_dshift = (), (), (), ()
+        normed_all, dnormed_all = (), ()
+        along, total = tl.zeros([TILE, PIECE], T), tl.zeros([TILE, PIECE], T)
+        for i in tl.static_range(num_pieces(C, PIECE)):
+            dy, normed = grad[i].to(T), normalised(x[i].to(T), mean, rstd, now, i, eps, centres, C, PIECE)
+            weight, bias = load_vector(weight_ptr, i, C, PIECE), load_vector(bias_ptr, i, C, PIECE)
+            new_dshift = new_dshift + (with_rows(dshift[i], dy, dshift_ptr),)
+            if scale_ptr is not None:
+                y = affine(normed, weight, bias, offset, T, T, T, T)
+                new_dscale = new_dscale + (with_rows(dscale[i], dy * y, dscale_ptr),)
+                # Here and not before, because it would take registers; one that rows share is in the cache.
+                dy *= 1.0 + load_piece(scale_ptr, of_scale, scale_strides[3], now, i, C, PIECE).to(T)
+            new_dbias = new_dbias + (with_rows(dbias[i], dy, dbias_ptr),)
+            new_dweight = new_dweight + (with_rows(dweight[i], dy * normed, dweight_ptr),)
+            if dx_ptr is not None:
+                dnormed = dy
+                if weight_ptr is not None:
+                    dnormed *= weight.to(T) + offset
+                along += dnormed * normed
+                total += dnormed
+                normed_all = normed_all + (normed,)
+                dnormed_all = dnormed_all + (dnormed,)
+        dshift, dbias, dweight = new_dshift, new_dbias, new_dweight
+        if scale_ptr is not None:
+            dscale = new_dscale
         if dx_ptr is not None:
-            dx = through_statistics(grad * weight[None, :], normed, rstd, centres, C)
-            tl.store(dx_ptr + rows[:, None] * C + cols[None, :], dx, mask=mask)
-    store_sum(dweight_ptr, dweight, program, cols, C)
-    store_sum(dbias_ptr, dbias, program, cols, C)
-    store_sum(dscale_ptr, dscale, program, cols, C)
-    store_sum(dshift_ptr, dshift, program, cols, C)
+            mean_along, mean_dnormed = tl.sum(along, 1)[:, None] / C, 0.0
+            if centres:
+                mean_dnormed = tl.sum(total, 1)[:, None] / C
+            for i in tl.static_range(num_pieces(C, PIECE)):
+                dx = (dnormed_all[i] - normed_all[i] * mean_along - mean_dnormed) * rstd
+                store_rows(dx_ptr, dx, here, now, i, C, PIECE)
+    store_sum(dweight_ptr, dweight, program, C, PIECE)
+    store_sum(dbias_ptr, dbias, program, C, PIECE)
+    store_sum(dscale_ptr, dscale, program, C, PIECE)
+    store_sum(dshift_ptr, dshift, program, C, PIECE)
 
 
 class ModulatedNorm(torch.autograd.Function):
@@ -243,6 +281,7 @@ class ModulatedNorm(torch.autograd.Function):
             SCALE=TL_DTYPES[wide if scale is None else scale.dtype],
             SCALED=TL_DTYPES[scaled],
             T=TL_DTYPES[wide],
+            is_exact=True,
         )
         return out
 
@@ -278,6 +317,7 @@ class ModulatedNorm(torch.autograd.Function):
             offset=order.offset,
             centres=order.centres,
             T=TL_DTYPES[wide],
+            is_exact=False,
         )
         sums = ((dscale, scale), (dshift, shift), (dweight, weight), (dbias, bias))
         return dx, *(rows.summed(*each) for each in sums), None, None, None

@@ -6,8 +6,9 @@ other of a pair,
 
     out_c = y_c · cos_c + s_c · y_p(c) · sin_c,   s = −1 for the first of a pair and 1 for the second.
 
-A program reads each row twice, once at c and once at p(c); the second time it is in the cache. Backward turns the
-gradient back in the same way, and goes on as that of the norm in `norm.py`.
+A program holds the firsts of all pairs and their seconds as two vectors, and reads each row once. Halves are two loads;
+neighbours are one, which is then split: the two of a pair lie in one thread. Pieces (`rows.py`) are of pairs, so they
+have half as many columns as the row. Backward turns the gradient back, and goes on as that of the norm in `norm.py`.
 """
 
 from __future__ import annotations
@@ -20,31 +21,154 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardformer.modeling.kernels.norm import affine, roundings, through_statistics
+from shardformer.modeling.kernels.norm import affine, roundings
 from shardformer.modeling.kernels.plain import Pairs, Rounds
-from shardformer.modeling.kernels.rows import TL_DTYPES, Rows, compute_dtype, load, statistics, store_sum
+from shardformer.modeling.kernels.rows import (
+    TL_DTYPES,
+    Rows,
+    columns,
+    compute_dtype,
+    inside,
+    is_full,
+    normalised,
+    num_pieces,
+    piece_of,
+    start_of,
+    with_rows,
+    zeros,
+)
 from shardformer.modeling.norm_orders import Order
 
 
 @triton.jit
-def load_table(ptr, strides, rows, cols, mask, n1, n2, D: tl.constexpr, T: tl.constexpr):
-    """The rows [R, C] of a table [N0, N1, N2, C / D, D]."""
-    outer = rows // n2
-    start = (outer // n1) * strides[0] + (outer % n1) * strides[1] + (rows % n2) * strides[2]
-    along = (cols // D).to(tl.int64) * strides[3] + (cols % D).to(tl.int64) * strides[4]
-    return tl.load(ptr + start[:, None] + along[None, :], mask=mask, other=0.0).to(T)
+def load_pair(
+    ptr,
+    start,
+    head_stride,
+    stride,
+    there,
+    i: tl.constexpr,
+    halves: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Firsts and seconds, each [R, P], of the pairs in the i-th piece of rows that begin at start [R]."""
+    if halves:
+        pairs = columns(i, PIECE).to(tl.int64)
+        along = (pairs // (D // 2)) * head_stride + (pairs % (D // 2)) * stride
+        at, mask = ptr + start[:, None] + along[None, :], inside(there, i, C // 2, PIECE)
+        first = tl.load(at, mask=mask, other=0.0)
+        second = tl.load(at + (D // 2) * stride, mask=mask, other=0.0)
+    else:
+        both = features(i, PIECE).to(tl.int64)
+        along = (both // D) * head_stride + (both % D) * stride
+        mask = there[:, None]
+        if not is_full(i, C // 2, PIECE):
+            mask = mask & (both < C)[None, :]
+        value = tl.load(ptr + start[:, None] + along[None, :], mask=mask, other=0.0)
+        first, second = tl.split(tl.reshape(value, [TILE, PIECE, 2]))
+    return first, second
 
 
 @triton.jit
-def partner(cols, halves: tl.constexpr, D: tl.constexpr, T: tl.constexpr):
-    """The column of the other of each pair, and s: both [C]."""
+def load_pairs(
+    ptr,
+    strides,
+    rows,
+    there,
+    n1,
+    n2,
+    halves: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Firsts and seconds of the rows [R] of an operand [N0, N1, N2, C], in pieces [R, P]."""
+    start = start_of(strides, rows, n1, n2)
+    firsts, seconds = (), ()
+    for i in tl.static_range(num_pieces(C // 2, PIECE)):
+        first, second = load_pair(ptr, start, D * strides[3], strides[3], there, i, halves, D, C, TILE, PIECE)
+        firsts, seconds = firsts + (first,), seconds + (second,)
+    return firsts, seconds
+
+
+@triton.jit
+def features(i: tl.constexpr, PIECE: tl.constexpr):
+    """The features [2 · P] of neighbours in the i-th piece."""
+    return tl.arange(0, 2 * PIECE) + 2 * i * PIECE
+
+
+@triton.jit
+def load_vector(
+    ptr, i: tl.constexpr, halves: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr
+):
+    """Firsts and seconds, each [1, P], of a vector [C]; None where there is none."""
+    first, second = None, None
+    if ptr is not None:
+        begin = tl.zeros([1], tl.int64)
+        first, second = load_pair(ptr, begin, D, 1, begin == 0, i, halves, D, C, 1, PIECE)
+    return first, second
+
+
+@triton.jit
+def store_pair(
+    at_ptr,
+    first,
+    second,
+    there,
+    i: tl.constexpr,
+    halves: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Firsts and seconds [R, P] to rows that begin at at_ptr [R]."""
     if halves:
-        is_first = (cols % D) < D // 2
-        other = tl.where(is_first, cols + D // 2, cols - D // 2)
+        pairs = columns(i, PIECE)
+        at = at_ptr[:, None] + ((pairs // (D // 2)) * D + pairs % (D // 2))[None, :]
+        mask = inside(there, i, C // 2, PIECE)
+        tl.store(at, first, mask=mask)
+        tl.store(at + D // 2, second, mask=mask)
     else:
-        is_first = cols % 2 == 0
-        other = cols ^ 1
-    return other, tl.where(is_first, -1.0, 1.0).to(T)
+        both = features(i, PIECE)
+        mask = there[:, None]
+        if not is_full(i, C // 2, PIECE):
+            mask = mask & (both < C)[None, :]
+        value = tl.reshape(tl.join(first, second), [TILE, 2 * PIECE])
+        tl.store(at_ptr[:, None] + both[None, :], value, mask=mask)
+
+
+@triton.jit
+def pair_statistics(
+    firsts,
+    seconds,
+    there,
+    eps: tl.constexpr,
+    centres: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    T: tl.constexpr,
+):
+    """As `rows.statistics`, of rows in pairs."""
+    mean = tl.zeros([TILE, 1], T)
+    if centres:
+        total = tl.zeros([TILE, PIECE], T)
+        for i in tl.static_range(num_pieces(C // 2, PIECE)):
+            total += firsts[i].to(T) + seconds[i].to(T)
+        mean = tl.sum(total, 1)[:, None] / C
+    squares = tl.zeros([TILE, PIECE], T)
+    for i in tl.static_range(num_pieces(C // 2, PIECE)):
+        first, second = firsts[i].to(T) - mean, seconds[i].to(T) - mean
+        if centres and not is_full(i, C // 2, PIECE):
+            mask = inside(there, i, C // 2, PIECE)
+            first, second = tl.where(mask, first, 0.0), tl.where(mask, second, 0.0)
+        squares += first * first + second * second
+    return mean, tl.rsqrt(tl.sum(squares, 1)[:, None] / C + eps)
 
 
 @triton.jit
@@ -73,27 +197,32 @@ def _forward(
     T: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    # In 64 bits: rows times features may pass 2³¹.
-    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < C
-    mask = (rows < num_rows)[:, None] & inside[None, :]
-    x = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T)
-    mean, rstd = statistics(x, mask, eps, centres, C)
-    y = affine((x - mean) * rstd, weight_ptr, bias_ptr, cols, inside, offset, NORMED, WEIGHTED, BIASED, T)
-    # The same row once more, at the other of each pair; it lies in the cache.
-    others, sign = partner(cols, halves, D, T)
-    x = load(x_ptr, x_strides, rows, others, mask, n1, n2, T)
-    other = affine(
-        (x - mean) * rstd, weight_ptr, bias_ptr, others, inside, offset, NORMED, WEIGHTED, BIASED, T
-    )
-    cos = load_table(cos_ptr, cos_strides, rows, cols, mask, n1, n2, D, T)
-    sin = load_table(sin_ptr, sin_strides, rows, cols, mask, n1, n2, D, T)
-    out = (y * cos).to(TURNED).to(T) + (sign[None, :] * other * sin).to(TURNED).to(T)
-    # The sum is rounded to the dtype of the products before it is stored in that of the output.
-    tl.store(out_ptr + rows[:, None] * C + cols[None, :], out.to(TURNED).to(T), mask=mask)
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = rows < num_rows
+    firsts, seconds = load_pairs(x_ptr, x_strides, rows, there, n1, n2, halves, D, C, TILE, PIECE)
+    of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
+    mean, rstd = pair_statistics(firsts, seconds, there, eps, centres, C, TILE, PIECE, T)
+    for i in tl.static_range(num_pieces(C // 2, PIECE)):
+        w1, w2 = load_vector(weight_ptr, i, halves, D, C, PIECE)
+        b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
+        y1 = affine((firsts[i].to(T) - mean) * rstd, w1, b1, offset, NORMED, WEIGHTED, BIASED, T)
+        y2 = affine((seconds[i].to(T) - mean) * rstd, w2, b2, offset, NORMED, WEIGHTED, BIASED, T)
+        c1, c2 = load_pair(
+            cos_ptr, of_cos, cos_strides[3], cos_strides[4], there, i, halves, D, C, TILE, PIECE
+        )
+        s1, s2 = load_pair(
+            sin_ptr, of_sin, sin_strides[3], sin_strides[4], there, i, halves, D, C, TILE, PIECE
+        )
+        out1 = (y1 * c1.to(T)).to(TURNED).to(T) - (y2 * s1.to(T)).to(TURNED).to(T)
+        out2 = (y2 * c2.to(T)).to(TURNED).to(T) + (y1 * s2.to(T)).to(TURNED).to(T)
+        # The sum is rounded to the dtype of the products before it is stored in that of the output.
+        out1, out2 = out1.to(TURNED).to(T), out2.to(TURNED).to(T)
+        to = out_ptr.dtype.element_ty
+        store_pair(
+            out_ptr + rows.to(tl.int64) * C, out1.to(to), out2.to(to), there, i, halves, D, C, TILE, PIECE
+        )
 
 
 @triton.jit
@@ -126,49 +255,104 @@ def _backward(
     T: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < C
-    others, sign = partner(cols, halves, D, T)
-    weight = tl.full([BLOCK], 1.0, T)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(T) + offset
-    dweight, dbias = tl.zeros([BLOCK], T), tl.zeros([BLOCK], T)
+    program = tl.program_id(0)
+    # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
+    group, begin = program // num_chunks, (program % num_chunks) * chunk_tiles * TILE
+    dweight1, dweight2, dbias1, dbias2 = (
+        zeros(C // 2, PIECE, T),
+        zeros(C // 2, PIECE, T),
+        zeros(C // 2, PIECE, T),
+        zeros(C // 2, PIECE, T),
+    )
     for tile in range(0, chunk_tiles):
-        # Programs are numbered by group, then by chunk. Each adds up the rows of its chunk, tile after tile.
-        in_group = ((program % num_chunks) * chunk_tiles + tile) * TILE + tl.arange(0, TILE)
-        rows = (program // num_chunks) * group_rows + in_group
-        mask = (in_group < group_rows)[:, None] & inside[None, :]
-        x = load(x_ptr, x_strides, rows, cols, mask, n1, n2, T)
-        mean, rstd = statistics(x, mask, eps, centres, C)
-        # Rows that are not there have no rms, if eps is 0.
-        normed = tl.where(mask, (x - mean) * rstd, 0.0)
-        turned = load(grad_ptr, grad_strides, rows, cols, mask, n1, n2, T)
-        at = rows[:, None] * C + cols[None, :]
-        if dcos_ptr is not None:
-            y = affine(normed, weight_ptr, bias_ptr, cols, inside, offset, T, T, T, T)
-            tl.store(dcos_ptr + at, turned * y, mask=mask)
-        if dsin_ptr is not None:
-            x = load(x_ptr, x_strides, rows, others, mask, n1, n2, T)
-            y = affine((x - mean) * rstd, weight_ptr, bias_ptr, others, inside, offset, T, T, T, T)
-            tl.store(dsin_ptr + at, turned * sign[None, :] * y, mask=mask)
-        # y_c goes into out_c by cos_c, and into out_p(c) by s_p(c) · sin_p(c); s_p(c) is −s_c.
-        other = load(grad_ptr, grad_strides, rows, others, mask, n1, n2, T)
-        sin = load_table(sin_ptr, sin_strides, rows, others, mask, n1, n2, D, T)
-        grad = turned * load_table(cos_ptr, cos_strides, rows, cols, mask, n1, n2, D, T)
-        grad -= other * sin * sign[None, :]
-        if dbias_ptr is not None:
-            dbias += tl.sum(grad, 0)
-        if dweight_ptr is not None:
-            dweight += tl.sum(grad * normed, 0)
-        if dx_ptr is not None:
-            tl.store(
-                dx_ptr + at, through_statistics(grad * weight[None, :], normed, rstd, centres, C), mask=mask
+        in_group = begin + tile * TILE + tl.arange(0, TILE)
+        rows, there = group * group_rows + in_group, in_group < group_rows
+        firsts, seconds = load_pairs(x_ptr, x_strides, rows, there, n1, n2, halves, D, C, TILE, PIECE)
+        grads1, grads2 = load_pairs(grad_ptr, grad_strides, rows, there, n1, n2, halves, D, C, TILE, PIECE)
+        of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
+        mean, rstd = pair_statistics(firsts, seconds, there, eps, centres, C, TILE, PIECE, T)
+        new_dweight1, new_dweight2, new_dbias1, new_dbias2 = (), (), (), ()
+        normed1, normed2, dnormed1, dnormed2 = (), (), (), ()
+        along, total = tl.zeros([TILE, PIECE], T), tl.zeros([TILE, PIECE], T)
+        for i in tl.static_range(num_pieces(C // 2, PIECE)):
+            x1, x2 = firsts[i].to(T), seconds[i].to(T)
+            x1 = normalised(x1, mean, rstd, there, i, eps, centres, C // 2, PIECE)
+            x2 = normalised(x2, mean, rstd, there, i, eps, centres, C // 2, PIECE)
+            w1, w2 = load_vector(weight_ptr, i, halves, D, C, PIECE)
+            b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
+            g1, g2 = grads1[i].to(T), grads2[i].to(T)
+            y1, y2 = affine(x1, w1, b1, offset, T, T, T, T), affine(x2, w2, b2, offset, T, T, T, T)
+            if dcos_ptr is not None:
+                store_pair(
+                    dcos_ptr + rows.to(tl.int64) * C, g1 * y1, g2 * y2, there, i, halves, D, C, TILE, PIECE
+                )
+            if dsin_ptr is not None:
+                store_pair(
+                    dsin_ptr + rows.to(tl.int64) * C, -g1 * y2, g2 * y1, there, i, halves, D, C, TILE, PIECE
+                )
+            # y1 goes into out1 by c1 and into out2 by s2, and y2 into out2 by c2 and into out1 by −s1.
+            c1, c2 = load_pair(
+                cos_ptr, of_cos, cos_strides[3], cos_strides[4], there, i, halves, D, C, TILE, PIECE
             )
-    store_sum(dweight_ptr, dweight, program, cols, C)
-    store_sum(dbias_ptr, dbias, program, cols, C)
+            dy1, dy2 = g1 * c1.to(T), g2 * c2.to(T)
+            s1, s2 = load_pair(
+                sin_ptr, of_sin, sin_strides[3], sin_strides[4], there, i, halves, D, C, TILE, PIECE
+            )
+            dy1, dy2 = dy1 + g2 * s2.to(T), dy2 - g1 * s1.to(T)
+            new_dbias1 = new_dbias1 + (with_rows(dbias1[i], dy1, dbias_ptr),)
+            new_dbias2 = new_dbias2 + (with_rows(dbias2[i], dy2, dbias_ptr),)
+            new_dweight1 = new_dweight1 + (with_rows(dweight1[i], dy1 * x1, dweight_ptr),)
+            new_dweight2 = new_dweight2 + (with_rows(dweight2[i], dy2 * x2, dweight_ptr),)
+            if weight_ptr is not None:
+                dy1, dy2 = dy1 * (w1.to(T) + offset), dy2 * (w2.to(T) + offset)
+            along += dy1 * x1 + dy2 * x2
+            total += dy1 + dy2
+            normed1, normed2 = normed1 + (x1,), normed2 + (x2,)
+            dnormed1, dnormed2 = dnormed1 + (dy1,), dnormed2 + (dy2,)
+        dbias1, dbias2, dweight1, dweight2 = new_dbias1, new_dbias2, new_dweight1, new_dweight2
+        if dx_ptr is not None:
+            to = dx_ptr.dtype.element_ty
+            mean_along, mean_dnormed = tl.sum(along, 1)[:, None] / C, 0.0
+            if centres:
+                mean_dnormed = tl.sum(total, 1)[:, None] / C
+            for i in tl.static_range(num_pieces(C // 2, PIECE)):
+                dx1 = (dnormed1[i] - normed1[i] * mean_along - mean_dnormed) * rstd
+                dx2 = (dnormed2[i] - normed2[i] * mean_along - mean_dnormed) * rstd
+                store_pair(
+                    dx_ptr + rows.to(tl.int64) * C,
+                    dx1.to(to),
+                    dx2.to(to),
+                    there,
+                    i,
+                    halves,
+                    D,
+                    C,
+                    TILE,
+                    PIECE,
+                )
+    store_sums(dweight_ptr, dweight1, dweight2, program, halves, D, C, PIECE)
+    store_sums(dbias_ptr, dbias1, dbias2, program, halves, D, C, PIECE)
+
+
+@triton.jit
+def store_sums(
+    ptr,
+    firsts,
+    seconds,
+    program,
+    halves: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """A program's row of `partial`, if that gradient is wanted."""
+    if ptr is not None:
+        begin = tl.zeros([1], tl.int64)
+        for i in tl.static_range(num_pieces(C // 2, PIECE)):
+            at = ptr + program.to(tl.int64) * C + begin
+            store_pair(at, firsts[i][None, :], seconds[i][None, :], begin == 0, i, halves, D, C, 1, PIECE)
 
 
 class NormRotary(torch.autograd.Function):
@@ -212,11 +396,13 @@ class NormRotary(torch.autograd.Function):
             centres=order.centres,
             halves=pairs == "halves",
             D=cos.shape[-1],
+            piece=piece_of(rows.num_features // 2),
             NORMED=TL_DTYPES[normed],
             WEIGHTED=TL_DTYPES[weighted],
             BIASED=TL_DTYPES[biased],
             TURNED=TL_DTYPES[turned],
             T=TL_DTYPES[wide],
+            is_exact=True,
         )
         return out
 
@@ -256,7 +442,9 @@ class NormRotary(torch.autograd.Function):
             centres=order.centres,
             halves=pairs == "halves",
             D=cos.shape[-1],
+            piece=piece_of(rows.num_features // 2),
             T=TL_DTYPES[wide],
+            is_exact=False,
         )
         dtables = (
             None

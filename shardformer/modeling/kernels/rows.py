@@ -3,6 +3,16 @@
 A kernel sees every operand as [N0, N1, N2, C], expanded to the shape of x: it is given four strides, and 0 where an
 operand is broadcast. So neither transposed inputs nor [B, 1, C] scales are copied.
 
+Triton's vectors have a power of two of values. A row of another length lies in several of one length, its pieces, and
+what a function here takes or returns of rows is a tuple of as many. Sums over a row add the pieces up value by value
+first, so that threads meet once:
+
+    C       pieces      one vector would have
+    4096    1 × 4096    4096
+    5120    5 × 1024    8192, 37 % of them for nothing
+    6144    3 × 2048    8192
+    5376    6 × 1024    8192; an eighth for nothing is let pass
+
 The gradient of an operand that is broadcast over tokens is a sum over them. Rows that share all such operands are a
 group: with x [B, S, C] and scale [B, 1, C] there are B groups of S rows; a weight [C] alone makes one of B · S. Every
 group is cut into chunks, by the shape alone. One program sums the rows of one chunk, in fp32 and in order, into a
@@ -30,6 +40,19 @@ TL_DTYPES = {
 }
 # Values that one program holds of each operand, and the programs that a backward is spread over.
 _TILE, _PROGRAMS = 4096, 512
+# Of a row, in a thread: about so many, and in a backward with 8 warps at most so many.
+_VALUES, _MOST_VALUES = 16, 20
+# Of a row's pieces: at most 8, and values that are not there.
+_MOST_HALVINGS, _MOST_WASTE = 3, 1 / 8
+
+
+def piece_of(num_features: int) -> int:
+    """How long the pieces of a row are: a power of two, and several of them little longer than the row."""
+    whole = int(triton.next_power_of_2(max(1, num_features)))
+    lengths = [max(1, whole >> halvings) for halvings in range(_MOST_HALVINGS + 1)]
+    taken = {length: triton.cdiv(num_features, length) * length for length in lengths}
+    few = (length for length in lengths if taken[length] - num_features <= _MOST_WASTE * taken[length])
+    return next(few, min(lengths, key=lambda length: (taken[length], -length)))
 
 
 class Rows:
@@ -45,8 +68,11 @@ class Rows:
         # [N0, N1, N2]: further dimensions are folded into the first.
         folded = [math.prod(lead[:-2]), *lead[-2:]] if len(lead) > 3 else [1] * (3 - len(lead)) + lead
         self.n0, self.n1, self.n2 = folded
-        self.block = triton.next_power_of_2(self.num_features)
-        self.tile = max(1, min(_TILE // self.block, triton.next_power_of_2(max(1, self.num_rows))))
+        self.piece = piece_of(self.num_features)
+        # As many values as a thread block has of a row.
+        self._width = triton.cdiv(self.num_features, self.piece) * self.piece
+        tile = max(1, min(_TILE // self._width, triton.next_power_of_2(max(1, self.num_rows))))
+        self.tile = 1 << (tile.bit_length() - 1)
         # The dimensions of groups: up to the last in which an operand has more than one value.
         padded = [(1,) * (x.dim() - t.dim()) + tuple(t.shape) for t in operands if t is not None]
         varies = [i for i in range(len(lead)) if any(shape[i] != 1 for shape in padded)]
@@ -84,10 +110,33 @@ class Rows:
         lead = [*self.shape[: self._group_dims], *[1] * (len(self.shape) - 1 - self._group_dims)]
         return partial.sum(1).reshape(*lead, self.num_features).sum_to_size(operand.shape).to(operand.dtype)
 
-    def launch(self, kernel: Any, num_programs: int, *arguments: Any, **options: Any) -> None:
-        """Runs a kernel, unless there are no rows."""
+    def launch(
+        self,
+        kernel: Any,
+        num_programs: int,
+        *arguments: Any,
+        is_exact: bool,
+        piece: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Runs a kernel, unless there are no rows.
+
+        Args:
+            is_exact: whether it rounds where the plain operations do. A fused multiply-add rounds once where they
+                round twice.
+            piece: of what it takes for a row, where that is not x's own.
+        """
         if not num_programs or not self.num_rows:
             return
+        values = self.tile * self._width
+        num_warps = 1 << (max(1, min(16, values // (32 * _VALUES))).bit_length() - 1)
+        # A backward holds so much of a row that one program would fill a multiprocessor's registers, and nothing would
+        # run while it waits: so three of 4 warps fit, two of 8, or one of 16. Halves lie in vectors of their own, whose
+        # addresses take more.
+        if not is_exact and num_warps == 8 and values > 32 * num_warps * _MOST_VALUES:
+            num_warps = 16
+        is_wide = not is_exact and options.get("halves")
+        limit = {} if is_wide else {"maxnreg": 168 if num_warps <= 4 else 128}
         # Triton launches on the current device, whatever device its arguments are on.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             kernel[(num_programs,)](
@@ -97,10 +146,10 @@ class Rows:
                 n2=self.n2,
                 C=self.num_features,
                 TILE=self.tile,
-                BLOCK=self.block,
-                num_warps=max(1, min(16, self.tile * self.block // 512)),
-                # A fused multiply-add rounds once where the plain operations round twice.
-                enable_fp_fusion=False,
+                PIECE=self.piece if piece is None else piece,
+                num_warps=num_warps,
+                enable_fp_fusion=not is_exact,
+                **limit,
             )
 
 
@@ -111,27 +160,134 @@ def compute_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
     )
 
 
+@triton.constexpr_function
+def num_pieces(C, PIECE):
+    return -(-C // PIECE)
+
+
+@triton.constexpr_function
+def is_full(i, C, PIECE):
+    """Whether a row has all columns of its i-th piece."""
+    return (i + 1) * PIECE <= C
+
+
 @triton.jit
-def load(ptr, strides, rows, cols, mask, n1, n2, T: tl.constexpr):
-    """The rows [R, C] of an operand [N0, N1, N2, C]; rows, cols: [R], [C]."""
+def columns(i: tl.constexpr, PIECE: tl.constexpr):
+    """The columns [P] of the i-th piece."""
+    return tl.arange(0, PIECE) + i * PIECE
+
+
+@triton.jit
+def inside(there, i: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr):
+    """Which values of a piece there are: [R, P], or [R, 1] for all of a row; `there` [R] says which rows are."""
+    mask = there[:, None]
+    if not is_full(i, C, PIECE):
+        mask = mask & (columns(i, PIECE) < C)[None, :]
+    return mask
+
+
+@triton.jit
+def start_of(strides, rows, n1, n2):
+    """Where the rows [R] of an operand [N0, N1, N2, C] begin."""
+    # Rows are numbered in 32 bits, in which a GPU divides; features may need 64.
     outer = rows // n2
-    start = (outer // n1) * strides[0] + (outer % n1) * strides[1] + (rows % n2) * strides[2]
-    along = cols.to(tl.int64) * strides[3]
-    return tl.load(ptr + start[:, None] + along[None, :], mask=mask, other=0.0).to(T)
+    at = (outer // n1).to(tl.int64) * strides[0] + (outer % n1).to(tl.int64) * strides[1]
+    return at + (rows % n2).to(tl.int64) * strides[2]
 
 
 @triton.jit
-def statistics(x, mask, eps: tl.constexpr, centres: tl.constexpr, C: tl.constexpr):
-    """The mean and 1 / rms(x − mean) of the rows of x [R, C], each [R, 1]; a mean of 0 where nothing is centred."""
-    mean = tl.zeros_like(tl.sum(x, 1)[:, None])
+def load_piece(ptr, start, stride, there, i: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr):
+    """The i-th piece [R, P] of rows that begin at start [R], as it is stored; 0 where there is no value."""
+    along = columns(i, PIECE).to(tl.int64) * stride
+    return tl.load(ptr + start[:, None] + along[None, :], mask=inside(there, i, C, PIECE), other=0.0)
+
+
+@triton.jit
+def load(ptr, strides, rows, there, n1, n2, C: tl.constexpr, PIECE: tl.constexpr):
+    """The rows [R] of an operand [N0, N1, N2, C], as they are stored; 0 where there is no value."""
+    start = start_of(strides, rows, n1, n2)
+    pieces = ()
+    for i in tl.static_range(num_pieces(C, PIECE)):
+        pieces = pieces + (load_piece(ptr, start, strides[3], there, i, C, PIECE),)
+    return pieces
+
+
+@triton.jit
+def zeros(C: tl.constexpr, PIECE: tl.constexpr, T: tl.constexpr):
+    """A vector [C] of zeros."""
+    pieces = ()
+    for _ in tl.static_range(num_pieces(C, PIECE)):
+        pieces = pieces + (tl.zeros([PIECE], T),)
+    return pieces
+
+
+@triton.jit
+def statistics(
+    x,
+    there,
+    eps: tl.constexpr,
+    centres: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    T: tl.constexpr,
+):
+    """The mean and 1 / rms(x − mean) of rows, each [R, 1]; a mean of 0 where nothing is centred."""
+    mean = tl.zeros([TILE, 1], T)
     if centres:
-        mean = tl.sum(x, 1)[:, None] / C
-        x = tl.where(mask, x - mean, 0.0)
-    return mean, tl.rsqrt(tl.sum(x * x, 1)[:, None] / C + eps)
+        total = tl.zeros([TILE, PIECE], T)
+        for i in tl.static_range(num_pieces(C, PIECE)):
+            total += x[i].to(T)
+        mean = tl.sum(total, 1)[:, None] / C
+    squares = tl.zeros([TILE, PIECE], T)
+    for i in tl.static_range(num_pieces(C, PIECE)):
+        centred = x[i].to(T) - mean
+        if centres and not is_full(i, C, PIECE):
+            # A value that is not there is not 0 any more.
+            centred = tl.where(inside(there, i, C, PIECE), centred, 0.0)
+        squares += centred * centred
+    return mean, tl.rsqrt(tl.sum(squares, 1)[:, None] / C + eps)
 
 
 @triton.jit
-def store_sum(ptr, value, program, cols, C: tl.constexpr):
-    """A program's row [C] of `partial`, if that gradient is wanted."""
+def normalised(
+    x,
+    mean,
+    rstd,
+    there,
+    i: tl.constexpr,
+    eps: tl.constexpr,
+    centres: tl.constexpr,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """(x − mean) · rstd of the i-th piece [R, P], and 0 where there is no value."""
+    normed = (x - mean) * rstd
+    # A row that is not there has no rms if eps is 0, and a column none of 0 if something was subtracted.
+    if eps == 0.0 or (centres and not is_full(i, C, PIECE)):
+        normed = tl.where(inside(there, i, C, PIECE), normed, 0.0)
+    return normed
+
+
+@triton.jit
+def with_rows(total, value, ptr):
+    """A sum [P] and the rows of a value [R, P], if that gradient is wanted."""
     if ptr is not None:
-        tl.store(ptr + program * C + cols, value, mask=cols < C)
+        total += tl.sum(value, 0)
+    return total
+
+
+@triton.jit
+def store_rows(ptr, value, rows, there, i: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr):
+    """The i-th piece [R, P] of rows of a contiguous [N, C]."""
+    at = rows.to(tl.int64)[:, None] * C + columns(i, PIECE)[None, :]
+    tl.store(ptr + at, value, mask=inside(there, i, C, PIECE))
+
+
+@triton.jit
+def store_sum(ptr, value, program, C: tl.constexpr, PIECE: tl.constexpr):
+    """A program's row of `partial`, if that gradient is wanted."""
+    if ptr is not None:
+        for i in tl.static_range(num_pieces(C, PIECE)):
+            cols = columns(i, PIECE)
+            tl.store(ptr + program.to(tl.int64) * C + cols, value[i], mask=cols < C)
