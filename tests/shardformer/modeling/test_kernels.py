@@ -119,6 +119,7 @@ class Subclass(torch.Tensor):
         ([torch.ones(2, 8), torch.ones(())], "an operand has no dimension"),
         ([torch.ones(2, 8, device="meta")], "a tensor on meta has no values"),
         ([torch.ones(2, 16385)], "16385 features are more than the 16384"),
+        ([torch.ones(1, 8).expand(2**31, 8)], "rows are numbered up to 2,147,467,264"),
         ([torch.ones(2, 8).as_subclass(Subclass)], "Subclass is not a plain tensor"),
     ],
 )
