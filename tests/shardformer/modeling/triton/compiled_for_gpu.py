@@ -1,6 +1,6 @@
 """What GPUs would be given: every launch of every kernel is compiled for them, to machine code, and not run.
 
-`tools/kernels.py` does it and makes a forecast of its speed. `test_kernels.py` runs this file in a process of its own.
+`tools/kernel_costs.py` does it and makes a forecast of its speed. `test_kernels.py` runs this file in a process of its own.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from shardformer.modeling.kernels.gate import GatedResidual
 from shardformer.modeling.kernels.norm import ModulatedNorm
 from shardformer.modeling.kernels.rotary import NormRotary
 from shardformer.modeling.norm_orders import ORDERS
-from tools.kernels import CASES, GPUS, compiled_for, costs
+from tools.kernel_costs import CASES, GPUS, compiled_for, costs
 
 
 @pytest.fixture(params=GPUS, ids=lambda gpu: gpu.name)

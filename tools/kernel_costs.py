@@ -1,7 +1,7 @@
 """What the Triton kernels cost on GPUs that are not here: each is compiled for them, and its machine code is counted.
 
-    python tools/kernels.py                 # a table of all kernels for an A100, an H100 and a B200
-    python tools/kernels.py --only H100
+    python tools/kernel_costs.py                 # a table of all kernels for an A100, an H100 and a B200
+    python tools/kernel_costs.py --only H100
 
 Triton brings NVIDIA's assembler and disassembler with it. From the code of a kernel, or of the loop in it, and from
 what it moves, three times of a tile follow:
