@@ -1,6 +1,7 @@
 """What GPUs would be given: every launch of every kernel is compiled for them, to machine code, and not run.
 
-`tools/kernel_costs.py` does it and makes a forecast of its speed. `test_kernels.py` runs this file in a process of its own.
+`tools/kernel_costs.py` does it and makes a forecast of its speed. `test_kernels.py` runs this file in a process of its
+own.
 """
 
 import pytest
