@@ -217,8 +217,9 @@ def picture(run: dict[str, Any], chart: str) -> str:
         svg = charts.memory_timeline(run["memory"], "case-memory")
     else:
         svg = charts.over_steps(run["steps"], "seconds", "seconds", "case-over")
-    # Without the one for a telephone, which stands behind it on a page.
-    svg = svg[: svg.index("</svg>") + len("</svg>")]
+    # Text that no page escapes again; and without the one for a telephone, which stands behind it on a page.
+    svg, end, _telephone = str(svg).partition("</svg>")
+    svg += end
     for variable, colour in {"ink": "#1c2126", "line": "#c9ced4", "surface": "#ffffff"}.items():
         svg = svg.replace(f"var(--{variable})", colour)
     return (
