@@ -49,7 +49,9 @@ def run_stage(stage: Stage, command: str, out: Path, limit_s: float) -> dict[str
     if words[0] == "pytest":
         # -vv names each test before it starts, and so the one that took the process with it.
         words = ["-m", *words, "-vv", "-n0", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    # Before what the caller has there: wheels that were carried along, say.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", "PYTHONPATH": path}
     environment |= stage.environment
     started, log = time.monotonic(), out / f"{stage.name}.log"
     with log.open("wb") as file:

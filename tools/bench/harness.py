@@ -236,7 +236,7 @@ class Report:
         """Prints the table and saves all that is known: the next part may take long, and be interrupted."""
         self._tables.append(table)
         print(table, flush=True)
-        self._save()
+        self.save()
 
     def finish(self, draw: Callable[[dict[str, Any], Path], None] | None = None) -> None:
         """Shows the claims, saves all, and draws the picture that was asked for."""
@@ -249,7 +249,8 @@ class Report:
             picture.parent.mkdir(parents=True, exist_ok=True)
             draw(self.result, picture)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Writes all that is known to the files that were asked for."""
         result = self.result
         # Lists of numbers on one line each, or the rounds would be most of the file's lines.
         text = json.dumps(result, indent=1, ensure_ascii=False)

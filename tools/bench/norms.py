@@ -10,13 +10,14 @@ run: no GPU could be had. `--device cuda` measures the copy in the same run and 
 Each turn repeats a call until it takes 5 ms, and counts by its mean. "ratio" is original over swapped of the same
 turn; above 1, the swap is faster. A swap is slower where even the upper quartile is below 1.
 
-    python tools/bench/norms.py --only T5LayerNorm
+    python tools/bench/norms.py --only '^T5LayerNorm|rotary'       # a pattern of Python's
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -269,13 +270,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copied = copy_bytes_per_s(device) if device.type == "cuda" else None
     note = "" if copied else "the claims for a GPU were not run: no GPU could be had"
     report, rows = Report(options, note=note, copy_bytes_per_s=copied), list[dict[str, Any]]()
+    kernels = list[dict[str, Any]]()
+
+    def keep() -> None:
+        """After each case, because whoever started this may end it before the last."""
+        report.result |= {"cases": rows, "kernels": kernels, "claims": claims(rows, kernels)}
+        report.save()
+
     sizes = SIZES["quick" if options.quick else options.device]
+    # On a CPU the plain operations run on both sides: a quick run takes them, to see that they run.
+    if copied or options.quick:
+        for hidden, tokens, _ in sizes:
+            for name, case in fused(hidden, tokens, 32 if options.quick else 128, device).items():
+                name = f"{name}, {tokens} tokens × {hidden}"
+                if re.search(options.only, name):
+                    harness.say(f"norms: {name}")
+                    kernels.append({"case": name} | measure_fused(case, options.rounds, copied))
+                    keep()
     for (norm, make), (hidden, tokens, heads), (dtype, mode) in itertools.product(
         norms().items(), sizes, DTYPES_AND_MODES[options.device]
     ):
         shape = f"{tokens} tokens" + (f" × {heads} heads" if heads else "") + f" × {hidden}"
         name = f"{norm}, {shape}, {str(dtype).removeprefix('torch.')}, {mode}"
-        if options.only not in name:
+        if not re.search(options.only, name):
             continue
         harness.say(f"norms: {name}")
         x = torch.randn((1, tokens, max(1, heads), hidden), dtype=dtype, device=device)
@@ -286,16 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             per_s = 2 * x.nbytes / (row["forward"]["swapped_ms"] / 1e3)
             row["share_of_copy_bandwidth"] = per_s / copied
         rows.append(row)
-    # On a CPU the plain operations run on both sides: a quick run takes them, to see that they run.
-    kernels = list[dict[str, Any]]()
-    if copied or options.quick:
-        for hidden, tokens, _ in sizes:
-            for name, case in fused(hidden, tokens, 32 if options.quick else 128, device).items():
-                row = {"case": f"{name}, {tokens} tokens × {hidden}"}
-                if options.only in row["case"]:
-                    harness.say(f"norms: {row['case']}")
-                    kernels.append(row | measure_fused(case, options.rounds, copied))
-    report.result |= {"cases": rows, "kernels": kernels, "claims": claims(rows, kernels)}
+        keep()
+    keep()
     report.show(make_table("Swapped norms beside what they replace", COLUMNS, rows))
     if kernels:
         report.show(make_table("Kernels beside the plain operations", COLUMNS_OF_KERNELS, kernels))
