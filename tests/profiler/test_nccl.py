@@ -9,6 +9,7 @@ from torch import nn
 
 import shardformer
 from opensora_accel import Plan, init_parallel
+from opensora_accel.communications import transport
 from opensora_accel.profiler import clock as clocks
 from opensora_accel.profiler import profile
 from opensora_accel.profiler import time as profiler_time
@@ -46,7 +47,7 @@ def transfers(folder):
     def step():
         compute(3)
         dist.all_reduce(x)
-        work = dist.all_gather_single(other, x, async_op=True)
+        (work,) = transport.start_all_gather(other, x, group)
         compute(4)
         work.wait()
         sent, received, peer = torch.ones(3), torch.ones(3), 1 - dist.get_rank()
