@@ -7,7 +7,8 @@ NPROC ?= 2
 CONFIG ?= configs/bunny.toml
 BENCH ?= collectives norms offload attention
 PART ?=
-WORKERS ?= 2
+# Ranks wait for each other: a third file at a time keeps two cores busy.
+WORKERS ?= 3
 ARGS ?=
 GPU_REPORT ?= runs/first_gpu
 
