@@ -53,7 +53,7 @@ def test_whatever_a_stage_does_the_others_run_and_the_report_tells(tmp_path):
         ]
         + stages[1:],
         tmp_path,
-        60.0,
+        100.0,
     )
     found = outcomes(report)
     assert found["claim of hangs"] == (NOT_RUN, "the stage was ended after 6 s, after 1 checks that held")
