@@ -7,8 +7,7 @@ NPROC ?= 2
 CONFIG ?= configs/bunny.toml
 BENCH ?= collectives norms offload attention
 PART ?=
-# Ranks wait for each other: a third file at a time keeps two cores busy.
-WORKERS ?= 3
+WORKERS ?= 2
 ARGS ?=
 GPU_REPORT ?= runs/first_gpu
 
