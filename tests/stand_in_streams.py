@@ -20,7 +20,6 @@ NCCL:
     async_op=True       runs on a stream of its group, behind what is current; the tensors are held until `wait`, by
                         which the stream that is current then waits
     messages            of one batch are one work, which has no future: to ask it for one ends the process
-    is_completed        is true for a work that failed
 
 torch.cpu has the names of torch.cuda, and FSDP2 calls them; here both mean these streams. Numbers are those of gloo.
 """
@@ -60,7 +59,6 @@ class Stream:
         self.time = 0
         # How far each other stream has come for sure before work that is given from now on.
         self.known: dict[Stream, int] = {}
-
         # When all that it was given so far is done.
         self.seconds = 0.0
 
@@ -160,9 +158,6 @@ class Work(dist.Work):
         current_stream().wait_event(self._done)
         self._held = None
         return True
-
-    def is_completed(self):
-        return all(work.is_completed() for work in self._works)
 
     def get_future(self):
         assert self._has_future, "a process on a GPU ends here: messages of NCCL have no future"
@@ -334,7 +329,7 @@ class Schedule:
         work = dist.Work.unbox(outputs[-1] if isinstance(outputs, (tuple, list)) else outputs)
         if name in _MESSAGES:
             if group not in self._batches:
-                # A message of the host's own: it's the host that reads or fills the memory.
+                # A message of the host's own: the host reads or fills the memory.
                 self._run(host(), name, read, written, self._transfer_s)
                 return outputs
             works, tensors = self._batches[group]

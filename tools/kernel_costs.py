@@ -234,7 +234,7 @@ def _cost(
         gpu.max_warps // num_warps,
         _SHARED_BYTES // max(1, usage["SHARED"]),
     ))  # fmt: skip
-    issued, barriers, _ = _clocks(instructions)
+    issued, barriers = _clocks(instructions)
     memory = values * bytes_per_value / gpu.bytes_per_clock
     pipes = issued * num_warps / _SCHEDULERS
     # Of a program by itself. Where it loads ahead of its loop's turn, the way to memory is beside the rest.
@@ -283,15 +283,15 @@ def _output(tool: str, *args: Any) -> str:
     return subprocess.run([_TOOLS / tool, *args], capture_output=True, text=True, check=True).stdout
 
 
-def _clocks(instructions: list[str]) -> tuple[float, int, Counter[str]]:
-    """Clocks of a scheduler for one warp, by its busiest pipe; the barriers; and the instructions by pipe."""
+def _clocks(instructions: list[str]) -> tuple[float, int]:
+    """Clocks of a scheduler for one warp, by its busiest pipe, and the barriers."""
     pipes: Counter[str] = Counter()
     for each in instructions:
         pipe = next((pipe for pipe, (_, names) in _PIPES.items() if each.startswith(names)), "other")
         pipes[pipe] += 1
     busiest = max((clocks * pipes[pipe] for pipe, (clocks, _) in _PIPES.items()), default=0)
     barriers = sum(each.startswith("BAR") for each in instructions)
-    return max(len(instructions), busiest), barriers, pipes
+    return max(len(instructions), busiest), barriers
 
 
 def table(found: list[Cost]) -> str:
