@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
@@ -98,9 +98,14 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
         # lists of DTensors, as the norm of all gradients is one, refuse those of unequal meshes.
         fp32 = _mesh_info(make_mesh(num_copies, plan.num_shards))
 
-    def placement(parameter: nn.Parameter) -> Shard | ShardPlacementResult:
+    def placement(parameter: nn.Parameter) -> Any:
         shard = _shard_dim(parameter, plan.num_shards)
-        return shard if fp32 is None or id(parameter) not in kept else ShardPlacementResult(shard, fp32)
+        if fp32 is None or id(parameter) not in kept:
+            return shard
+        # Here, so that all else of this package imports under torch 2.11, which has no such thing.
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
+        return ShardPlacementResult(shard, fp32)
 
     options["shard_placement_fn"] = placement
     model.register_forward_hook(_without_views)

@@ -4,8 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 PROVE = pytest.mark.prove
+# `make gpu` runs these, by the stages of tools/gpu_stages.py.
+NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+# On this CPU in `make prove`, which tests the test, and on a GPU where there is one.
+CPU_AND_GPU = [pytest.param("cpu", marks=PROVE), pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 def some(values: Iterable[Any], *chosen: Any) -> list[Any]:

@@ -48,7 +48,9 @@ def run_stage(stage: Stage, command: str, out: Path, limit_s: float) -> dict[str
     words = shlex.split(command.replace("{out}", shlex.quote(str(out))))
     if words[0] == "pytest":
         # -vv names each test before it starts, and so the one that took the process with it.
-        words = ["-m", *words, "-vv", "-n0", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider"]
+        # A stage may ask for more processes than one.
+        options = ["-vv", "-rs", "-n0", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider"]
+        words = ["-m", words[0], *options, *words[1:]]
     # Before what the caller has there: wheels that were carried along, say.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", "PYTHONPATH": path}
@@ -130,11 +132,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def _tests_of(log: str, ended: str) -> Iterator[Check]:
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.*?) - (.*)$", log, re.M))
     words = {"PASSED": True, "XFAIL": True, "SKIPPED": None}
-    for name, outcome, why in re.findall(
-        r"^(tests/\S+?::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?: \((.*)\))?(?: *\[ *\d+%\])?\s*$",
-        log,
-        re.M,
-    ):
+    outcomes = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
+    told = re.findall(rf"^(tests/\S+?::.*?) ({outcomes})(?: \((.*)\))?(?: *\[ *\d+%\])?\s*$", log, re.M)
+    # Of several processes.
+    told += [
+        (name, outcome, "")
+        for outcome, name in re.findall(
+            rf"^\[gw\d+\] \[ *\d+%\] ({outcomes}) (tests/\S+?::.*?)\s*$", log, re.M
+        )
+    ]
+    for name, outcome, why in told:
         yield {
             "check": name,
             "held": words.get(outcome, False),
@@ -143,6 +150,10 @@ def _tests_of(log: str, ended: str) -> Iterator[Check]:
     unfinished = re.search(r"^(tests/\S+?::.*\S)\s*\Z", log.partition("Fatal Python error")[0], re.M)
     if ended.startswith("died") and unfinished:
         yield {"check": unfinished[1], "held": False, "why": f"the process {ended}"}
+    seen = {name.partition("::")[0] for name, _, _ in told}
+    for name, why in re.findall(r"^SKIPPED \[\d+\] (tests/\S+\.py):\d+: (.*)$", log, re.M):
+        if name not in seen:  # a whole file, which needs a library
+            yield {"check": name, "held": None, "why": why}
     for name, why in re.findall(r"^ERROR (tests/\S+\.py)(?: - (.*))?$", log, re.M):
         yield {"check": name, "held": False, "why": why or "could not be read"}
 

@@ -24,7 +24,7 @@ from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.local import attend, attend_backward, merge_
 from tests.attention.flash_attn_releases import install
 from tests.attention.reference import full_attention, random_inputs, weights_like
-from tests.tiers import some
+from tests.tiers import NEEDS_GPU, some
 
 PLAIN = PlainKernel()
 SCALE = 8**-0.5
@@ -382,23 +382,17 @@ def test_flash_attn_is_preferred_where_it_fits(flash_attn, monkeypatch):
     assert choose_kernel(on_gpu()).kernel.name == "flash-attn 2"
 
 
-def gpu_alone(*values):
-    """Parameters of a test that needs a GPU for them."""
-    marks = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-    return pytest.param(*values, marks=marks)
-
-
 GPU_KERNELS = [
     *(FlashAttn3Kernel(), FlashAttn2Kernel(), FlashKernel()),
     *(VisibleKeysKernel(), CudnnKernel(), EfficientKernel()),
 ]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(kernel, marks=NEEDS_GPU, id=kernel.name) for kernel in GPU_KERNELS]
+)
 def test_gpu_kernels_add_up_to_the_definition(kernel, masked, heads):
     q, k, v, mask = random_inputs(300, 430, *heads, True, dtype=torch.bfloat16, head_dim=64)
     mask[:, ::3] = True
@@ -429,10 +423,9 @@ def errors(found, wanted):
             for dtype in (torch.float64, torch.float32)
             for kernel in (CpuFlashKernel(), PLAIN)
         ),
-        *(gpu_alone("cuda", torch.bfloat16, kernel) for kernel in GPU_KERNELS),
+        *(pytest.param("cuda", torch.bfloat16, kernel, marks=NEEDS_GPU) for kernel in GPU_KERNELS),
         *(
-            gpu_alone("cuda", dtype, kernel)
-            for dtype in (torch.float32,)
+            pytest.param("cuda", torch.float32, kernel, marks=NEEDS_GPU)
             for kernel in (EfficientKernel(), PLAIN)
         ),
     ],

@@ -10,10 +10,9 @@ from opensora_accel.offload import OffloadEngine
 from opensora_accel.offload.device import queues_for
 from tests.checkpoint import steps
 from tests.offload.devices import LateQueues
+from tests.tiers import NEEDS_GPU
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-)
+CUDA = pytest.param("cuda", marks=NEEDS_GPU)
 
 
 @pytest.fixture(autouse=True, params=["host", "late", CUDA])

@@ -11,8 +11,9 @@ from opensora_accel.offload import OffloadEngine, Queue, Queues
 from opensora_accel.offload.arena import Arena
 from opensora_accel.offload.device import CudaQueues
 from tests.offload import scenarios
+from tests.tiers import NEEDS_GPU
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = NEEDS_GPU
 
 _SLEEP_CYCLES = 20_000_000
 

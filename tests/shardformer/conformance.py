@@ -65,7 +65,7 @@ def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:
     extra = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
     outputs = list(_tensors(model(**inputs | extra)))
     generator = torch.Generator().manual_seed(2)
-    targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outputs]
+    targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device) for out in outputs]
     loss = sum((out - target).square().mean() for out, target in zip(outputs, targets, strict=True))
     assert isinstance(loss, Tensor)
     loss.backward()

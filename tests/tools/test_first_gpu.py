@@ -112,6 +112,9 @@ LOG = """\
 tests/a/test_x.py::test_one[aten flash-2] PASSED                          [ 25%]
 tests/a/test_x.py::test_two SKIPPED (needs a CUDA GPU)                    [ 50%]
 tests/a/test_x.py::test_three[b] FAILED                                   [ 75%]
+tests/a/test_x.py::test_of_a_worker[c d]
+[gw1] [ 80%] PASSED tests/a/test_x.py::test_of_a_worker[c d]
+SKIPPED [1] tests/a/test_y.py:3: no Triton
 tests/a/test_x.py::test_four
 """
 
@@ -125,9 +128,11 @@ def test_what_pytest_told_is_read_also_where_a_test_took_the_process_along(tmp_p
         ("test_one[aten flash-2]", True),
         ("test_two", None),
         ("test_three[b]", False),
+        ("test_of_a_worker[c d]", True),
         ("test_four", False),
+        ("tests/a/test_y.py", None),
     ]
-    assert checks[1]["why"] == "needs a CUDA GPU" and checks[3]["why"] == "the process died of SIGABRT"
+    assert checks[1]["why"] == "needs a CUDA GPU" and checks[4]["why"] == "the process died of SIGABRT"
 
 
 def test_the_guide_has_every_stage_and_no_other():
@@ -144,7 +149,8 @@ def test_every_test_for_a_gpu_is_in_a_stage():
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("*.py")
-        if re.search(r"pytest\.mark\.cuda\b", path.read_text(encoding="utf-8")) and path != Path(__file__)
+        if re.search(r"\b(NEEDS_GPU|CPU_AND_GPU)\b", path.read_text(encoding="utf-8"))
+        and path.name not in (Path(__file__).name, "tiers.py")
     }
     commands = " ".join(stage.command for stage in STAGES)
     assert marked and all(name in commands or str(Path(name).parent) in commands for name in marked)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from opensora_accel import Plan
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState
-from tests.tiers import some
+from tests.tiers import NEEDS_GPU, some
 from tests.training.runs import tiny_config
 
 
@@ -80,12 +80,7 @@ class Model(torch.nn.Linear):
         return "{}"
 
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-)
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_late_copy_takes_what_was_saved(parallel_registry, tmp_path, device):
     """On a GPU it runs on a stream of its own: what is computed meanwhile does not wait, what overwrites it does."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

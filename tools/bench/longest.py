@@ -129,8 +129,8 @@ def search(stack: Stack, seconds: float) -> dict[str, Any]:
         except torch.OutOfMemoryError:
             does_not = tokens
         stack.free()
+        row["seconds"] = took = time.monotonic() - started
         tried.append(row)
-        took = time.monotonic() - started
         if does_not is None:
             tokens = 2 * fits
         elif fits:

@@ -7,7 +7,8 @@ gradient is further from fp64. On a CPU torch has a kernel for one of these norm
 Claim, on a GPU: forward at 85 % of the bandwidth of a copy or more, for hidden 3072 and 5120. That part was never
 run: no GPU could be had. `--device cuda` measures the copy in the same run and prints the share.
 
-Each turn repeats a call until it takes 5 ms, and counts by its mean. "ratio" is original over swapped of the same
+Each turn repeats a call until it takes 5 ms, and counts by its mean; on a GPU it replays a graph of the call's kernels,
+so that the host's time is no part of it. "ratio" is original over swapped of the same
 turn; above 1, the swap is faster. A swap is slower where even the upper quartile is below 1.
 
     python tools/bench/norms.py --only '^T5LayerNorm|rotary'       # a pattern of Python's
@@ -81,8 +82,8 @@ def measure(original: nn.Module, x: Tensor, mode: str, rounds: int) -> dict[str,
         return row
     for name in PASSES:
         steps = {
-            "original": make_step(original, x, name != "forward"),
-            "swapped": make_step(holder["norm"], x, name != "forward"),
+            side: harness.captured(make_step(norm, x, name != "forward"), x.device)
+            for side, norm in (("original", original), ("swapped", holder["norm"]))
         }
         calls = max(1, int(LEAST_MS / harness.time_ms(steps["original"], x.device, 2)))
         turns = {side: partial(harness.time_ms, step, x.device, calls) for side, step in steps.items()}
@@ -174,7 +175,10 @@ def measure_fused(case: Fused, rounds: int, copied: float | None) -> dict[str, A
             row["refused"][name] = str(error).splitlines()[0]
     for name in PASSES:
         backward = name != "forward"
-        steps = {side: make_fused_step(run, case.operands, backward) for side, run in sides.items()}
+        steps = {
+            side: harness.captured(make_fused_step(run, case.operands, backward), x.device)
+            for side, run in sides.items()
+        }
         calls = max(1, int(LEAST_MS / harness.time_ms(steps["plain"], x.device, 2)))
         turns = {side: partial(harness.time_ms, step, x.device, calls) for side, step in steps.items()}
         times = harness.take_turns(turns, rounds)
@@ -200,7 +204,8 @@ def make_fused_step(
 def copy_bytes_per_s(device: torch.device) -> float:
     source = torch.randn(32768, 5120, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    times = [harness.time_ms(lambda: target.copy_(source), device, 10) for _ in range(15)]
+    copy_ = harness.captured(lambda: target.copy_(source), device)
+    times = [harness.time_ms(copy_, device, 10) for _ in range(15)]
     return 2 * source.nbytes / (harness.spread(times)["median"] / 1e3)
 
 

@@ -135,7 +135,8 @@ def _forward(
     mean, rstd = statistics(x, there, eps, centres, C, TILE, PIECE, T)
     for i in tl.static_range(num_pieces(C, PIECE)):
         normed = (x[i].to(T) - mean) * rstd
-        weight, bias = load_vector(weight_ptr, i, C, PIECE), load_vector(bias_ptr, i, C, PIECE)
+        weight = load_vector(weight_ptr, i, C, PIECE)
+        bias = load_vector(bias_ptr, i, C, PIECE)
         out = affine(normed, weight, bias, offset, NORMED, WEIGHTED, BIASED, T)
         if scale_ptr is not None:
             out = rounded(out * rounded(1.0 + scale[i].to(T), SCALE, T), SCALED, T)
@@ -201,7 +202,8 @@ def _backward(
         along, total = tl.zeros([TILE, PIECE], T), tl.zeros([TILE, PIECE], T)
         for i in tl.static_range(num_pieces(C, PIECE)):
             dy, normed = grad[i].to(T), normalised(x[i].to(T), mean, rstd, now, i, eps, centres, C, PIECE)
-            weight, bias = load_vector(weight_ptr, i, C, PIECE), load_vector(bias_ptr, i, C, PIECE)
+            weight = load_vector(weight_ptr, i, C, PIECE)
+            bias = load_vector(bias_ptr, i, C, PIECE)
             new_dshift = new_dshift + (with_rows(dshift[i], dy, dshift_ptr),)
             if scale_ptr is not None:
                 y = affine(normed, weight, bias, offset, T, T, T, T)

@@ -105,12 +105,9 @@ def features(i: tl.constexpr, PIECE: tl.constexpr):
 def load_vector(
     ptr, i: tl.constexpr, halves: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr
 ):
-    """Firsts and seconds, each [1, P], of a vector [C]; None where there is none."""
-    first, second = None, None
-    if ptr is not None:
-        begin = tl.zeros([1], tl.int64)
-        first, second = load_pair(ptr, begin, D, 1, begin == 0, i, halves, D, C, 1, PIECE)
-    return first, second
+    """Firsts and seconds, each [1, P], of a vector [C]."""
+    begin = tl.zeros([1], tl.int64)
+    return load_pair(ptr, begin, D, 1, begin == 0, i, halves, D, C, 1, PIECE)
 
 
 @triton.jit
@@ -205,8 +202,14 @@ def _forward(
     of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
     mean, rstd = pair_statistics(firsts, seconds, there, eps, centres, C, TILE, PIECE, T)
     for i in tl.static_range(num_pieces(C // 2, PIECE)):
-        w1, w2 = load_vector(weight_ptr, i, halves, D, C, PIECE)
-        b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
+        w1 = None
+        w2 = None
+        b1 = None
+        b2 = None
+        if weight_ptr is not None:
+            w1, w2 = load_vector(weight_ptr, i, halves, D, C, PIECE)
+        if bias_ptr is not None:
+            b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
         y1 = affine((firsts[i].to(T) - mean) * rstd, w1, b1, offset, NORMED, WEIGHTED, BIASED, T)
         y2 = affine((seconds[i].to(T) - mean) * rstd, w2, b2, offset, NORMED, WEIGHTED, BIASED, T)
         c1, c2 = load_pair(
@@ -280,8 +283,14 @@ def _backward(
             x1, x2 = firsts[i].to(T), seconds[i].to(T)
             x1 = normalised(x1, mean, rstd, there, i, eps, centres, C // 2, PIECE)
             x2 = normalised(x2, mean, rstd, there, i, eps, centres, C // 2, PIECE)
-            w1, w2 = load_vector(weight_ptr, i, halves, D, C, PIECE)
-            b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
+            w1 = None
+            w2 = None
+            b1 = None
+            b2 = None
+            if weight_ptr is not None:
+                w1, w2 = load_vector(weight_ptr, i, halves, D, C, PIECE)
+            if bias_ptr is not None:
+                b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
             g1, g2 = grads1[i].to(T), grads2[i].to(T)
             y1, y2 = affine(x1, w1, b1, offset, T, T, T, T), affine(x2, w2, b2, offset, T, T, T, T)
             if dcos_ptr is not None:

@@ -25,7 +25,7 @@ T5, LAYER = ORDERS[0], ORDERS[4]
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("file", "interpret"),
-    [("interpreted.py", "1"), ("compiled_for_gpu.py", "0")],
+    [("values.py", "1"), ("compiled_for_gpu.py", "0")],
     ids=["interpreted", "compiled for a GPU"],
 )
 def test_the_kernels(file, interpret, tmp_path):
@@ -46,43 +46,6 @@ def test_the_kernels(file, interpret, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     print(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["norm", "gate", "rotary"])
-def test_the_kernels_on_a_gpu(name, dtype, monkeypatch):
-    """No further from fp64 than the plain operations, values and every gradient."""
-    generator = torch.Generator().manual_seed(0)
-    shape, rows = (3, 37, 24 * 16), (3, 1, 24 * 16)
-    x, y, one, two = (
-        torch.randn(each, generator=generator).cuda().to(dtype) for each in (shape, shape, rows, rows)
-    )
-    angles = torch.randn(1, 37, 1, 8, generator=generator).cuda().repeat_interleave(2, -1)
-    functions = {
-        "norm": lambda x, y, one, two: modulated_norm(x, one, two, order=LAYER, eps=1e-6),
-        "gate": lambda x, y, one, two: gated_residual(x, y, one),
-        "rotary": lambda x, y, one, two: norm_rotary(
-            x, angles.cos().to(x), angles.sin().to(x), one[0, 0], order=T5, eps=1e-6, head_dim=16
-        ),
-    }
-
-    def outcome(dtype):
-        leaves = [
-            each.to(dtype).requires_grad_() for each in (x.detach(), y.detach(), one.detach(), two.detach())
-        ]
-        out = functions[name](*leaves)
-        found = torch.autograd.grad(out, leaves, torch.ones_like(out) * y.to(out), allow_unused=True)
-        return [each.double() for each in (out, *found) if each is not None]
-
-    if explain_kernel(x).startswith("plain"):
-        pytest.skip(explain_kernel(x))
-    ours = outcome(dtype)
-    monkeypatch.setattr(choose, "why_plain", lambda *_: "the plain operations are asked for")
-    plain, wanted = outcome(dtype), outcome(torch.float64)
-    for mine, other, right in zip(ours, plain, wanted, strict=True):
-        assert (mine - right).norm() <= 2 * (other - right).norm() + 1e-6 * right.norm()
 
 
 @pytest.fixture

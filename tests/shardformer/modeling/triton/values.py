@@ -1,18 +1,17 @@
-"""The kernels, run by Triton's interpreter, beside the plain operations: values, rounding and every gradient.
+"""The kernels beside the plain operations: values, rounding and every gradient; interpreted, or on a GPU.
 
-`test_kernels.py` runs this file in a process of its own, with TRITON_INTERPRET=1.
+`test_kernels.py` runs this file in a process of its own, with TRITON_INTERPRET=1. `make gpu` runs it on a GPU.
 """
 
 import copy
+import os
 
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import nn
 from torch.autograd import gradcheck
 from torch.autograd.graph import saved_tensors_hooks
-from triton.runtime import interpreter
 
 from shardformer.modeling import swap_norms
 from shardformer.modeling.kernels import (
@@ -25,9 +24,21 @@ from shardformer.modeling.kernels import (
 )
 from shardformer.modeling.norm_orders import ORDERS, agree
 from tests.shardformer.modeling.zoo import published
+from tests.tiers import NEEDS_GPU
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 ORDER = {order.name: order for order in ORDERS}
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+pytestmark = NEEDS_GPU if DEVICE == "cuda" else []
+
+
+@pytest.fixture(autouse=True)
+def made_on_the_device():
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +47,7 @@ def interpreter_that_rounds():
     convert = interpreter._convert_float
 
     def rounds(values, source, target, mode):
-        if target == tl.bfloat16 and source in (tl.float32, tl.float64):
+        if target == interpreter.tl.bfloat16 and source in (interpreter.tl.float32, interpreter.tl.float64):
             return torch.from_numpy(np.ascontiguousarray(values)).to(BF16).view(torch.uint16).numpy()
         return convert(values, source, target, mode)
 
@@ -46,8 +57,8 @@ def interpreter_that_rounds():
 
 
 def random(shape, dtype, seed, offset=0.0):
-    draw = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-    return (draw + offset).to(dtype)
+    draw = torch.randn(shape, dtype=F64, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return (draw + offset).to(DEVICE, dtype)
 
 
 def outcome(function, inputs, grad):
@@ -476,10 +487,12 @@ def test_a_published_norm_is_swapped_unless_torch_computes_it_in_one_pass(name, 
     (row,) = swap_norms(holder).rows
     # Torch's own on the CPU keeps what the norm keeps, so that only ours are left.
     in_one_pass = order in ("layer", "product") or (not has_weight and not order.startswith("layer"))
-    if in_one_pass and not has_bias:
-        assert row.to is None and "computes this order in one pass" in row.reason
+    if (in_one_pass and not has_bias) or (DEVICE == "cuda" and row.to is None):
+        assert row.to is None and "in one pass" in row.reason
         return
-    if order.startswith("layer"):
+    if DEVICE == "cuda":
+        assert row.saved_after <= row.saved_before, row.outcome
+    elif order.startswith("layer"):
         assert row.to in (None, "F.layer_norm", "triton.layer_norm")
     else:
         assert row.to == "triton.rms_norm" and row.saved_after == 0 < row.saved_before, row.outcome
@@ -499,10 +512,12 @@ def test_a_published_norm_is_swapped_unless_torch_computes_it_in_one_pass(name, 
 
 def test_a_model_with_swapped_norms_gives_the_same():
     from tests.video_models import CASES
+    from tests.video_models.case import change_tensors
 
-    case = CASES["HunyuanVideo"]
-    inputs, found = case.inputs(), []
-    model = case.make()
+    case, found = CASES["HunyuanVideo"], []
+    with torch.device("cpu"):  # by a generator of the CPU's
+        inputs, model = case.inputs(), case.make()
+    inputs, model = change_tensors(inputs, lambda tensor: tensor.to(DEVICE)), model.to(DEVICE)
     for _ in range(2):
         model.zero_grad()
         out = model(**inputs, return_dict=False)[0]

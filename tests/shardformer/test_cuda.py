@@ -1,0 +1,78 @@
+"""Models on one GPU, a rank by itself: sharded, checkpointed and offloaded they are the plain model there."""
+
+import pytest
+import torch
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
+from opensora_accel.precision import LiftOperations
+from tests.shardformer.conformance import fp64_model, in_double, step
+from tests.tiers import CPU_AND_GPU
+from tests.tolerances import RELATIVE, relative_errors
+from tests.video_models import CASES
+from tests.video_models.case import change_tensors
+
+pytestmark = pytest.mark.slow
+
+PLANS = [Plan(), Plan(checkpoint="selective", offload=1.0), Plan(checkpoint="full", offload=1.0)]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(parallel_registry, monkeypatch):
+    """The registry, and products of fp32 that are no products of tf32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    yield parallel_registry
+    MANAGER.close()
+
+
+def to_device(value, device):
+    return change_tensors(value, lambda tensor: tensor.to(device))
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("name", CASES)
+def test_a_sharded_model_in_fp64(name, device):
+    init_parallel(Plan(), device_type=device)
+    case = CASES[name]
+    inputs = to_device(in_double(case.inputs()), device)
+    with LiftOperations():
+        expected = step(fp64_model(case).to(device), case, inputs)
+        for plan in PLANS:
+            model = shardformer.shard(fp64_model(case).to(device), plan)
+            errors = relative_errors(step(model, case, inputs), expected)
+            assert max(errors.values()) < RELATIVE[torch.float64], (plan, errors)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("norms", ["strict", "fast"])
+@pytest.mark.parametrize(
+    "name", ["Wan", "HunyuanVideo", "LTX-2", "CogVideoX", "MiniMax-H3", "Mochi", "FLUX.2"]
+)
+def test_swapped_norms_in_fp32(name, norms, device):
+    init_parallel(Plan(), device_type=device)
+    case = CASES[name]
+    inputs = to_device(case.inputs(), device)
+    expected = step(case.make().to(device), case, inputs)
+    model = shardformer.shard(case.make().to(device), PLANS[2], norms=norms)
+    errors = relative_errors(step(model, case, inputs), expected)
+    assert max(errors.values()) < RELATIVE[torch.float32], (shardformer.norms_of(model), errors)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "LTX-Video", "CogVideoX", "MMDiT"])
+def test_compiled_blocks_in_fp32(name, device):
+    """By Inductor, checkpointed and offloaded."""
+    init_parallel(Plan(), device_type=device)
+    case = CASES[name]
+    inputs = to_device(case.inputs(), device)
+    expected = step(case.make().to(device), case, inputs)
+    torch._dynamo.reset()
+    model = shardformer.shard(case.make().to(device), PLANS[2])
+    for block in shardformer.blocks_of(model):
+        block.compile()
+    for _ in range(2):  # the first one is checked, and runs as it is
+        model.zero_grad()
+        found = step(model, case, inputs)
+    errors = relative_errors(found, expected)
+    assert max(errors.values()) < RELATIVE[torch.float32], errors
