@@ -360,14 +360,20 @@ def _holder(module: nn.Module, key: str) -> Any:
 
 
 @torch.no_grad()
-def materialize(model: ModelT, device: torch.device | str | None = None) -> ModelT:
+def materialize(
+    model: ModelT,
+    device: torch.device | str | None = None,
+    *,
+    buffer_device: torch.device | str | None = None,
+) -> ModelT:
     """The same model with its values: of each parameter the shard that this rank holds, whole where it is not sharded.
 
     `shardformer.shard` calls it. Parameters become other objects: build the optimizer afterwards. A tensor that got
     other values in the meantime keeps them.
 
     Args:
-        device: by default that of their mesh for shards, and the host for whole tensors.
+        device: of parameters and buffers; by default that of their mesh for shards, and the host for whole tensors.
+        buffer_device: of the buffers, where it is another one: FSDP2 keeps parameters alone in host memory.
 
     Returns:
         The model. One that is not deferred is left alone.
@@ -401,6 +407,12 @@ def materialize(model: ModelT, device: torch.device | str | None = None) -> Mode
     refuse_old_parameters(replaced, model)
     for _, module, _ in deferred:
         vars(module).pop(_ATTRIBUTE, None)
+    # Buffers that nothing was drawn for, rotary tables say, were filled on the host when they were built.
+    if (buffer_device := buffer_device or device) is not None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not is_dtensor(buffer):
+                    module._buffers[name] = buffer.to(buffer_device)
     return model
 
 

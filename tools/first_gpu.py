@@ -33,6 +33,8 @@ from gpu_stages import STAGES, Stage
 ROOT = Path(__file__).resolve().parents[1]
 # What the report and the last child's end may take of the whole time.
 RESERVE_S = 10.0
+# What a stage of tests may take, when its time is over, to tell how some of them failed.
+TELL_S = 3.0
 HELD, FAILED, NOT_RUN = "held", "failed", "not run"
 
 
@@ -71,6 +73,10 @@ def run_stage(stage: Stage, command: str, out: Path, limit_s: float) -> dict[str
             ended = _how(child.returncode, words, log)
         except subprocess.TimeoutExpired:
             ended = f"was ended after {limit_s:.0f} s"
+            if "pytest" in words:  # which then tells how tests failed that had
+                child.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(TELL_S)
         finally:
             _end(child)
     return {"ended": ended, "seconds": round(time.monotonic() - started, 1)}

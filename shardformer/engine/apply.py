@@ -167,7 +167,8 @@ def shard(
 
             shard_parameters(model, plan, blocks_of(model, policy))
         if is_deferred(model):
-            materialize(model, "cpu" if plan.cpu_offload or not has_mesh() else get_mesh().device_type)
+            device = get_mesh().device_type if has_mesh() else "cpu"
+            materialize(model, "cpu" if plan.cpu_offload else device, buffer_device=device)
         for name, refuse in (("__deepcopy__", refuse_copy), ("__reduce_ex__", refuse_pickle)):
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opensora_accel import checkpoint as ck
+from tests.checkpoint import steps
 from tests.checkpoint.steps import Block, assert_identical, baseline, blocks, data, gradients, run
 
 MANAGER = ck.GLOBAL_ACTIVATION_MANAGER
@@ -23,9 +24,10 @@ def test_gradients_are_bit_identical(dtype, mode, offload):
     undo = ck.checkpoint_blocks(model, mode, offload)
     run(model, inputs).float().square().sum().backward()
     assert_identical(gradients(model, inputs), baseline(dtype))
-    assert MANAGER.counters.moved == {0.0: 0, 0.5: 2, 1.0: 3, "auto": 3}[offload] * (
-        3 if mode == "selective" else 1
-    )
+    # With a block's input also what its attention's backward needs, if a kernel has it: none of a GPU's has fp64.
+    has_kernel = steps.DEVICE == "cpu" or dtype != torch.float64
+    num_moved = 3 if mode == "selective" and has_kernel else 1
+    assert MANAGER.counters.moved == {0.0: 0, 0.5: 2, 1.0: 3, "auto": 3}[offload] * num_moved
     undo()
     assert all("forward" not in vars(block) for block in model)
 
@@ -180,7 +182,7 @@ class OfStreams(Block):
 
 def test_a_tensor_that_an_argument_holds_leaves_the_device():
     torch.manual_seed(0)
-    model, inputs = nn.ModuleList([OfStreams() for _ in range(4)]), data()
+    model, inputs = nn.ModuleList([OfStreams() for _ in range(4)]).to(steps.DEVICE), data()
     MANAGER.setup_arena(1 << 20)
     ck.checkpoint_blocks(model, "full", 1.0, boundary=("stream.hidden", "other.hidden"), keep_last=0)
     alive = []

@@ -8,6 +8,7 @@ import shardformer
 from opensora_accel import Plan
 from opensora_accel import checkpoint as ck
 from opensora_accel.profiler import LiveBytes
+from tests.checkpoint import steps
 from tests.checkpoint.steps import Block, blocks, data, gradients, run
 from tests.models import wan, wan_inputs
 from tests.tolerances import RELATIVE, relative_error
@@ -109,6 +110,7 @@ def test_chunks_inside_of_an_offloaded_block():
         finally:
             torch.nn.functional.dropout = kept
         results.append(gradients(model, inputs))
-    assert isinstance(model[0], Block) and MANAGER.counters.moved == 9
+    # On a GPU no kernel of attention is for fp64, and a block's input alone is moved.
+    assert isinstance(model[0], Block) and MANAGER.counters.moved == (9 if steps.DEVICE == "cpu" else 3)
     for whole, pieces in zip(*results, strict=True):
         assert relative_error(pieces, whole) < RELATIVE[torch.float64]

@@ -55,7 +55,7 @@ def test_collectives_are_measured_where_they_ran(parallel_registry, tmp_path):
         torch.cuda._sleep(CYCLES)
 
     step()
-    with profile(nn.Linear(1, 1), None, tmp_path, count_flops=False) as run:
+    with profile(nn.Linear(1, 1, device="cuda"), None, tmp_path, count_flops=False) as run:
         for _ in range(3):
             started = time.perf_counter()
             step()

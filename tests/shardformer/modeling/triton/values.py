@@ -5,6 +5,7 @@
 
 import copy
 import os
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from shardformer.modeling.kernels import (
 )
 from shardformer.modeling.norm_orders import ORDERS, agree
 from tests.shardformer.modeling.zoo import published
-from tests.tiers import NEEDS_GPU
+from tests.tiers import NEEDS_GPU, each_once
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -91,11 +92,23 @@ def compare(fused, reference, inputs, agrees=agree):
     if out.dtype == F64:
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
     else:
-        assert agrees(out, expected), (out.double() - expected.double()).abs().max()
+        assert agrees(out, expected) or but_for_flips(out, expected, present), (out - expected).abs().max()
     for mine, theirs, right in zip(gradients, own, exact, strict=True):
         eps = torch.finfo(F64 if out.dtype == F64 else F32).eps
         # Sums of few terms that cancel leave the noise of an fp32 sum.
         assert error(mine, right) <= 1.25 * error(theirs, right) + 16 * eps
+
+
+def but_for_flips(out, expected, inputs):
+    """On a GPU sums have another order: of halves on the way to fp32 one in a hundred may be rounded the other way."""
+    halves = [t.dtype for t in inputs if t.dtype in (BF16, F16)]
+    if DEVICE == "cpu" or not halves or out.dtype != F32:
+        return False
+    difference, row = (out - expected).abs(), expected.abs().amax(-1, keepdim=True)
+    is_off = difference > 4 * torch.finfo(F32).eps * row
+    return bool((difference <= torch.finfo(halves[0]).eps * row).all()) and is_off.sum() <= max(
+        1, 0.01 * out.numel()
+    )
 
 
 def norm_of(order, eps=1e-6, rounds="each"):
@@ -132,20 +145,23 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize(
-    ("x_dtype", "other_dtype", "rounds"),
-    [
-        (F32, F32, "each"),
-        (BF16, BF16, "each"),
-        (F16, F16, "each"),
-        (BF16, F32, "each"),
-        (BF16, F32, "end"),
-        (F64, F64, "each"),
-    ],
-)
-@pytest.mark.parametrize("order", ORDER)
-def test_norm_and_modulation_match_the_order(order, x_dtype, other_dtype, rounds, parts):
+# Of x and of the others.
+DTYPES = [
+    (F32, F32, "each"),
+    (BF16, BF16, "each"),
+    (F16, F16, "each"),
+    (BF16, F32, "each"),
+    (BF16, F32, "end"),
+    (F64, F64, "each"),
+]
+
+
+# On a GPU, where each kernel takes a second to compile, those that are not left to `make prove`.
+@pytest.mark.parametrize(("case", "dtypes"), each_once(product(ORDER, PARTS), DTYPES), ids=str)
+def test_norm_and_modulation_match_the_order(case, dtypes):
+    (order, parts), (x_dtype, other_dtype, rounds) = case, dtypes
+    if DEVICE == "cuda" and order == "layer" and x_dtype != other_dtype and not {3, 4} <= {*PARTS[parts]}:
+        pytest.skip("torch's layer norm on a GPU takes one dtype")
     inputs = norm_inputs(x_dtype, other_dtype)
     for i in PARTS[parts]:
         inputs[i] = None
@@ -333,26 +349,26 @@ def agrees_behind_a_norm(out, expected):
     return bool(is_close) and (difference > 0).sum() <= max(1, 0.01 * out.numel())
 
 
+# Rows, features, features of a head, and a table.
+SHAPES = [
+    ((2, 7), 24, 8, (1, 7, 1, 8)),  # all heads normed together
+    ((2, 7), 24, 8, (2, 7, 24)),  # with a table for every head
+    ((2, 7, 3), 8, 8, (7, 1, 8)),  # each head by itself
+    ((2, 3, 7), 8, 8, (7, 8)),  # the heads before the tokens
+    ((5,), 4, 2, (2,)),
+    ((3,), 5120, 128, (3, 1, 128)),
+]
+# Of x and of the table.
+TABLES = [(F32, F32, "end"), (BF16, F32, "end"), (BF16, BF16, "each"), (F16, F16, "end"), (F64, F64, "end")]
+
+
 @pytest.mark.parametrize(
-    ("lead", "num_features", "head_dim", "table"),
-    [
-        ((2, 7), 24, 8, (1, 7, 1, 8)),  # all heads normed together
-        ((2, 7), 24, 8, (2, 7, 24)),  # with a table for every head
-        ((2, 7, 3), 8, 8, (7, 1, 8)),  # each head by itself
-        ((2, 3, 7), 8, 8, (7, 8)),  # the heads before the tokens
-        ((5,), 4, 2, (2,)),
-        ((3,), 5120, 128, (3, 1, 128)),
-    ],
+    ("case", "dtypes"),
+    each_once(product(["t5", "product", "layer"], ["neighbours", "halves"], SHAPES), TABLES),
+    ids=str,
 )
-@pytest.mark.parametrize(
-    ("x_dtype", "table_dtype", "rounds"),
-    [(F32, F32, "end"), (BF16, F32, "end"), (BF16, BF16, "each"), (F16, F16, "end"), (F64, F64, "end")],
-)
-@pytest.mark.parametrize("pairs", ["neighbours", "halves"])
-@pytest.mark.parametrize("order", ["t5", "product", "layer"])
-def test_rotary_matches_its_operations(
-    order, pairs, x_dtype, table_dtype, rounds, lead, num_features, head_dim, table
-):
+def test_rotary_matches_its_operations(case, dtypes):
+    (order, pairs, (lead, num_features, head_dim, table)), (x_dtype, table_dtype, rounds) = case, dtypes
     x = random((*lead, num_features), x_dtype, 1, offset=0.3)
     others = [random(table, table_dtype, 2), random(table, table_dtype, 3)]
     others += [random((num_features,), x_dtype, 4), random((num_features,), x_dtype, 5)]
