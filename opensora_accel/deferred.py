@@ -444,9 +444,8 @@ def _shard_of(
         local = recording.values([view], seeds)[0][region]
     # A copy, or the part would keep the whole alive.
     local = local.to(device or mesh.device_type, tensor.dtype, copy=True).contiguous()
-    return type(tensor).from_local(
-        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    # Not by from_local, which moves it to the device of the mesh: shards that FSDP2 offloads stay on the host.
+    return type(tensor)(local, tensor._spec, requires_grad=False)
 
 
 def region_of(

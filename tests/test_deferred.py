@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardformer
@@ -288,6 +289,32 @@ def test_what_hangs_together_stays_together():
     with deferred_init(2):
         other = Tied()
     assert not torch.equal(materialize(other).drawn, model.drawn)
+
+
+def test_everything_goes_to_the_device_of_the_model():
+    """Also what nothing was drawn for, such as a rotary table: it was filled on the host when it was built."""
+    with deferred_init():
+        model = Tied()
+    materialize(model, "meta")  # stands for a GPU
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    with deferred_init():
+        model = Tied()
+    materialize(model, buffer_device="meta")
+    assert all(
+        tensor.is_meta == (name in dict(model.named_buffers())) for name, tensor in model.state_dict().items()
+    )
+
+
+def test_shards_stay_on_the_host_where_the_mesh_is_of_gpus(parallel_registry, monkeypatch):
+    plan = Plan(sharding="zero3")
+    init_parallel(plan)
+    mesh = parallel_registry.get_mesh("mixed")
+    with deferred_init():
+        model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    monkeypatch.setattr(type(mesh), "device_type", "meta")  # stands for a GPU
+    materialize(model, "cpu")
+    assert not any(parameter.to_local().is_meta for parameter in model.parameters())
 
 
 def looks_at_draws():

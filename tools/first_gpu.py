@@ -201,11 +201,18 @@ def drive(stages: Sequence[Stage], out: Path, limit_s: float, dry: bool = False)
     """
     started, out = time.monotonic(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    # A run of some stages goes on with the report of those that ran before, in another ten minutes.
+    chosen = {stage.name for stage in stages}
+    earlier = read_json(out / "report.json") if chosen < {stage.name for stage in STAGES} else {}
+    earlier_stages = {name: each for name, each in earlier.get("stages", {}).items() if name not in chosen}
     report: dict[str, Any] = {
         "command": shlex.join(["python", "tools/first_gpu.py", *map(_without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **{"dry_run": dry, "limit_s": limit_s, "machine": {}, "stages": {}, "claims": []},
+        **{"dry_run": dry, "limit_s": limit_s, "machine": {}, "stages": earlier_stages},
+        "claims": [claim for claim in earlier.get("claims", []) if claim["stage"] in earlier_stages],
     }
+    if earlier_stages:
+        report["with_stages_of"] = earlier["date"]
 
     def stop(number: int, _frame: Any) -> None:
         for each in before:
@@ -244,7 +251,7 @@ def drive(stages: Sequence[Stage], out: Path, limit_s: float, dry: bool = False)
     except Stopped as error:
         # Between two stages: what has not started is told by the claims that it would have checked.
         ended = f"did not start: the run was stopped ({error})"
-        for stage in stages[len(report["stages"]) :]:
+        for stage in (each for each in stages if each.name not in report["stages"]):
             report["stages"][stage.name] = {"ended": ended, "seconds": 0, "checks": []}
             report["claims"] += judge(stage, [], ended)
     finally:
@@ -292,6 +299,8 @@ def to_markdown(report: Mapping[str, Any], out: Path) -> str:
     }
     lines = [f"{num[HELD]} claims held, {num[FAILED]} failed, {num[NOT_RUN]} did not run", ""]
     lines += [f"`{report['command']}`, {report['date']}", ""]
+    if "with_stages_of" in report:
+        lines += [f"Stages that it did not run are of {report['with_stages_of']}.", ""]
     if report["dry_run"]:
         lines += [
             "A dry run on the CPU with tiny sizes: it tests the stages, and says nothing about a GPU.",

@@ -89,7 +89,7 @@ STAGES = (
         "Ulysses of 2 to 8 simulated ranks is as near to fp64 as one call": "over one call's: Ulysses",
         "the kernel that is chosen is within 5 % of the fastest": "chosen kernel over the fastest",
     }),
-    Stage(**bench("norms", f"--rounds 5 --only {_NORMS}", f"--only {_NORMS}"), limit_s=50, claims={
+    Stage(**bench("norms", f"--rounds 5 --only {_NORMS}", f"--only {_NORMS}"), limit_s=60, claims={
         "swapped norms are no slower than before": "original over swapped",
         "swapped norms run at 85 % of a copy's bandwidth or more": "^forward: share of a copy",
         "Triton kernels run at 90 % of a copy's bandwidth or more": "^kernels",
@@ -102,7 +102,7 @@ STAGES = (
         "offload is faster than other offloaders": "step time of (?!full)",
         "offload has a lower peak than other offloaders": "peak of",
     }),
-    Stage(**bench("longest", "--memory-gib 16 --seconds 55", picture=True), limit_s=75, claims={
+    Stage(**bench("longest", "--memory-gib 16 --seconds 45", picture=True), limit_s=65, claims={
         "checkpointing trains on longer sequences than none": "of (full|selective) over that of none",
         "offload trains on longer sequences than checkpointing alone": "longest sequence of full.offload",
         "a step of Wan blocks with offload takes at most 1.02 × that without": "step time of full.offload",

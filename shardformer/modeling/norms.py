@@ -209,7 +209,8 @@ def swap_norms(model: nn.Module, mode: Mode = "strict", *, within: Sequence[str]
     choose = cache(partial(_choose, mode=mode))
     rows: dict[int, Row] = {}
     reported: list[Row] = []
-    with ExitStack() as undo:
+    # What norms are probed with is drawn on the host, whatever device the caller makes tensors on by default.
+    with ExitStack() as undo, torch.device("cpu"):
         for name, module in modules.items():
             if not any(pattern.match(f"{name}.") for pattern in patterns):
                 continue

@@ -58,6 +58,7 @@ class WanModel(nn.Module):
         self, x: Tensor, t: Tensor, context: Tensor, clip_fea: Any = None, y: Any = None, fps: Any = None
     ) -> Tensor:
         """Clips [B, 4, F, H, W], times [B] or [B, F] → [B, S, 16]."""
+        self.freqs = self.freqs.to(x.device)
         x = self.patch_embedding(x)
         grid_sizes = torch.tensor(x.shape[2:])
         num_places = x[0, 0, 0].numel()

@@ -65,7 +65,8 @@ def flash_attention(
     """[B, L, H, D]; written out, as flash-attn is no function of torch either."""
     scores = torch.einsum("blhd,bmhd->bhlm", q, k) * (softmax_scale or q.size(-1) ** -0.5)
     if k_lens is not None:
-        seen = torch.arange(k.size(1)) < k_lens[:, None]
+        # Counted on the host, as the authors' are.
+        seen = torch.arange(k.size(1), device=k.device) < k_lens.to(k.device)[:, None]
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     return torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), v)
 
@@ -125,7 +126,7 @@ class WanSelfAttention(nn.Module):
             table = angles_of_grid(tuple(grid_sizes[0].tolist()), freqs)
             table = table[shardformer.local_tokens(len(table))]
         elif self.positions == "counted":  # a line of tokens, from 0
-            table = torch.polar(torch.ones(()), torch.arange(x.size(1)) / 7.0)[:, None, None]
+            table = torch.polar(x.new_ones(()), torch.arange(x.size(1)).to(x) / 7.0)[:, None, None]
         else:  # "sliced": from a table that is longer than any clip
             table = freqs[: x.size(1), None]
         return (
@@ -140,7 +141,7 @@ class WanSelfAttention(nn.Module):
         if self.kernel == "window":
             return flash_attention(q, k, v, None, seq_lens, window_size=(4, 4))
         if self.kernel == "slopes":
-            return flash_attention(q, k, v, q_scale=torch.ones(HEADS))
+            return flash_attention(q, k, v, q_scale=q.new_ones(HEADS))
         if "packed" in self.kernel:
             return _attend_packed(self.kernel, q, k, v)
         if self.kernel.startswith("varlen"):
@@ -154,13 +155,13 @@ class WanSelfAttention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         mask = None
         if self.kernel == "mask":
-            mask = (torch.arange(k.size(2)) < seq_lens[:, None])[:, None, None]
+            mask = (torch.arange(k.size(2)) < seq_lens[:, None])[:, None, None].to(k.device)
         elif self.kernel == "mask of zeros":
-            mask = torch.zeros(k.size(0), 1, 1, k.size(2), dtype=torch.bool)
+            mask = torch.zeros(k.size(0), 1, 1, k.size(2), dtype=torch.bool, device=k.device)
             for sample, length in enumerate(seq_lens.tolist()):
                 mask[sample, :, :, :length] = True
         elif self.kernel == "mask of ones":
-            mask = torch.ones(k.size(0), 1, 1, k.size(2), dtype=torch.bool)
+            mask = torch.ones(k.size(0), 1, 1, k.size(2), dtype=torch.bool, device=k.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
@@ -237,6 +238,7 @@ class WanModel(nn.Module):
         self, x: list[Tensor], t: Tensor, context: Tensor, seq_len: int, clip_fea: Any = None, y: Any = None
     ) -> Tensor:
         """Clips [4, F, H, W] of any sizes, padded to `seq_len` tokens → [B, seq_len, 16]."""
+        self.freqs = self.freqs.to(t.device)
         clips = [self.patch_embedding(clip[None]) for clip in x]
         grid_sizes = torch.tensor([clip.shape[2:] for clip in clips])
         clips = [clip.flatten(2).transpose(1, 2) for clip in clips]

@@ -108,6 +108,23 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
+def test_a_run_of_some_stages_keeps_what_others_found(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({
+        "date": "yesterday",
+        "stages": {"sanitizer": {"ended": "done", "seconds": 1, "checks": []}, "norms": {}},
+        "claims": [
+            {"claim": "no race", "stage": "sanitizer", "outcome": HELD, "why": "2 checks"},
+            {"claim": "fast", "stage": "norms", "outcome": FAILED, "why": "slow"},
+        ],
+    }))  # fmt: skip
+    report = first_gpu.drive([stage("norms", writes=CLAIMS[:1])], tmp_path, 60.0)
+    assert outcomes(report) == {
+        "no race": (HELD, "2 checks"),
+        "claim of norms": (HELD, outcomes(report)["claim of norms"][1]),
+    }
+    assert "are of yesterday" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
 LOG = """\
 tests/a/test_x.py::test_one[aten flash-2] PASSED                          [ 25%]
 tests/a/test_x.py::test_two SKIPPED (needs a CUDA GPU)                    [ 50%]

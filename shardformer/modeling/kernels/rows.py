@@ -15,9 +15,9 @@ first, so that threads meet once:
 
 The gradient of an operand that is broadcast over tokens is a sum over them. Rows that share all such operands are a
 group: with x [B, S, C] and scale [B, 1, C] there are B groups of S rows; a weight [C] alone makes one of B · S. Every
-group is cut into chunks, by the shape alone. One program sums the rows of one chunk, in fp32 and in order, into a
-row of its own of `partial` [groups, chunks, C], which is summed afterwards. Nothing is added atomically: two runs give
-the same bits, on whatever GPU of a kind.
+group is cut into chunks, by the shape and the kind of GPU alone. One program sums the rows of one chunk, in fp32 and in
+order, into a row of its own of `partial` [groups, chunks, C], which is summed afterwards. Nothing is added atomically:
+two runs give the same bits, on whatever GPU of a kind.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# Values that one program holds of each operand, and the programs that a backward is spread over.
-_TILE, _PROGRAMS = 4096, 512
+# Values that one program holds of each operand.
+_TILE = 4096
+# Of a multiprocessor, and how many of those there are where nobody is asked: as in an H100.
+_REGISTERS, _MULTIPROCESSORS = 65536, 132
 # Of a row, in a thread: about so many, and in a backward with 8 warps at most so many.
 _VALUES, _MOST_VALUES = 16, 20
 # Of a row's pieces: at most 8, and values that are not there.
@@ -80,8 +82,10 @@ class Rows:
         self.num_groups = math.prod(lead[: self._group_dims])
         self.group_rows = math.prod(lead[self._group_dims :])
         tiles = triton.cdiv(self.group_rows, self.tile)
-        self.num_chunks = max(1, min(tiles, triton.cdiv(_PROGRAMS, max(1, self.num_groups))))
-        self.chunk_tiles = triton.cdiv(tiles, self.num_chunks)
+        # As many programs as run at once: one more, and all would wait for a second turn of it.
+        num_programs = _num_running(self.device, self._num_warps(is_exact=False))
+        self.chunk_tiles = triton.cdiv(tiles, max(1, min(tiles, num_programs // max(1, self.num_groups))))
+        self.num_chunks = max(1, triton.cdiv(tiles, max(1, self.chunk_tiles)))
 
     def of(self, tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
         """A tensor that broadcasts to x, and its strides [N0, N1, N2, C]."""
@@ -110,6 +114,16 @@ class Rows:
         lead = [*self.shape[: self._group_dims], *[1] * (len(self.shape) - 1 - self._group_dims)]
         return partial.sum(1).reshape(*lead, self.num_features).sum_to_size(operand.shape).to(operand.dtype)
 
+    def _num_warps(self, is_exact: bool) -> int:
+        """Of a program of the forward, which rounds as the plain operations do, or of the backward."""
+        values = self.tile * self._width
+        num_warps = 1 << (max(1, min(16, values // (32 * _VALUES))).bit_length() - 1)
+        # A backward holds so much of a row that one program would fill a multiprocessor's registers, and nothing would
+        # run while it waits.
+        if not is_exact and num_warps == 8 and values > 32 * num_warps * _MOST_VALUES:
+            num_warps = 16
+        return num_warps
+
     def launch(
         self,
         kernel: Any,
@@ -128,15 +142,10 @@ class Rows:
         """
         if not num_programs or not self.num_rows:
             return
-        values = self.tile * self._width
-        num_warps = 1 << (max(1, min(16, values // (32 * _VALUES))).bit_length() - 1)
-        # A backward holds so much of a row that one program would fill a multiprocessor's registers, and nothing would
-        # run while it waits: so three of 4 warps fit, two of 8, or one of 16. Halves lie in vectors of their own, whose
-        # addresses take more.
-        if not is_exact and num_warps == 8 and values > 32 * num_warps * _MOST_VALUES:
-            num_warps = 16
+        num_warps = self._num_warps(is_exact)
+        # Halves lie in vectors of their own, whose addresses take more registers.
         is_wide = not is_exact and options.get("halves")
-        limit = {} if is_wide else {"maxnreg": 168 if num_warps <= 4 else 128}
+        limit = {} if is_wide else {"maxnreg": _most_registers(num_warps)}
         # Triton launches on the current device, whatever device its arguments are on.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             kernel[(num_programs,)](
@@ -151,6 +160,18 @@ class Rows:
                 enable_fp_fusion=not is_exact,
                 **limit,
             )
+
+
+def _most_registers(num_warps: int) -> int:
+    """Of a thread: so three programs of 4 warps fit a multiprocessor, two of 8, or one of 16."""
+    return 168 if num_warps <= 4 else 128
+
+
+def _num_running(device: torch.device, num_warps: int) -> int:
+    """Programs of a backward that a GPU runs at once; 512 where 396 fit take twice the time of 396."""
+    is_cuda = device.type == "cuda"
+    num = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else _MULTIPROCESSORS
+    return int(num) * (_REGISTERS // (32 * num_warps * _most_registers(num_warps)))
 
 
 def compute_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:

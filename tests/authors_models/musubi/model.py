@@ -62,6 +62,7 @@ class WanModel(wan.WanModel):
         self, x: list[Tensor], t: Tensor, context: Tensor, seq_len: int, clip_fea: Any = None, y: Any = None,
         skip_block_indices: list[int] | None = None, f_indices: Any = None,
     ) -> Tensor:  # fmt: skip
+        self.freqs = self.freqs.to(t.device)
         clips = [self.patch_embedding(clip[None]) for clip in x]
         grids = [tuple(clip.shape[2:]) for clip in clips]
         tokens = torch.cat([clip.flatten(2).transpose(1, 2) for clip in clips])

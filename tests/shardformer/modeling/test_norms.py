@@ -170,6 +170,15 @@ def test_the_default_dtype_is_not_what_a_norm_computes_in(stand_in):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_the_default_device_is_not_what_a_norm_is_probed_on(stand_in):
+    reports = []
+    for device in ("cpu", "meta"):
+        holder = nn.ModuleDict({"t5": T5LayerNorm(24), "torch": nn.RMSNorm(24)})
+        with torch.device(device):  # as a user's set_default_device("cuda")
+            reports.append(str(swap_norms(holder)))
+    assert reports[0] == reports[1] and "not a norm" not in reports[0]
+
+
 def test_a_norm_found_in_two_places_stays_one(stand_in):
     norm = nn.RMSNorm(24)
     holder = nn.ModuleDict({"a": norm, "b": nn.ModuleDict({"c": norm})})

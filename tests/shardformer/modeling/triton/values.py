@@ -58,7 +58,7 @@ def interpreter_that_rounds():
 
 
 def random(shape, dtype, seed, offset=0.0):
-    draw = torch.randn(shape, dtype=F64, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    draw = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed), device="cpu")
     return (draw + offset).to(DEVICE, dtype)
 
 
@@ -76,7 +76,12 @@ def error(actual, exact):
     return ((actual.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
-def compare(fused, reference, inputs, agrees=agree):
+def agrees_here(out, expected):
+    """On a GPU torch sums in an order of its own, and its layer norm in one pass."""
+    return agree(out, expected, "strict" if DEVICE == "cpu" or out.dtype != F32 else "fast")
+
+
+def compare(fused, reference, inputs, agrees=agrees_here):
     """The fused function gives the reference's values, and gradients as close to fp64 as the reference's own."""
     present = [t for t in inputs if t is not None]
     assert explain_kernel(*present) == "Triton kernel"
@@ -250,7 +255,7 @@ def test_no_rows(lead):
 def test_rows_in_many_chunks_are_summed_in_one_order(monkeypatch):
     """Several tiles to a chunk, several chunks to a group, and a last chunk that is not full."""
     monkeypatch.setattr(rows, "_TILE", 64)
-    monkeypatch.setattr(rows, "_PROGRAMS", 6)
+    monkeypatch.setattr(rows, "_num_running", lambda *_: 6)
     inputs = norm_inputs(F32, F32, 24, (2, 47))
     x, scale, _, weight, _ = inputs
     made = rows.Rows(x, scale)
@@ -343,7 +348,7 @@ def rotary_of(order, head_dim, x, pairs="neighbours", rounds="end"):
 def agrees_behind_a_norm(out, expected):
     """As `agree`; but where a sum cancels, a unit of a normed half may be several of the sum."""
     if out.dtype not in (BF16, F16):
-        return agree(out, expected)
+        return agrees_here(out, expected)
     difference, row = (out - expected).double().abs(), expected.double().abs().amax(-1, keepdim=True)
     is_close = (difference <= torch.finfo(out.dtype).eps * row).all()
     return bool(is_close) and (difference > 0).sum() <= max(1, 0.01 * out.numel())
@@ -400,9 +405,9 @@ def test_wans_block_of_operations(dtype):
     norm = FP32LayerNorm(96, 1e-6, elementwise_affine=False)
     expected = (norm(x.float()) * (1 + scale) + shift).type_as(x)
     mine = modulated_norm(x, scale, shift, order=ORDER["layer, fp32"], eps=1e-6, rounds="end")
-    assert agree(mine, expected)
+    assert agrees_here(mine, expected)
     for expected in ((x.float() + y * scale).type_as(x), (x.float() + y.float() * scale).type_as(x)):
-        assert agree(gated_residual(x, y, scale, rounds="end"), expected)
+        assert agrees_here(gated_residual(x, y, scale, rounds="end"), expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -429,7 +434,7 @@ def test_modules_that_modulate(dtype):
             (shift, scale), expected = parts[:2], module(x, x, emb)[0]
         weight, bias = module.norm.weight, module.norm.bias
         mine = modulated_norm(x, scale, shift, weight, bias, order=ORDER["layer"], eps=eps)
-        assert agree(mine, expected)
+        assert agrees_here(mine, expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -461,7 +466,7 @@ def test_queries_and_keys_of_wan_and_ltx(dtype, monkeypatch):
             mine = norm_rotary(
                 projection(x), cos, sin, norm.weight, order=ORDER["product"], eps=eps, head_dim=16
             )
-            assert agree(mine.unflatten(-1, (3, 16)), expected)
+            assert agrees_here(mine.unflatten(-1, (3, 16)), expected)
 
 
 @pytest.mark.parametrize(("pairs", "unbind_dim"), [("neighbours", -1), ("halves", -2)])
@@ -474,7 +479,7 @@ def test_the_rotary_embedding_of_diffusers(pairs, unbind_dim):
     nn.init.normal_(norm.weight)
     expected = apply_rotary_emb(norm(x), (cos, sin), use_real_unbind_dim=unbind_dim)
     mine = norm_rotary(x, cos, sin, norm.weight, order=ORDER["t5"], eps=1e-6, head_dim=16, pairs=pairs)
-    assert agree(mine, expected)
+    assert agrees_here(mine, expected)
 
 
 # ---- memory, and the swap
@@ -520,7 +525,7 @@ def test_a_published_norm_is_swapped_unless_torch_computes_it_in_one_pass(name, 
         # Not the sum of squares: that of a normed row is constant.
         loss = (out.float() * random(out.shape, F32, 4)).sum()
         found.append((out, *torch.autograd.grad(loss, [leaf, *module.parameters()])))
-    assert agree(found[1][0], found[0][0])
+    assert agrees_here(found[1][0], found[0][0])
     for mine, theirs in zip(found[1][1:], found[0][1:], strict=True):
         bound = 0.02 if dtype == BF16 else 1e-5
         assert (mine - theirs).abs().max() <= bound * theirs.abs().max()
