@@ -94,7 +94,7 @@ STAGES = (
         "swapped norms run at 85 % of a copy's bandwidth or more": "^forward: share of a copy",
         "Triton kernels run at 90 % of a copy's bandwidth or more": "^kernels",
     }),
-    Stage(**bench("offload", "--hidden 3072 --tokens 20000 --blocks 6 --rounds 3", picture=True), limit_s=50, claims={
+    Stage(**bench("offload", "--hidden 3072 --tokens 12000 --blocks 4 --rounds 3", picture=True), limit_s=50, claims={
         "every way to offload has the gradients of checkpointing alone, bit for bit": "gradients",
         "offload takes at most 1.02 × the step of checkpointing alone": "step time of full.offload",
         "at least 95 % of the copies' time lies beside compute": "hides behind compute",
@@ -102,7 +102,7 @@ STAGES = (
         "offload is faster than other offloaders": "step time of (?!full)",
         "offload has a lower peak than other offloaders": "peak of",
     }),
-    Stage(**bench("longest", "--memory-gib 16 --seconds 45", picture=True), limit_s=65, claims={
+    Stage(**bench("longest", "--memory-gib 8 --start 512 --seconds 45", picture=True), limit_s=65, claims={
         "checkpointing trains on longer sequences than none": "of (full|selective) over that of none",
         "offload trains on longer sequences than checkpointing alone": "longest sequence of full.offload",
         "a step of Wan blocks with offload takes at most 1.02 × that without": "step time of full.offload",

@@ -1,5 +1,6 @@
 """The offload benchmark's bytes, gradients, arithmetic and honesty are checked; its times are not."""
 
+import copy
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -96,7 +97,11 @@ def test_a_scheme_that_runs_out_of_memory_leaves_the_others_running(monkeypatch)
         raise torch.OutOfMemoryError("as if")
 
     monkeypatch.setattr(SynchronousStack, "__call__", fail)
-    found = measure(CASE, only="s", rounds=2)
+    found, seen = {}, []
+    measure(CASE, "s", 2, found, lambda: seen.append(copy.deepcopy(found)))
+    assert "step_time_ratio" in seen[0]["full"] and "peak_bytes" not in seen[0]["full"], (
+        "times are kept first"
+    )
     assert found["synchronous stack"]["status"] == "out of memory"
     assert found["save_on_cpu"]["peak_bytes"] and len(found["save_on_cpu"]["step_time_ms"]["rounds"]) == 2
     table = offload.make_table({"name": "", "block_input_bytes": 0, "schemes": found})

@@ -165,11 +165,10 @@ def measure_fused(case: Fused, rounds: int, copied: float | None) -> dict[str, A
     x = case.operands[0]
     row: dict[str, Any] = {"kernel": explain_kernel(*case.operands), "refused": {}}
     sides = {"ours": case.ours, "plain": case.plain}
-    if x.is_cuda:
-        sides["compiled"] = torch.compile(case.plain)
-    for name, peer in case.peers.items():
+    peers = ({"compiled": torch.compile(case.plain)} if x.is_cuda else {}) | case.peers
+    for name, peer in peers.items():
         try:
-            peer(*case.operands)
+            make_fused_step(peer, case.operands, backward=True)()
             sides[name] = peer
         except (Unfit, RuntimeError) as error:
             row["refused"][name] = str(error).splitlines()[0]

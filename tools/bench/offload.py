@@ -238,14 +238,19 @@ def look_inside(scheme: Scheme) -> dict[str, Any]:
 # ---- one case
 
 
-def measure(case: Case, only: str, rounds: int) -> dict[str, dict[str, Any]]:
-    """By scheme: gradients, then times in turns, then memory and queues.
+def measure(
+    case: Case, only: str, rounds: int, results: dict[str, dict[str, Any]], keep: Callable[[], None]
+) -> None:
+    """Fills `results` by scheme: gradients, then times in turns, then memory and queues.
+
+    Args:
+        keep: saves what there is, after each part: whoever started this may end it before the last.
 
     Raises:
         GradientsDiffer: a scheme computes something else than checkpointing alone.
     """
     names = [name for name in NAMES if only in name or name == REFERENCE]
-    results: dict[str, dict[str, Any]] = {name: {"status": "measured", "reason": ""} for name in names}
+    results |= {name: {"status": "measured", "reason": ""} for name in names}
     reason = why_no_torchtune(case.device)
     if reason and "torchtune" in results:
         results["torchtune"] = {"status": "skipped", "reason": reason}
@@ -277,20 +282,20 @@ def measure(case: Case, only: str, rounds: int) -> dict[str, dict[str, Any]]:
             for name, scheme in schemes.items()
         }
         times = harness.take_turns(turns, rounds)
-        for name, scheme in schemes.items():
-            harness.say(f"{case.name}: memory of {name}")
-            inside = attempt(name, look_inside, scheme)
-            if inside is None:
-                continue
+        for name in (name for name in schemes if results[name]["status"] == "measured"):
             # The reference may have run out of memory on its way.
             comparable = len(times[REFERENCE]) == len(times[name])
             ratio = harness.ratios(times[name], times[REFERENCE])["median"] if comparable else None
             step = {"step_time_ms": harness.spread(times[name]), "step_time_ratio": ratio}
-            results[name] |= {"gradients_equal": True, **step, **inside}
+            results[name] |= {"gradients_equal": True, **step}
+        keep()
+        for name, scheme in schemes.items():
+            harness.say(f"{case.name}: memory of {name}")
+            results[name] |= attempt(name, look_inside, scheme) or {}
+            keep()
     finally:
         MANAGER.close()
         free(case.device)
-    return results
 
 
 # ---- claims and table
@@ -399,18 +404,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for hidden, tokens in itertools.product(options.hidden, options.tokens):
         dtype, device = torch.float32 if on_cpu else torch.bfloat16, torch.device(options.device)
         case = Case(hidden, hidden // options.head_dim, tokens, options.blocks, dtype, device)
+        shown = {"dtype": str(dtype).removeprefix("torch."), "device": options.device}
+        results, before = dict[str, dict[str, Any]](), report.result["claims"]
+        row = {"name": case.name, **dataclasses.asdict(case), **shown}
+        row |= {"block_input_bytes": case.input_bytes, "schemes": results}
+
+        def keep(before: Any = before, case: Case = case, results: Any = results) -> None:
+            report.result["claims"] = [*before, equal_gradients(case, 0), *claims(case, results)]
+            report.save()
+
+        report.result["cases"].append(row)
         try:
-            results = measure(case, options.only, options.rounds)
+            measure(case, options.only, options.rounds, results, keep)
         except GradientsDiffer as error:
+            report.result["cases"].pop()
             report.result["claims"].append(equal_gradients(case, error.num_different))
             report.show("")
             print(f"error: {error}", file=sys.stderr)
             return 1
-        shown = {"dtype": str(dtype).removeprefix("torch."), "device": options.device}
-        row = {"name": case.name, **dataclasses.asdict(case), **shown}
-        row |= {"block_input_bytes": case.input_bytes, "schemes": results}
-        report.result["cases"].append(row)
-        report.result["claims"] += [equal_gradients(case, 0), *claims(case, results)]
         report.show(make_table(row))
     report.finish(draw_offload)
     return 0

@@ -210,6 +210,7 @@ def draw_longest(result: dict[str, Any], path: Path) -> None:
         bars.set_yticks(range(len(modes)), list(modes))
         bars.set(xlabel="tokens", xlim=(0, 1.35 * max(found["tokens"] for found in modes.values())))
         bars.invert_yaxis()
+        bars.locator_params(axis="x", nbins=5)
         bars.set_title("longest", loc="left")
         lines.axhline(limit / scale, color="black", linewidth=0.8, linestyle="--")
         lines.set(xlabel="tokens", ylabel=unit)
