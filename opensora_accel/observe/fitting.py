@@ -80,15 +80,12 @@ class StepMemory:
         is_sharded = in_bf16 or plan.cpu_offload or (plan.is_sharded and shards > 1)
         moved = self.moved_by(plan)
         is_moved = [index < moved for index in range(len(blocks))]
-        slots = 2 * max((block.inputs for block in blocks[:moved]), default=0) if moved else 0
+        slots = 2 * max((self.checkpointed(block, plan) for block in blocks[:moved]), default=0)
         kept = [self._kept(block, plan) for block in blocks]
         held = [
-            0 if is_moved[i] else block.inputs if plan.checkpoint != "none" else kept[i]
+            0 if is_moved[i] else self.checkpointed(block, plan) if plan.checkpoint != "none" else kept[i]
             for i, block in enumerate(blocks)
         ]
-        if plan.checkpoint == "selective":
-            # An attention's output is of the size of the block's input.
-            held = [size if is_moved[i] else size + blocks[i].inputs for i, size in enumerate(held)]
         highest = 0.0
         for index in range(len(blocks)):
             here = self._at_once(blocks[index], plan)
@@ -109,10 +106,16 @@ class StepMemory:
 
     def host_bytes(self, plan: Plan) -> int:
         """What a rank holds in host memory under `plan`."""
-        held = sum(block.inputs for block in self.blocks[: self.moved_by(plan)]) * self._scale(plan)
+        moved = self.blocks[: self.moved_by(plan)]
+        held = sum(self.checkpointed(block, plan) for block in moved) * self._scale(plan)
         if plan.cpu_offload:
             held += self.parameters * (1 + self.gradient_ratio + self.state_ratio) / plan.num_shards
         return round(held)
+
+    def checkpointed(self, block: BlockMemory, plan: Plan) -> int:
+        """Bytes that a checkpoint keeps of a block, on the device or on the host, under this step's width and split."""
+        # What its attention returned is of the size of its input.
+        return block.inputs * (2 if plan.checkpoint == "selective" else 1)
 
     def moved_by(self, plan: Plan) -> int:
         """How many blocks' inputs wait on the host under `plan`."""

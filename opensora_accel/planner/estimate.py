@@ -243,7 +243,7 @@ class Estimator:
         )
         pass_s["parameters sent"] = self._parameters_s(plan, groups, placement, forward_s, backward_s)
         memory = self._memory(self._ratio, plan.tp, samples)
-        copied = memory.blocks[0].inputs / plan.sequence if memory.blocks else 0
+        copied = memory.checkpointed(memory.blocks[0], plan) / plan.sequence if memory.blocks else 0
         copy_s = hardware.host_link.time_s(1, copied)
         pass_s["copies"] = memory.moved_by(plan) * (
             max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)

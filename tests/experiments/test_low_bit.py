@@ -13,7 +13,7 @@ from opensora_accel.experiments.low_bit import check_low_bit, saved_values
 from opensora_accel.fsdp import shard_parameters
 from opensora_accel.training.config import OptimConfig
 from opensora_accel.training.optim import build_optimizer, new_moment, set_learning_rate
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 
 # Where `make` puts it: see there. Ranks import this file too.
@@ -190,6 +190,7 @@ def test_a_run_goes_on_bit_for_bit(ranks, clips, tmp_path, form, plan):
     assert all(torch.equal(moments[name], expected[name]) for name in expected)
 
 
+@PROVE
 def test_moments_load_into_any_form_and_any_number_of_ranks(ranks, clips, tmp_path):
     def config(name, plan, form):
         return tiny_config(clips, tmp_path / name, plan, **LARGE, **{"optim.state": form})

@@ -261,6 +261,15 @@ def test_more_gpus_never_need_more_memory_of_each(checkpoint, ring, ulysses, sha
         assert sum(estimator.bytes_by_kind(many).values()) <= sum(estimator.bytes_by_kind(few).values())
 
 
+def test_a_selective_checkpoint_moves_what_attention_returned_too():
+    estimator = Estimator(REFERENCE, H100)
+    full, selective = (Plan(checkpoint=each, offload=1.0, precision="bf16") for each in ("full", "selective"))
+    assert estimator.host_bytes(selective) == 2 * estimator.host_bytes(full) > 0
+    slow = dataclasses.replace(H100, host_link=dataclasses.replace(H100.host_link, bandwidth_bytes_per_s=1e6))
+    copies = [Estimator(REFERENCE, slow).seconds_by_kind(plan)["copies"] for plan in (full, selective)]
+    assert copies[1] == pytest.approx(2 * copies[0], rel=0.05)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["full", "selective"]), st.sampled_from([1, 4]))
 def test_more_offload_never_needs_less_host_memory_or_more_of_the_device(one, other, checkpoint, ulysses):

@@ -37,6 +37,7 @@ EXACT = RELATIVE[torch.float64]
             Plan(ulysses=2, sharding="zero3"),
             Plan(dp_replicate=2, ulysses=2, sharding="zero2"),
         ],
+        KINDS[:3],
     ),
     ids=str,
 )
