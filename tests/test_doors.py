@@ -18,7 +18,7 @@ import pytest
 from opensora_accel import cli
 from opensora_accel.pages import charts
 from tests.profiler.synthetic import write_run
-from tests.tiers import some
+from tests.tiers import PROVE, some
 
 SECRET = "only its owner may read this"
 # Of the processor's time, so that nothing else on the machine counts; who waits for a pipe takes none.
@@ -181,20 +181,20 @@ NO_FILES = {
 }
 
 
-# Most of these make a page with all its pictures: `make test` takes a tenth of them.
-TENTHS = pytest.mark.parametrize("tenth", some(range(10)))
+# Most of these make a page with all its pictures: `make test` takes a twentieth of them.
+TWENTIETHS = pytest.mark.parametrize("part", some(range(20)))
 
 
-@TENTHS
-def test_report_on_records(door, tenth):
+@TWENTIETHS
+def test_report_on_records(door, part):
     whole = write_run(door.folder / "whole", num_ranks=2, num_steps=2, num_blocks=1)
     lines = (whole / "rank_00001.jsonl").read_text().splitlines()
     run, step = (json.loads(line) for line in lines[:2])
-    for what, text in list(damaged_documents(run))[tenth::10]:
+    for what, text in list(damaged_documents(run))[part::20]:
         folder = write_run(door.new(), num_ranks=2, num_steps=2, num_blocks=1)
         (folder / "rank_00001.jsonl").write_text("\n".join([text, *lines[1:], ""]))
         door.enter(f"run: {what}", ["report", folder])
-    for what, text in list(damaged_documents(step, every=3))[tenth::10]:
+    for what, text in list(damaged_documents(step, every=3))[part::20]:
         folder = write_run(door.new(), num_ranks=2, num_steps=2, num_blocks=1)
         (folder / "rank_00001.jsonl").write_text("\n".join([lines[0], text, *lines[2:], ""]))
         door.enter(f"step: {what}", ["report", folder])
@@ -227,10 +227,10 @@ def test_a_name_without_end_is_refused(door):
     door.done()
 
 
-@TENTHS
-def test_report_on_what_is_no_file(door, tenth):
+@TWENTIETHS
+def test_report_on_what_is_no_file(door, part):
     names = ["rank_00001.jsonl", "report.html", "report.json"]
-    for name, (what, make) in list(itertools.product(names, NO_FILES.items()))[tenth::10]:
+    for name, (what, make) in list(itertools.product(names, NO_FILES.items()))[part::20]:
         folder = write_run(door.new(), num_ranks=2, num_steps=2, num_blocks=1)
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
@@ -238,6 +238,7 @@ def test_report_on_what_is_no_file(door, tenth):
     door.done()
 
 
+@PROVE
 def test_report_on_links(door):
     folder = door.new()
     (folder / "profile").symlink_to("../outside", target_is_directory=True)
@@ -287,19 +288,19 @@ def test_report_on_any_value_in_a_training_run(door, monkeypatch):
     door.done()
 
 
-@TENTHS
-def test_report_on_a_training_run(door, tenth):
-    for what, text in list(damaged_documents(CONFIG))[tenth::10]:
+@TWENTIETHS
+def test_report_on_a_training_run(door, part):
+    for what, text in list(damaged_documents(CONFIG))[part::20]:
         folder = training_run(door.new())
         (folder / "config.json").write_text(text)
         door.enter(f"config: {what}", ["report", folder])
-    for what, text in list(damaged_documents(ROW, every=2))[tenth::10]:
+    for what, text in list(damaged_documents(ROW, every=2))[part::20]:
         folder = training_run(door.new())
         (folder / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + text + "\n")
         door.enter(f"metrics: {what}", ["report", folder])
     names = ["config.json", "metrics.jsonl", "run.html", "samples/step_000002/captions.txt"]
     names += ["samples/step_000002/clip_1.mp4", "samples/step_rubbish/captions.txt"]
-    for name, (what, make) in list(itertools.product(names, NO_FILES.items()))[tenth::10]:
+    for name, (what, make) in list(itertools.product(names, NO_FILES.items()))[part::20]:
         folder = training_run(door.new())
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).unlink(missing_ok=True)

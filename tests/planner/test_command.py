@@ -14,6 +14,7 @@ from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
 from opensora_accel.training import job_of
 from tests.planner.stand_in import use_stand_ins
+from tests.tiers import PROVE
 
 CLIP = ("--model", "wan2.1-14b", "--frames", "81", "--height", "720", "--width", "1280")
 ON = ("--gpus", "16", "--hardware", "h100x8-ib400")
@@ -254,6 +255,7 @@ def test_the_frontier_is_what_nothing_beats():
 # ---- real models
 
 
+@PROVE
 def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "run.toml"

@@ -511,6 +511,7 @@ def bf16(config):
     )
 
 
+@PROVE
 def test_bf16_keeps_fp32_weights_and_follows_fp32(ranks, folder, tmp_path):
     plan = Plan(ulysses=2, checkpoint="full", offload="auto", precision="bf16")
     losses, dtypes, moved = ranks(2, bf16, tiny_config(folder, tmp_path, plan))[0]
@@ -544,6 +545,7 @@ def sampled(config):
     return str(first)
 
 
+@PROVE
 def test_samples_are_written_beside_their_sources(ranks, folder, tmp_path):
     from opensora_accel.training.video import probe
 

@@ -124,9 +124,10 @@ def trained(config, inputs):
     return outputs
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(Plan(), marks=pytest.mark.prove), Plan(dp_shard=2, sharding="zero3", checkpoint="full")],
+    [Plan(), Plan(dp_shard=2, sharding="zero3", checkpoint="full")],
     ids=["one rank", "sharded"],
 )
 def test_a_checkpoint_is_a_model_of_diffusers(ranks, clips, tmp_path, plan):

@@ -49,10 +49,11 @@ def test_the_guides_step_file_is_right(tmp_path):
     assert "✓ sequence=3" in done.stdout and "the gradients are those of a single device" in done.stdout
 
 
+@PROVE
 def test_a_wrong_step_fails_with_its_reasons_in_every_form(tmp_path):
     file = step_file(tmp_path, [('"up"', "None")])
     done = run(
-        "--step", file, "--mesh", "data=2,sequence=2", "--mesh", "data=2",
+        "--step", file, "--mesh", "data=2,sequence=2", "--mesh", "sequence=3", "--mesh", "data=2",
         "--world", "data=128,sequence=8", "--json", str(tmp_path / "a.json"), "--junit", str(tmp_path / "a.xml"),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -62,7 +63,7 @@ def test_a_wrong_step_fails_with_its_reasons_in_every_form(tmp_path):
     assert values["gradients"]["findings"][0]["factor"] == "sequence⁻¹"
     assert values["communication"]["world_size"] == 1024 and not values["communication"]["violations"]
     suite = ElementTree.parse(tmp_path / "a.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures")) == ("3", "1")
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
 
 
 @PROVE
