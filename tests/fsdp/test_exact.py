@@ -57,7 +57,7 @@ PLANS = {
     "in host memory": Plan(ulysses=2, sharding="FULL_SHARD", cpu_offload=True),
 }
 CASES = [
-    pytest.param(*case, marks=() if case == ("FULL_SHARD, data × ulysses", 3, 0.1) else PROVE)
+    pytest.param(*case, marks=() if case == ("SHARD_GRAD_OP, ulysses", 3, 0.1) else PROVE)
     for case in itertools.product(PLANS, (1, 3), (0.0, 0.1))
 ]
 

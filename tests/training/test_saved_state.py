@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from opensora_accel import Plan
 from opensora_accel.training.saved_state import MODEL_WEIGHTS, list_saved_states, read_record
 from tests.training.runs import tiny_config
+from tests.tiers import some
 
 
 def names(folder):
@@ -282,8 +283,10 @@ EDITS = {
 }  # fmt: skip
 
 
+# The first half has a value of every place.
+@pytest.mark.parametrize("half", some(range(2)))
 def test_a_state_that_was_edited_and_sealed_again_is_refused_and_costs_nothing(
-    run, config_file, output, checkpoints
+    run, config_file, output, checkpoints, half
 ):
     state = checkpoints / "step_000004" / "state.json"
     whole = state.read_text()
@@ -292,7 +295,7 @@ def test_a_state_that_was_edited_and_sealed_again_is_refused_and_costs_nothing(
         return {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
     for place, values in EDITS.items():
-        for value in values:
+        for value in values[half::2]:
             record = json.loads(whole)
             *outer, last = place.split(".")
             inside = record[outer[0]] if outer else record
