@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training.saved_state import MODEL_WEIGHTS, list_saved_states, read_record
-from tests.training.runs import tiny_config
 from tests.tiers import some
+from tests.training.runs import tiny_config
 
 
 def names(folder):
