@@ -2,15 +2,23 @@
 
 import json
 import os
+import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import blockwise
 import first_gpu
+import longest
+import norms
+import offload
 import pytest
+import torch
+from dit_step import Case
 from first_gpu import FAILED, HELD, NOT_RUN
 from gpu_stages import STAGES, Stage
 
@@ -171,6 +179,63 @@ def test_every_test_for_a_gpu_is_in_a_stage():
     }
     commands = " ".join(stage.command for stage in STAGES)
     assert marked and all(name in commands or str(Path(name).parent) in commands for name in marked)
+
+
+def measured(rng):
+    """What each benchmark of one GPU would claim there, of a device that takes any time for anything."""
+    spread = lambda: {"median": rng.uniform(0.1, 9), "q1": rng.uniform(0.1, 9), "q3": rng.uniform(0.1, 9)}  # noqa: E731
+    size = lambda: rng.randrange(1, 10**9)  # noqa: E731
+    passes = {
+        name: {"ratio": spread(), "share_of_copy_bandwidth": rng.uniform(0.3, 1.1)} for name in norms.PASSES
+    }
+    modes = {mode: {"tokens": size(), "ended": "the next length does not fit"} for mode in longest.MODES}
+    schemes = {
+        name: {
+            "step_time_ms": spread(), "step_time_ratio": rng.uniform(0.9, 1.2), "peak_bytes": size(),
+            "resident_bytes": size(), "kept_bytes": size(), "slot_bytes": size(), "out_bytes": size(),
+            "in_bytes": size(), "theory_bytes": size(), "copy_time_hidden_share": rng.random(),
+        }
+        for name in offload.NAMES
+    }  # fmt: skip
+    case = Case(3072, 24, 12000, 4, torch.bfloat16, torch.device("cuda"))
+    errors = [{"case": f"{way}, 2 ranks", "ratio": rng.uniform(0.5, 3)} for way in ("ring", "Ulysses")]
+    return {
+        "blockwise": blockwise.make_claims(
+            errors, [{"case": "cuDNN", "chosen": True, "ratio": rng.uniform(1, 1.2)}], on_cuda=True
+        ),
+        "norms": norms.claims(
+            [{"case": "T5", **passes, "share_of_copy_bandwidth": 0.9}], [{"case": "RMS", **passes}]
+        ),
+        "offload": [offload.equal_gradients(case, rng.randrange(2)), *offload.claims(case, schemes)],
+        "longest": longest.make_claims(
+            modes, {"ratio": spread(), "waits": ["a.py:1"] * rng.randrange(2)}, True
+        ),
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_a_gpu_takes_every_claim_of_a_benchmark_is_decided(tmp_path, seed):
+    for name, claims in measured(random.Random(seed)).items():
+        (each,) = (stage for stage in STAGES if stage.name == name)
+        (tmp_path / each.result).write_text(json.dumps({"claims": claims}), encoding="utf-8")
+        judged = first_gpu.judge(each, first_gpu.read_checks(each, tmp_path, "done"), "done")
+        assert {claim["claim"] for claim in judged} == set(each.claims), "no check stands for itself"
+        assert NOT_RUN not in {claim["outcome"] for claim in judged}, judged
+
+
+@pytest.mark.prove
+def test_every_claim_of_tests_has_some():
+    for each in (stage for stage in STAGES if "pytest" in stage.command):
+        words = [word for word in shlex.split(each.command)[1:] if not re.fullmatch(r"-n|\d+", word)]
+        told = subprocess.run(
+            [sys.executable, "-m", "pytest", "--collect-only", "-m", "cuda", *words],
+            cwd=ROOT, env=environment(), capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        names = [line for line in told.splitlines() if "::" in line]
+        if "triton" in each.command and not names:
+            continue  # it is not installed here
+        for claim, pattern in each.claims.items():
+            assert any(re.search(pattern, name) for name in names), (each.name, claim)
 
 
 def test_a_stage_has_the_callers_modules(tmp_path, monkeypatch):

@@ -234,6 +234,20 @@ def measure_times(options: Any, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def make_claims(
+    errors: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]], on_cuda: bool
+) -> list[dict[str, Any]]:
+    """Of each case; one that raised is no number, and does not hold."""
+    found = []
+    for row in errors:
+        ratio = float("nan") if row["ratio"] is None else row["ratio"]
+        found.append(make_claim(f"error over one call's: {row['case']}", ratio, "at most", MOST_ERROR))
+    for row in (each for each in times if each["chosen"]):
+        what = f"time of the chosen kernel over the fastest: {row['case']}"
+        found.append(make_claim(what, row["ratio"] if on_cuda else None, "at most", MOST_TIME))
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; claims that do not hold are printed and stored."""
     parser = harness.make_parser("blockwise", __doc__, rounds=7)
@@ -249,30 +263,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = harness.parse_options(parser, arguments, usual)
     device = torch.device(options.device)
     options.dtypes = [torch.bfloat16, torch.float32]
-    report, errors, found = Report(options, simulated=True), list[dict[str, Any]](), list[dict[str, Any]]()
-    report.result |= {"errors": errors, "claims": found}
+    report, errors, on_cuda = Report(options, simulated=True), list[dict[str, Any]](), device.type == "cuda"
+    report.result["errors"] = errors
     columns = {"case": "case", "over one call": "ratio", "error": "error", "": "raised"}
     try:
         for row in measure_errors(options, device):
             errors.append(row)
-            ratio = float("nan") if row["ratio"] is None else row["ratio"]
-            found.append(make_claim(f"error over one call's: {row['case']}", ratio, "at most", MOST_ERROR))
+            report.result["claims"] = make_claims(errors, [], on_cuda)
     finally:
         # A kernel that fails may take the device with it; what was found before is kept.
         report.show(make_table("Ranks simulated on one device: errors over one call's", columns, errors))
     times = measure_times(options, device) if not options.only else []
-    on_cuda = device.type == "cuda"
-    found += [
-        make_claim(
-            f"time of the chosen kernel over the fastest: {row['case']}",
-            row["ratio"] if on_cuda else None,
-            "at most",
-            MOST_TIME,
-        )
-        for row in times
-        if row["chosen"]
-    ]
-    report.result |= {"times": times, "note": None if on_cuda else "the times say nothing about a GPU"}
+    report.result |= {"times": times, "claims": make_claims(errors, times, on_cuda)}
+    report.result["note"] = None if on_cuda else "the times say nothing about a GPU"
     columns = {"case": "case", "ms": "time_ms", "chosen": "chosen", "over the fastest": "ratio"}
     report.show(make_table("Forward and backward of one block, by kernel", columns, times))
     report.finish()
