@@ -202,6 +202,7 @@ def _forward(
     of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
     mean, rstd = pair_statistics(firsts, seconds, there, eps, centres, C, TILE, PIECE, T)
     for i in tl.static_range(num_pieces(C // 2, PIECE)):
+        # One by one: Triton 3.6 has no tuple with None in it.
         w1 = None
         w2 = None
         b1 = None
