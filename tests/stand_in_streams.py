@@ -178,10 +178,12 @@ class Schedule:
         self._owners: dict[int, Stream] = {}
         self._accesses: dict[int, list[tuple[Any, ...]]] = {}
         self._recorded: dict[int, set[Stream]] = {}
+        # Storages whose end is noted: another may lie at their address after it.
+        self._noted: set[int] = set()
         # By stream: the accesses to memory that went back to it.
         self._freed: dict[Stream, list[tuple[Stream, int, str]]] = {}
-        # Pages for copies: by address their size, and the storages that lie there.
-        self._pages: dict[int, tuple[int, set[int]]] = {}
+        # Pages for copies: by address their size, the storages that lie there, and accesses to those that are gone.
+        self._pages: dict[int, tuple[int, set[int], list[tuple[Any, ...]]]] = {}
         self._streams: set[Stream] = set()
         self._comms: dict[dist.ProcessGroup, Stream] = {}
         # Messages of a batch that is being put together, with their tensors.
@@ -253,7 +255,7 @@ class Schedule:
     def _mapping(self, map_pages):
         def maps(num_bytes):
             address = map_pages(num_bytes)
-            self._pages[address] = num_bytes, set()
+            self._pages[address] = num_bytes, set(), []
             return address
 
         return maps
@@ -263,10 +265,12 @@ class Schedule:
 
         def gives_back(address, *args):
             with self._lock:
-                for storage in self._pages.pop(address)[1]:
-                    for *_, other, time, _, what in self._accesses.pop(storage, ()):
-                        if not _is_ordered(other, time, host()):
-                            self._race(f"{what} on {other} uses pages that the host gives back ({_place()})")
+                _, storages, accesses = self._pages.pop(address)
+                for storage in storages:
+                    accesses += self._accesses.pop(storage, ())
+                for *_, other, time, _, what in accesses:
+                    if not _is_ordered(other, time, host()):
+                        self._race(f"{what} on {other} uses pages that the host gives back ({_place()})")
             give_back(address, *args)
 
         return gives_back
@@ -305,7 +309,7 @@ class Schedule:
             storage = tensor.untyped_storage()
             if id(tensor) not in given_ids and storage._cdata not in self._owners:
                 self.allocate(storage._cdata)
-                weakref.finalize(storage, self.free, storage._cdata)
+                self._note_end(storage)
         if "empty" in func._schema.name:
             return
         written = list(results)
@@ -375,7 +379,8 @@ class Schedule:
     def _access(self, where, what, tensor, is_write):
         self.num_accesses += 1
         storage, (begin, end) = tensor.untyped_storage(), _bytes(tensor)
-        for address, (num_bytes, storages) in self._pages.items():
+        self._note_end(storage)
+        for address, (num_bytes, storages, _) in self._pages.items():
             if address <= storage.data_ptr() < address + num_bytes:
                 storages.add(storage._cdata)
         kept = []
@@ -405,6 +410,21 @@ class Schedule:
             for other, time, what in self._freed.pop(owner, ()):
                 if not _is_ordered(other, time, owner):
                     self._race(f"{what} on {other} uses memory that {owner} has again ({_place()})")
+
+    def _note_end(self, storage):
+        with self._lock:
+            if storage._cdata not in self._noted:
+                self._noted.add(storage._cdata)
+                weakref.finalize(storage, self._end, storage._cdata)
+
+    def _end(self, storage):
+        with self._lock:
+            self._noted.discard(storage)
+            for _, storages, accesses in self._pages.values():
+                if storage in storages:
+                    storages.discard(storage)
+                    accesses += self._accesses.pop(storage, ())
+            self.free(storage)
 
     def free(self, storage):
         with self._lock:

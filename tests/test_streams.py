@@ -25,7 +25,7 @@ from opensora_accel.watching import watch
 from tests.fsdp.steps import batch
 from tests.models import wan
 from tests.offload.scenarios import engine
-from tests.stand_in_streams import Schedule, Stream
+from tests.stand_in_streams import Schedule, Stream, stream
 from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 
@@ -252,6 +252,16 @@ def test_a_right_step_has_no_race(ranks, plan):
 def test_a_watched_step_has_none(ranks, plan):
     for num_accesses, lines in ranks(plan.world_size, races, watched, plan):
         assert num_accesses > 1000 and lines == []
+
+
+def test_a_tensor_that_is_gone_races_with_none():
+    """A tensor lies where another was, which torch.tensor had made: no operator shows where that one came from."""
+    with Schedule() as schedule:
+        for _ in range(20):
+            torch.tensor(1.0).add_(1)
+            with stream(Stream()):
+                torch.ones(()).add_(1)
+    assert schedule.num_accesses and schedule.races == []
 
 
 def test_a_tensor_passed_on_has_none(ranks):
