@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 Function = Callable[..., Any]
+_WRAPS = "_opensora_accel_wraps"
 
 
 def packages_of(model: nn.Module) -> list[ModuleType]:
@@ -59,19 +60,45 @@ def functions_of(model: nn.Module, name: str) -> list[tuple[Any, Function]]:
     return functions
 
 
-def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
+def replace_function(model: nn.Module, name: str, wrap: Callable[[Function], Function]) -> Callable[[], Any]:
     """Replaces the function `name` by `wrap(function)` wherever the model's packages hold it; returns the undo.
+
+    Several models may replace the same function, and each takes back its own: of f → b(a(f)) the undo of a leaves b(f).
+    A model that is gone has taken back its own too, as a package outlives it, and would keep what `wrap` refers to.
 
     Raises:
         ValueError: there is no such function.
     """
     attribute = name.rpartition(".")[2]
-    undo = ExitStack()
     # A function that several files import is held by each of them under its name.
-    for holder, original in functions_of(model, name):
-        setattr(holder, attribute, wrap(original))
-        undo.callback(setattr, holder, attribute, original)
-    return undo.close
+    holders, key = [holder for holder, _ in functions_of(model, name)], object()
+
+    def remove() -> None:
+        for holder in holders:
+            _wrap_again(holder, attribute, lambda wraps: wraps.pop(key, None))
+
+    for holder in holders:
+        _wrap_again(holder, attribute, lambda wraps: wraps.update({key: wrap}))
+    undo = weakref.finalize(model, remove)
+    undo.atexit = False
+    return undo
+
+
+def _wrap_again(holder: Any, attribute: str, change: Callable[[dict[object, Any]], Any]) -> None:
+    """Changes what wraps a function: all of it is kept at the function that stands in its place."""
+    found = vars(holder)[attribute]
+    ours, original, before = getattr(found, _WRAPS, (None, found, {}))
+    if ours is not found:  # the original, or what somebody else made of ours
+        original, before = found, {}
+    change(wraps := dict(before))
+    if wraps == before:
+        return
+    function = original
+    for wrap in wraps.values():
+        function = wrap(function)
+    if wraps:
+        setattr(function, _WRAPS, (function, original, wraps))
+    setattr(holder, attribute, function)
 
 
 def check_function(name: str, function: Function, arguments: tuple[str, ...]) -> inspect.Signature:
