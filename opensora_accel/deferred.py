@@ -216,7 +216,8 @@ class _Recording(TorchDispatchMode):
             # Every draw starts from its own seed, and leaves the generator of the process as it was.
             with torch.random.fork_rng(devices=[], enabled=operation.draws):
                 if operation.draws:
-                    torch.manual_seed(seeds[at])
+                    # Values are drawn on the host; torch.manual_seed would set the generators of all GPUs too.
+                    torch.default_generator.manual_seed(seeds[at])
                 result = operation.run(*args, **kwargs)
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             for view, tensor in zip(operation.results, made, strict=True):

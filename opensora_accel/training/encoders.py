@@ -304,7 +304,7 @@ def build_text_encoder(
         unk_token="<unk>",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model: Any = T5EncoderModel(
             T5Config(
                 vocab_size=len(tokenizer),

@@ -88,7 +88,7 @@ def build_picture_encoder(
     side = {"height": _SMALL, "width": _SMALL}
     processor = CLIPImageProcessorPil(size={"shortest_edge": _SMALL}, crop_size=side)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = cls(CLIPVisionConfig(**_small(config)))
     return PictureEncoder(processor, model.to(device, dtype))
 
