@@ -27,7 +27,6 @@ torch.cpu has the names of torch.cuda, and FSDP2 calls them; here both mean thes
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 import weakref
@@ -206,7 +205,6 @@ class Schedule:
             (torch.cuda, "set_device", _set_device),
             (torch.cuda, "get_rng_state", lambda _device=None: torch.get_rng_state()),
             (torch.cuda, "set_rng_state", lambda state, _device=None: torch.set_rng_state(state)),
-            (torch, "empty", functools.partial(self._empty, torch.empty)),
             (dist.Work, "wait", _waiting(dist.Work.wait)),
             (dist, "batch_isend_irecv", _batch_isend_irecv),
             (dist.ProcessGroup, "_start_coalescing", self._start_coalescing),
@@ -247,13 +245,10 @@ class Schedule:
         works, tensors = self._batches.pop(group)
         return self._work(works, group, tensors, has_future=False)
 
-    def _empty(self, empty, *size, pin_memory=False, **kwargs):
-        if pin_memory and not (_is_main() or getattr(_local, "has_device", False)):
-            self._race(f"page-locked memory in a thread that is still on the first GPU ({_place()})")
-        return empty(*size, **kwargs)
-
     def _mapping(self, map_pages):
         def maps(num_bytes):
+            if not (_is_main() or getattr(_local, "has_device", False)):
+                self._race(f"page-locked memory in a thread that is still on the first GPU ({_place()})")
             address = map_pages(num_bytes)
             self._pages[address] = num_bytes, set(), []
             return address
@@ -318,7 +313,10 @@ class Schedule:
                 written += _tensors(values.get(argument.name))
         written_ids = {id(tensor) for tensor in written}
         read = [tensor for tensor in given if id(tensor) not in written_ids]
-        self._run(current_stream(), func._schema.name, read, written, self._operator_s)
+        # What another thread does on no stream, it does to memory of the host.
+        where = current_stream()
+        where = host() if where is _compute and not _is_main() else where
+        self._run(where, func._schema.name, read, written, self._operator_s)
 
     def communicates(self, func, values, outputs):
         """What a collective that gloo has run gives under NCCL."""
@@ -379,6 +377,9 @@ class Schedule:
     def _access(self, where, what, tensor, is_write):
         self.num_accesses += 1
         storage, (begin, end) = tensor.untyped_storage(), _bytes(tensor)
+        # Shapes alone; or a tensor around another, which is seen by itself.
+        if storage.device.type == "meta" or hasattr(type(tensor), "__tensor_flatten__"):
+            return
         self._note_end(storage)
         for address, (num_bytes, storages, _) in self._pages.items():
             if address <= storage.data_ptr() < address + num_bytes:

@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 from opensora_accel.deferred import region_of
 from opensora_accel.experimental import experiment
 from opensora_accel.files import retried, sha256_of
+from opensora_accel.offload import allocate_on_host
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.optim import EMA, FreeAverage, is_quantized
 from opensora_accel.training.ranks import from_first_rank
@@ -218,15 +219,17 @@ class Saver:
                     local = experiment("low_bit").saved_values(tensor) if quantized else _own_part(tensor)
                     if name not in staged:
                         # Page-locked memory is dear to get, and its shapes do not change: the next save uses it again.
-                        staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                        # torch's own would be rounded up to a power of two.
+                        staged[name] = allocate_on_host(local.nbytes).view(local.dtype).view(local.shape)
                     if quantized:
                         # Its values were made for this, and are gone before the next ones are made.
                         staged[name].copy_(local, non_blocking=True)
                     else:
                         sources.append(local)
                         copies.append(staged[name])
-                # One call, which leaves Python to the training while it copies.
-                torch._foreach_copy_(copies, sources, non_blocking=True)
+                # One call, which leaves Python to the training while it copies. A rank may own nothing.
+                if copies:
+                    torch._foreach_copy_(copies, sources, non_blocking=True)
         finally:
             # Also after an error, for which no step may wait.
             self._copied.set()
