@@ -537,8 +537,13 @@ def get_tensor_parallel_group() -> dist.ProcessGroup | None:
     return _groups.get("tensor")
 
 
-def reset(destroy_process_group: bool = False) -> None:
-    """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`."""
+def reset(destroy_process_group: bool = False, abort: bool = False) -> None:
+    """Forgets every group and mesh; ends torch.distributed too when `destroy_process_group`.
+
+    Args:
+        abort: collectives may be under way for which a rank will never come. NCCL would wait for them where a group is
+            destroyed, as long as a collective may take; it drops them instead.
+    """
     global _group_timeout, _is_layout_given
     stop_watchdog()
     _groups.clear()
@@ -553,7 +558,10 @@ def reset(destroy_process_group: bool = False) -> None:
     _group_timeout = None
     _forget_meshes()
     if destroy_process_group and dist.is_initialized():
-        dist.destroy_process_group()
+        if abort and "nccl" in dist.get_backend_config():
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def _forget_meshes() -> None:

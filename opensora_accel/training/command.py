@@ -68,7 +68,7 @@ def main(
     from opensora_accel.communications import MissingRankError, report_failure, waiting
     from opensora_accel.parallel_states import reset, start_distributed
 
-    started_here = not dist.is_initialized()
+    started_here, has_failed = not dist.is_initialized(), True
     try:
         start_distributed(given.config.timeout_s or None)
         assert dist.group.WORLD is not None
@@ -79,7 +79,9 @@ def main(
                 plan = from_first_rank(lambda: chosen)
                 assert plan is not None, "the first rank has chosen"
                 given = given._replace(config=dataclasses.replace(given.config, plan=plan))
-            return _train(*_resolve(given), profiling)
+            status = _train(*_resolve(given), profiling)
+        has_failed = False
+        return status
     except MissingRankError:
         raise
     except Exception as error:
@@ -91,7 +93,7 @@ def main(
             if thread.name == SAVING:
                 thread.join(1.0)
         if started_here:
-            reset(destroy_process_group=True)
+            reset(destroy_process_group=True, abort=has_failed)
             # A group's threads end with its last holder. One that lets go of a tensor while Python shuts down would
             # abort the process, which a launcher takes for a failed rank.
             gc.collect()
