@@ -93,6 +93,9 @@ def test_a_problem_is_put_only_to_an_interface_that_has_it():
     refused = {case.name: SIDES["diffusers ring"].refusal(case, 2) for case in CASES}
     assert {name for name, why in refused.items() if why} == {"causal", "grouped heads", "key mask"}
     assert refused["key mask"] == "its interface has no key mask"
+    large = dataclasses.replace(CASES[0], queries=32768, keys=32768)
+    assert SIDES["torch context_parallel"].refusal(large, 2) == "it would hold 52 GB of scores"
+    assert SIDES["torch ring"].refusal(large, 2) is None
     timed = {name: [p.name for p in problems("times", side, options)] for name, side in SIDES.items()}
     assert timed["torch ring"] == ["full", "causal"] and timed["ours ring zigzag"] == ["causal"]
     causal = dataclasses.replace(CASES[0], causal=True)

@@ -55,7 +55,7 @@ def make_sides(world: World, name: str, size_bytes: int) -> Sides:
     """
     group, num_ranks = world.group, world.num_ranks
     others = num_ranks - 1
-    generator = torch.Generator(world.device).manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(world.rank)  # of what is drawn on the host
     kind, _, how = name.partition(" ")
     if how.endswith("16 KiB"):
         size_bytes = 16 * 2**10

@@ -151,6 +151,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; claims that do not hold are printed and stored."""
+    # What is forecast is measured on this CPU: nothing is to take a GPU for it that is there too.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parser = harness.make_parser("forecast", __doc__, rounds=5)
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="a calibrated file, in place of measuring one"

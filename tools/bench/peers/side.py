@@ -55,6 +55,9 @@ class Attention:
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
 
+MOST_SCORES_BYTES = 4 * 10**9
+
+
 @dataclass(frozen=True)
 class Side:
     """One implementation, called as its own documentation says, and what its interface has."""
@@ -78,6 +81,8 @@ class Side:
     beside: str | None = None
     # It lays its ranks out in pairs, and asks for two pairs at least.
     in_pairs: bool = False
+    # Its kernel holds the scores of all queries of a rank and all keys at once.
+    holds_scores: bool = False
 
     def layout(self, problem: Problem) -> TokenLayout:
         return self.causal_layout if problem.causal else "contiguous"
@@ -97,6 +102,9 @@ class Side:
             return "its layout is for causal attention"
         if self.in_pairs and (num_ranks % 2 or num_ranks < 4):
             return "a ring of pairs needs 4, 6, … ranks"
+        scores_bytes = 4 * problem.batch * problem.heads * problem.queries * problem.keys // num_ranks
+        if self.holds_scores and scores_bytes > MOST_SCORES_BYTES:
+            return f"it would hold {scores_bytes / 1e9:.0f} GB of scores"
         return None
 
 

@@ -118,5 +118,5 @@ SIDES = (
         cuda_dtype="bfloat16",
         beside=ours.RING,
     ),
-    Side("torch context_parallel", _context_parallel, beside=ours.RING),
+    Side("torch context_parallel", _context_parallel, beside=ours.RING, holds_scores=True),
 )
