@@ -171,7 +171,7 @@ class Trainer:
             ema = EMA(model, config.optim.ema_decay)
         self.state = TrainState(model, optimizer, ema)
         self._saved: tuple[int, Path] | None = None
-        self.saver = Saver()
+        self.saver = Saver(self.device)
         if saved is not None and record is not None:
             set_numbers(optimizer, record.optimizer or [{} for _ in optimizer.param_groups])
             load_state(saved, record, self.state)
@@ -381,7 +381,8 @@ class Trainer:
         # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
         dist.all_reduce(total)
         whole_norm = total_grad_norm(state.model)
-        norm = whole_norm.item()
+        # Read at once, and before the optimizer is given its work: the host would wait for that too.
+        loss, norm = torch.stack([total, whole_norm.to(total)]).tolist()
         if self.watch is not None:
             self.watch.loss(own_loss, files)
             self.watch.check(norm)  # before clipping hides a spike
@@ -399,7 +400,7 @@ class Trainer:
         state.step += 1
         self.skipped_in_a_row = 0 if reason is None else self.skipped_in_a_row + 1
         metrics = {
-            "loss": total.item() / dist.get_world_size(),
+            "loss": loss / dist.get_world_size(),
             "grad_norm": norm,
             "lr": rate,
             "tokens": num_tokens,

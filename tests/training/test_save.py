@@ -87,7 +87,7 @@ def test_a_late_copy_takes_what_was_saved(parallel_registry, tmp_path, device):
     model = Model(300, 300, device=device)
     before = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.named_parameters()}
     model(torch.ones(2, 300, device=device))  # what a first product starts has been started
-    saver, on_gpu = Saver(), device == "cuda"
+    saver, on_gpu = Saver(torch.device(device)), device == "cuda"
 
     def late():
         torch.cuda._sleep(2_000_000_000) if on_gpu else time.sleep(

@@ -1,5 +1,9 @@
 """AdamW without a schedule: the average that it samples with, saved states, and sharded parameters."""
 
+import threading
+import time
+import weakref
+
 import pytest
 import torch
 
@@ -101,3 +105,40 @@ def test_what_does_not_go_together_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs schedulefree"):
         check_schedule_free(OptimConfig(schedule="free", ema_decay=0.0))
+
+
+def alive_beside_a_save(config):
+    """How many tensors of an average that was made for a save are there while its files are being written."""
+    from opensora_accel.training.loop import Trainer
+    from opensora_accel.training.saved_state.save import Saver
+
+    made, may_write, make, write = [], threading.Event(), FreeAverage.weights.fget, Saver._write_tensors
+
+    def weights(average):
+        found = make(average)
+        made.extend(map(weakref.ref, found.values()))
+        return found
+
+    def waits(saver, begun):
+        may_write.wait()
+        return write(saver, begun)
+
+    trainer = Trainer(config)
+    trainer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FreeAverage, "weights", property(weights))
+        patch.setattr(Saver, "_write_tensors", waits)
+        trainer.save()
+        trainer.saver.wait_for_copy()
+        deadline = time.monotonic() + 20
+        while any(each() is not None for each in made) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        alive = sum(each() is not None for each in made)
+        may_write.set()
+        trainer.saver.wait()
+    return alive, len(made)
+
+
+def test_an_average_is_gone_when_it_is_copied(ranks, clips, tmp_path):
+    alive, num_made = ranks(1, alive_beside_a_save, tiny_config(clips, tmp_path / "run", **FREE))[0]
+    assert alive == 0 and num_made > 10

@@ -94,6 +94,8 @@ class _Place:
 class Saver:
     """Saves one state at a time. Every rank makes one, and calls every method in the same order."""
 
+    # Where the parameters are.
+    device: torch.device
     # How long rank 0 waits for the other ranks' files: a rank that died writes none.
     limit_s: float = 1800.0
     _thread: threading.Thread | None = None
@@ -115,7 +117,7 @@ class Saver:
             backend="gloo", timeout=datetime.timedelta(seconds=self.limit_s), group_desc=BACKGROUND
         )
         self._copied.set()
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":  # a run on the CPU leaves a GPU alone that is there too
             self._stream = torch.cuda.Stream()
 
     def save(
@@ -164,7 +166,8 @@ class Saver:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = threading.Thread(
             target=self._run,
-            args=(folder, files, tensors, extra.get("run"), keep),
+            # Averages that were made for this save are held until they are copied, and not until they are written.
+            args=(folder, files, [tensors], extra.get("run"), keep),
             name=SAVING,
             daemon=True,
         )
@@ -240,11 +243,11 @@ class Saver:
         self,
         folder: Path,
         files: Mapping[str, str],
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        tensors: list[Mapping[str, Mapping[str, Tensor]]],
         run: Any,
         keep: int,
     ) -> None:
-        """What the thread does with tensors and the other files."""
+        """What the thread does with the tensors, which it takes, and the other files."""
         if self._stream is not None:
             # A thread begins on the first GPU, where what it allocates would take a context of every rank.
             torch.cuda.set_device(self._stream.device)
@@ -254,7 +257,7 @@ class Saver:
             f"save/{self._group.group_name}/{self._num_saves}",
         )
         try:
-            _publish(f"{key}/copied/{dist.get_rank()}", lambda: self._stage(tensors))
+            _publish(f"{key}/copied/{dist.get_rank()}", lambda: self._stage(tensors.pop()))
             if dist.get_rank() == 0:
                 _publish(f"{key}/begin", lambda: self._begin(begun, key))
             self._hear(f"{key}/begin", 0)
