@@ -31,8 +31,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm: Tensor | None = Non
     Communication: one all-reduce of a number over tensor ranks, and over shards of FSDP2; none where `norm` is given.
     """
     norm = total_grad_norm(model) if norm is None else norm
-    if max_norm > 0 and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    if max_norm > 0:
+        # No `if` looks at the norm: on a GPU the host would wait for the whole backward. By a norm of 0 nothing is
+        # scaled.
+        known = torch.where(norm.isfinite(), norm, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, known)
     return norm
 
 
