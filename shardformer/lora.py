@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_accel.communications import gather_objects
 from opensora_accel.files import replacing
 from shardformer.tensor_parallel import full_tensors
 
@@ -70,10 +71,7 @@ def save_lora(model: nn.Module, folder: str | Path, adapter: str = "default") ->
             write(model, configs[adapter], Path(folder), tensors)
         except Exception as problem:  # noqa: BLE001 — safetensors has errors of its own; the other ranks wait for this
             error = f"{type(problem).__name__}: {problem}"
-    if dist.is_initialized():
-        errors = [error]
-        dist.broadcast_object_list(errors, src=0)
-        error = errors[0]
+    error = gather_objects(error)[0]
     if error is not None:
         raise OSError(
             f"the adapter could not be written to {folder} ({error}); name a folder that can be written to, with room"
