@@ -69,7 +69,8 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     An optimizer that holds the parameters that the model had before raises ValueError when it steps.
 
     Raises:
-        ValueError: plan.sharding is "none", or bf16 is asked of a model whose own parameters are not fp32.
+        ValueError: plan.sharding is "none", or bf16 is asked of a model whose own parameters are not fp32, or shards
+            on the host of groups that cannot send from there.
     """
     if not plan.is_sharded:
         raise ValueError('shard_parameters needs sharding="zero2" or "zero3"; this plan has "none"')
@@ -84,6 +85,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     mesh = get_mesh("mixed") if whole_mixed else make_mesh(num_copies, plan.num_shards)
     offload: OffloadPolicy = OffloadPolicy()
     if plan.cpu_offload:
+        _check_backend(mesh)
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     options: Any = {
         "mesh": mesh,
@@ -178,6 +180,16 @@ def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(mesh, replicate_mesh_dim=0, shard_mesh_dim=1)
+
+
+def _check_backend(mesh: DeviceMesh) -> None:
+    """Norms of gradients that lie on the host are added up there."""
+    for group in mesh.get_all_groups():
+        if torch.device("cpu") not in group._device_types:
+            raise ValueError(
+                "cpu_offload keeps gradients on the host, from where the backend of this job cannot send; start "
+                'torch.distributed with init_process_group("cpu:gloo,cuda:nccl"), or leave it to init_parallel'
+            )
 
 
 def _check_master_weights(model: nn.Module) -> None:

@@ -2,12 +2,14 @@
 
 import itertools
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import shardformer
-from opensora_accel import Plan, init_parallel, parallel_states
+from opensora_accel import Plan, fsdp, init_parallel, parallel_states
 from opensora_accel.verify import verify
 from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record_step import record_step
@@ -18,14 +20,15 @@ from tests.tolerances import RELATIVE, relative_errors
 from tests.verify.communication.recorded_steps import tiny_wan, wan_step
 
 
-def errors_of_training(plan, accumulation, clip):
+def errors_of_training(plan, accumulation, clip, device="cpu"):
     """Largest relative errors of norms, gradients and parameters, after ten steps, of one device's."""
-    expected_model = make_model()
-    expected_norms, expected_grads = train(expected_model, slice(None), accumulation, clip)
-    init_parallel(plan)
+    expected_model = make_model().to(device)
+    expected_norms, expected_grads = train(expected_model, slice(None), accumulation, clip, device=device)
+    init_parallel(plan, device)
     group = parallel_states.get_data_parallel_group()
-    model = shardformer.shard(make_model(), plan)
-    norms, grads = train(model, slice(group.rank(), None, group.size()), accumulation, clip)
+    model = shardformer.shard(make_model().to(device), plan)
+    rows = slice(group.rank(), None, group.size())
+    norms, grads = train(model, rows, accumulation, clip, device=device)
     found = relative_errors(whole(model, grads), expected_grads)
     found |= relative_errors(
         whole(model, dict(model.named_parameters())), dict(expected_model.named_parameters())
@@ -157,3 +160,10 @@ def test_a_factor_splits_the_data_ranks():
     assert (plan.dp_replicate, plan.dp_shard, plan.num_shards, plan.sharding) == (4, 2, 4, "zero3")
     assert Plan.from_json(plan.to_json()) == plan and plan.shard_axes == ("dp_shard", "ring", "ulysses")
     assert Plan(ring=2, ulysses=2, sharding="zero3", sharding_factor=2).shard_axes == ("ulysses",)
+
+
+@pytest.mark.parametrize(("devices", "is_refused"), [(["cuda"], True), (["cpu", "cuda"], False)])
+def test_shards_on_the_host_need_a_backend_that_sends_from_there(devices, is_refused):
+    group = SimpleNamespace(_device_types=[torch.device(each) for each in devices])
+    with pytest.raises(ValueError, match="cpu:gloo,cuda:nccl") if is_refused else nullcontext():
+        fsdp._check_backend(SimpleNamespace(get_all_groups=lambda: [group]))
