@@ -114,7 +114,8 @@ def init_parallel(
         device_type: "cuda" or "cpu"; by default cuda where every rank of this machine has a GPU of its own (and
             the process group, where one exists, can use it).
         timeout_s: how long a collective may wait, in every group of the job; by default
-            OPENSORA_ACCEL_TIMEOUT, or else that of the process group (torch's own is 30 minutes for gloo, 10 for NCCL).
+            OPENSORA_ACCEL_TIMEOUT, or else that of the process group (torch's own is 30 minutes, and 10 where NCCL is
+            its only backend).
         ranks: who stands where on the mesh, [dp_replicate, dp_shard, ring, ulysses, tp], where another library has
             decided that; by default ranks are counted along the innermost axis first.
         groups: of that library. They are used where an axis has just their ranks, instead of new ones.
@@ -340,7 +341,8 @@ def _device_type() -> str:
     if num_gpus < num_ranks:
         logger.warning(
             "%d ranks on this machine and %d GPU(s): running on the CPU, as ranks cannot share one; "
-            "start at most %d to use them",
+            "start at most %d to use them, and where a launcher shows each rank one of its own let it show all "
+            "(srun --gpus-per-node in place of --gpus-per-task)",
             num_ranks,
             num_gpus,
             num_gpus,

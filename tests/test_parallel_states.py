@@ -235,3 +235,16 @@ def test_a_name_is_no_group(kind, parallel_registry):
         TypeError, match=rf"the {kind} group is a torch.distributed.ProcessGroup.*got 'ulysses'"
     ):
         register("ulysses")
+
+
+@pytest.mark.parametrize(("backend", "is_aborted"), [("gloo", False), ("cpu:gloo,cuda:nccl", True)])
+def test_after_an_error_nccl_is_not_waited_for(parallel_registry, monkeypatch, backend, is_aborted):
+    """Destroyed, its groups wait for collectives that a rank will never come to."""
+    init_parallel(Plan())
+    told, destroy = [], dist.destroy_process_group
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: told.append("abort"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: told.append("destroy"))
+    parallel_states.reset(destroy_process_group=True, abort=True)
+    assert told == ["abort" if is_aborted else "destroy"]
+    destroy()

@@ -44,7 +44,7 @@ _MOST_LAYERS = 1000
 def local_device() -> torch.device:
     """This rank's GPU, or the CPU, as `init_parallel` has chosen."""
     if get_mesh().device_type == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 

@@ -225,7 +225,13 @@ def _train(
     record: Record | None,
     profiling: ProfileOptions | None,
 ) -> int:
+    import torch
+
     from opensora_accel.training.loop import Trainer
+
+    # By default a GPU rounds operands of fp32 convolutions to 10 bits: patches are embedded by one, and codecs are made
+    # of them. Products of matrices follow torch.set_float32_matmul_precision, which is fp32 by default.
+    torch.backends.cudnn.allow_tf32 = False
 
     def starts_anew() -> bool:
         # A run that goes on in another folder than its saved state's finds there what any new run would.

@@ -333,8 +333,8 @@ class TrainConfig:
     spikes are then traced in every step. 0 does not watch."""
     timeout_s: NotNegative = 0.0
     """Seconds that ranks wait for each other before those that did not come are named; 0 takes
-    OPENSORA_ACCEL_TIMEOUT, or torch's own (30 minutes on CPUs, 10 on GPUs) for what is loaded and compiled in the first
-    step, and 10 minutes from then on."""
+    OPENSORA_ACCEL_TIMEOUT, or torch's own 30 minutes for what is loaded and compiled in the first step, and 10 minutes
+    from then on."""
     resume: str = ""
     """Saved state to go on from, a folder; newest (`--resume` alone): the output's newest; auto: that, or a start."""
     data: DataConfig = field(default_factory=DataConfig)

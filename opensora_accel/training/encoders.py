@@ -104,6 +104,8 @@ class VideoVAE:
     @torch.no_grad()
     def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
+        # Before the model is given its work, for which a copy from the host would wait.
+        mean, std = self.mean.to(frames.device), self.std.to(frames.device)
         # One by one, so that the values do not depend on which clips come together.
         pixels = [
             _to_unit(frames[row : row + 1], torch.float32, None if shown is None else shown[row : row + 1])
@@ -113,13 +115,15 @@ class VideoVAE:
         ]
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
         latents = torch.cat([self.model.encode(clip).latent_dist.mode().float() for clip in pixels])
-        return (latents - self.mean.to(latents)) / self.std.to(latents)
+        return (latents - mean) / std
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """latents: [B, C, t, h, w] → frames: uint8 [B, T, H, W, 3]."""
         latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
-        return _to_bytes(self.model.decode(latents).sample.transpose(1, 2))
+        # One by one too: no more memory than training has taken to encode them.
+        frames = (self.model.decode(clip).sample.transpose(1, 2) for clip in latents.split(1))
+        return torch.cat([_to_bytes(each) for each in frames])
 
 
 def build_codec(

@@ -120,6 +120,8 @@ def flow_loss(
     # [B, 1, 1, 1, 1], to be broadcast over a clip.
     t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
     noisy = (1 - t) * clean + t * noise
+    # Before the model is given its work, for which a copy from the host would wait.
+    weights = None if weights is None else weights.to(clean.device)
     velocity = predict(noisy, times.to(clean.device) * _TIMESTEPS)
     error = velocity - (noise - clean)
     # bf16 would round the sum of squares; fp64 stays.

@@ -342,6 +342,28 @@ def test_a_profile_that_was_stopped_is_no_success(ranks, folder, tmp_path):
     assert status == 1 and "recorded 2 steps of the 4 that were asked for" in told
 
 
+@pytest.mark.parametrize(("error", "is_aborted"), [(RuntimeError("no memory"), True), (None, False)])
+def test_groups_are_aborted_where_the_training_failed(monkeypatch, folder, tmp_path, error, is_aborted):
+    from opensora_accel import parallel_states
+    from opensora_accel.training import command
+
+    def train(*_):
+        if error is not None:
+            raise error
+        return 0
+
+    told, reset = [], parallel_states.reset
+    monkeypatch.setattr(command, "_train", train)
+    monkeypatch.setattr(
+        parallel_states, "reset", lambda **options: told.append(options["abort"]) or reset(**options)
+    )
+    config = tiny_config(folder, tmp_path / "run")
+    (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(config)))
+    with pytest.raises(RuntimeError) if error else contextlib.nullcontext():
+        command.main(["--config", str(tmp_path / "run.json")])
+    assert told == [is_aborted]
+
+
 def test_what_is_saved_already_is_not_saved_again(ranks, folder, tmp_path):
     config = tiny_config(folder, tmp_path, steps=6, save_every=3, **{"optim.accumulation": 2})
     ranks(1, stopped, config, 7, [(signal.SIGINT, 0)])
