@@ -1,7 +1,7 @@
 # Each target makes .venv and installs what it needs by itself; constraints.txt pins every version.
 # Variables: PYTHON (the interpreter .venv is made with), NPROC (ranks of `make train`), BENCH (which benchmarks),
 # PART (which folder of tests `make prove` takes), WORKERS (how many test files run at a time),
-# GPU_REPORT (the folder that `make gpu` writes to), ARGS (more options).
+# GPU_REPORT (the folder that `make gpu` and `make gpus` write to), ARGS (more options).
 PYTHON ?= python3
 NPROC ?= 2
 CONFIG ?= configs/bunny.toml
@@ -25,7 +25,7 @@ LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
 # What torch 2.13.0 requires on Linux, where its default build brings it. No pin: torch has one.
 TRITON := triton==3.7.1
 
-.PHONY: help train test test-core prove bench faults gpu docs resolve versions lint clean
+.PHONY: help train test test-core prove bench faults gpu gpus docs resolve versions lint clean
 help:
 	@echo "make train   train a video transformer on a real clip, on $(NPROC) ranks of this machine: its GPUs, or CPU cores"
 	@echo "make test    run every behaviour once"
@@ -36,6 +36,7 @@ help:
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
 	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes; the report: $(GPU_REPORT)/report.md"
+	@echo "make gpus    the same for what waits for 2 to 8 GPUs in one machine"
 	@echo "make docs    build the guides and the API as a site, build/site/html/index.html; a broken link ends it"
 	@echo "make resolve try, without installing, whether all that is installed here can be had on other machines"
 	@echo "make versions run the tests on the lowest and the newest versions that setup.py promises, each installed apart"
@@ -68,6 +69,9 @@ bench: .venv/.dev
 # Without a CUDA build of torch it says what to install, and runs what it can.
 gpu: .venv/.dev data/bunny/metadata.jsonl
 	$(BIN)/python tools/first_gpu.py --out $(GPU_REPORT) $(ARGS)
+
+gpus: .venv/.dev data/bunny/metadata.jsonl
+	$(BIN)/python tools/first_gpu.py --out $(GPU_REPORT) --node $(ARGS)
 
 docs: .venv/.docs
 	$(BIN)/python tools/build_docs.py $(ARGS)

@@ -75,7 +75,9 @@ def test_text_encoders_wait_too(kind):
     assert out.isfinite().all() and out.std() > 0
 
 
-def test_generators_stay_where_they_are():
+def test_generators_stay_where_they_are(monkeypatch):
+    """Those of GPUs too: a loop has seeded them by rank."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("GPUs are seeded"))
     before = torch.get_rng_state()
     with deferred_init(7):
         model = nn.Linear(3, 3)

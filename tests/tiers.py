@@ -11,6 +11,9 @@ PROVE = pytest.mark.prove
 NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 # On this CPU in `make prove`, which tests the test, and on a GPU where there is one.
 CPU_AND_GPU = [pytest.param("cpu", marks=PROVE), pytest.param("cuda", marks=NEEDS_GPU)]
+# On several, a rank each.
+NEEDS_GPUS = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not 2 GPUs")]
+CPUS_AND_GPUS = [pytest.param("cpu", marks=PROVE), pytest.param("cuda", marks=NEEDS_GPUS)]
 
 
 def some(values: Iterable[Any], *chosen: Any) -> list[Any]:

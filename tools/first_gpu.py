@@ -1,6 +1,7 @@
 """Runs on a GPU, once, everything that could not run without one, and writes one report.
 
     python tools/first_gpu.py --out runs/first_gpu            (or: make gpu)
+    python tools/first_gpu.py --out runs/first_gpu --node     (or: make gpus) what needs 2 to 8 GPUs of one machine
 
 Each stage is a process of its own with a time limit: a test file, a benchmark. One that crashes, hangs, runs out of
 memory or lacks a library ends alone, and the next one starts. The stages measure; this program starts them, reads what
@@ -341,10 +342,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add, names = parser.add_argument, [stage.name for stage in STAGES]
     add("--out", type=Path, required=True, metavar="DIR", help="the report and all logs go there")
     add("--only", nargs="+", choices=names, metavar="STAGE", help=f"beside the first: {', '.join(names)}")
+    add("--node", action="store_true", help="what needs several GPUs, in place of what needs one")
     add("--limit-s", type=float, default=570.0, help="seconds for everything (default: 570)")
     add("--dry-run", action="store_true", help="tiny, on the CPU: it tests the stages")
     options = parser.parse_args(arguments)
-    chosen = [stage for stage in STAGES if not options.only or stage.name in ("machine", *options.only)]
+    if options.only:
+        names = ["machine", *options.only]
+    else:
+        names = [stage.name for stage in STAGES if not stage.gpus or (stage.gpus > 1) == options.node]
+    chosen = [stage for stage in STAGES if stage.name in names]
     drive(chosen, options.out, options.limit_s, options.dry_run)
     print((options.out / "report.md").read_text(encoding="utf-8").splitlines()[0])
     print(f"{options.out}/report.md")

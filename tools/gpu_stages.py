@@ -1,7 +1,7 @@
 """The stages of `first_gpu.py`: what runs on a GPU, for how long at most, and which claims it decides.
 
-What is right comes before what is fast: where the time is short, the last stages do not start. On one GPU all limits
-together fit the 10 minutes. `docs/gpu.md` has a line for each stage.
+What is right comes before what is fast: where the time is short, the last stages do not start. The limits of those for
+one GPU fit the 10 minutes, and so do those for several. `docs/gpu.md` has a line for each stage.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ def bench(script: str, on_gpu: str, dry: str = "", picture: bool = False) -> dic
         "command": f"{path} --device cuda {on_gpu}",
         "dry": f"{path} --device cpu --quick {dry}",
     }
+
+
+def node(name: str, tests: str, limit_s: float, claims: Mapping[str, str]) -> Stage:
+    """Tests of ranks with a GPU each, by parts of their names; on a dry run over gloo."""
+    command = "pytest {} tests/test_node.py -k '{}({})'"
+    dry = command.format("-m prove", "cpu and ", tests)
+    return Stage(name, command.format("", "cuda and ", tests), claims, limit_s, dry, gpus=2)
 
 
 # One norm that is swapped, and every kernel.
@@ -107,6 +114,18 @@ STAGES = (
         "offload trains on longer sequences than checkpointing alone": "longest sequence of full.offload",
         "a step of Wan blocks with offload takes at most 1.02 × that without": "step time of full.offload",
         "a step with offload asks for no synchronisation": "wait for the device",
+    }),
+    node("node-tests", "spread or sharded or average", 180, {
+        "rings, Ulysses and tensor parallelism over NCCL have the gradients of one device": "spread",
+        "FSDP2 over NCCL trains as one device does, with shards on the host too": "sharded",
+        "an average over copies, rounded by a hook, is whole while it is sent (4 GPUs)": "average",
+    }),
+    node("node-trainer-tests", "trainer or profiler", 60, {
+        "the trainer learns over NCCL what one rank learns": "trainer",
+        "the profiler says over NCCL which rank waited, and that an exchange beside compute costs nothing": "profiler",
+    }),
+    node("kill-tests", "killed", 120, {
+        "when a rank is killed the others end by themselves, and the run goes on from what was saved": "killed",
     }),
     Stage(**bench("collectives", "--ranks 2 --rounds 5", "--rounds 2"), gpus=2, claims={
         "all-to-all over NCCL is faster than list, dist.all_to_all and cat": ".",

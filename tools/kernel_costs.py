@@ -224,7 +224,7 @@ def costs(case: Case, gpu: Gpu) -> list[Cost]:
 def _cost(
     case: Case, gpu: Gpu, direction: str, bytes_per_value: int, options: dict[str, Any], binary: Any
 ) -> Cost:
-    usage, instructions = _disassembled(binary)
+    usage, instructions = disassembled(binary)
     threads, num_warps = 32 * options["num_warps"], options["num_warps"]
     values = options["TILE"] * options["C"]
     # Registers are given to warps in pieces of 256.
@@ -255,7 +255,7 @@ def _cost(
     )
 
 
-def _disassembled(binary: Any) -> tuple[Counter[str], list[str]]:
+def disassembled(binary: Any) -> tuple[Counter[str], list[str]]:
     """What a kernel uses, by name, and the instructions of its loop, or of all of it where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")

@@ -1,4 +1,4 @@
-"""A pool of gloo processes on this machine: it starts once, and a job then takes milliseconds."""
+"""A pool of ranks on this machine: its processes start once, and a job then takes milliseconds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankError(Exception):
 
 
 class RankPool:
-    """Calls module-level functions on the ranks of a fresh gloo world, again and again.
+    """Calls module-level functions on the ranks of a fresh world, again and again.
 
     Args:
         size: how many processes there may be; each starts when it is first needed.
@@ -47,6 +47,7 @@ class RankPool:
         collective_timeout_s: how long one collective may wait.
         grace_s: how long the other ranks may take to notice that one of them failed.
         preload: modules that are imported once for all processes, where the platform can fork a clean one.
+        device_type: "cuda" gives each rank the GPU of its number, and NCCL beside gloo.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class RankPool:
         collective_timeout_s: float = 60,
         grace_s: float = 15,
         preload: Sequence[str] = (),
+        device_type: str = "cpu",
     ):
         self.size, self.timeout_s = size, timeout_s
         self.collective_timeout_s, self.grace_s = collective_timeout_s, grace_s
+        self._device_type = device_type
         # Never forked from this process: that would inherit autograd's threads. A server that has only imported
         # has none.
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -92,7 +95,7 @@ class RankPool:
         worker = self._workers[rank]
         if worker is None or not worker[0].is_alive():
             here, there = self._context.Pipe()
-            arguments = (there, self._store.port, self._log(rank))
+            arguments = (there, self._store.port, self._log(rank), self._device_type)
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
             # Ctrl-C waits. A process that starts keeps it waiting, until `_serve` has left the terminal.
             resource_tracker.ensure_running()  # which would unblock it, were it started below
@@ -190,7 +193,7 @@ class RankPool:
         self._logs.cleanup()
 
 
-def _serve(connection: Connection, port: int, log: str) -> None:
+def _serve(connection: Connection, port: int, log: str, device_type: str) -> None:
     """The life of a process: one job after another, until the pool closes or its process ends."""
     if _HAS_SIGMASK:
         # Ctrl-C no longer reaches this process: whoever has the pool ends it. What is sent to it alone still does.
@@ -215,7 +218,7 @@ def _serve(connection: Connection, port: int, log: str) -> None:
             rank, message = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_run_job(rank, message, store))
+        connection.send_bytes(_run_job(rank, message, store, device_type))
 
 
 def _end_with_parent() -> None:
@@ -236,14 +239,16 @@ def _told(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, left or error.__traceback__))
 
 
-def _run_job(rank: int, message: bytes, store: dist.Store) -> bytes:
+def _run_job(rank: int, message: bytes, store: dist.Store, device_type: str) -> bytes:
     environment = dict(os.environ)
     set_modules_aside()
     try:
         job, num_ranks, timeout_s, env, function, args = pickle.loads(message)
         os.environ.update(env)
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"job{job}", store),
             rank=rank,
             world_size=num_ranks,

@@ -33,7 +33,7 @@ def clipped(model, max_norm):
     return clip_grad_norm_(model, max_norm).item()
 
 
-def train(model, rows, accumulation, clip, steps=STEPS, dtype=torch.float64):
+def train(model, rows, accumulation, clip, steps=STEPS, dtype=torch.float64, device="cpu"):
     """The gradient norms of every step, and the last step's gradients, clipped."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     norms = []
@@ -41,6 +41,7 @@ def train(model, rows, accumulation, clip, steps=STEPS, dtype=torch.float64):
         optimizer.zero_grad()
         for micro in range(accumulation):
             inputs, target = batch(step, micro, rows, dtype)
+            inputs, target = {name: value.to(device) for name, value in inputs.items()}, target.to(device)
             set_last_microbatch(model, micro == accumulation - 1)
             (out,) = model(**inputs, return_dict=False)
             ((out.to(dtype) - target).square().mean() / accumulation).backward()

@@ -22,14 +22,14 @@ from tests.video_models.case import Case, Inputs, change_tensors
 Found = dict[str, Tensor]
 
 
-def errors(name: str, plan: Plan, own_checkpointing: bool = False) -> dict[str, float]:
+def errors(name: str, plan: Plan, own_checkpointing: bool = False, device: str = "cpu") -> dict[str, float]:
     """Relative errors in fp64 of everything that can be wrong, on this rank of the plan's mesh."""
-    init_parallel(plan)
+    init_parallel(plan, device)
     case = CASES[name]
-    inputs = in_double(case.inputs())
+    inputs = on_device(in_double(case.inputs()), device)
     with LiftOperations():  # Mochi makes its positions in fp32
-        expected = step(fp64_model(case), case, inputs)
-        model = shardformer.shard(fp64_model(case), plan)
+        expected = step(fp64_model(case).to(device), case, inputs)
+        model = shardformer.shard(fp64_model(case).to(device), plan)
         if own_checkpointing:
             case.enable_checkpointing(model)
         found = step(model, case, inputs)
@@ -55,6 +55,11 @@ def fp64_model(case: Case) -> nn.Module:
 def in_double(value: Any) -> Any:
     """The value with every floating-point tensor in fp64."""
     return change_tensors(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def on_device(value: Any, device: str) -> Any:
+    """The value with every tensor there."""
+    return change_tensors(value, lambda tensor: tensor.to(device))
 
 
 def step(model: nn.Module, case: Case, inputs: Inputs) -> Found:

@@ -7,11 +7,10 @@ import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
 from opensora_accel.precision import LiftOperations
-from tests.shardformer.conformance import fp64_model, in_double, step
+from tests.shardformer.conformance import fp64_model, in_double, on_device, step
 from tests.tiers import CPU_AND_GPU
 from tests.tolerances import RELATIVE, relative_errors
 from tests.video_models import CASES
-from tests.video_models.case import change_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -26,16 +25,12 @@ def one_rank(parallel_registry, monkeypatch):
     MANAGER.close()
 
 
-def to_device(value, device):
-    return change_tensors(value, lambda tensor: tensor.to(device))
-
-
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize("name", CASES)
 def test_a_sharded_model_in_fp64(name, device):
     init_parallel(Plan(), device_type=device)
     case = CASES[name]
-    inputs = to_device(in_double(case.inputs()), device)
+    inputs = on_device(in_double(case.inputs()), device)
     with LiftOperations():
         expected = step(fp64_model(case).to(device), case, inputs)
         for plan in PLANS:
@@ -52,7 +47,7 @@ def test_a_sharded_model_in_fp64(name, device):
 def test_swapped_norms_in_fp32(name, norms, device):
     init_parallel(Plan(), device_type=device)
     case = CASES[name]
-    inputs = to_device(case.inputs(), device)
+    inputs = on_device(case.inputs(), device)
     expected = step(case.make().to(device), case, inputs)
     model = shardformer.shard(case.make().to(device), PLANS[2], norms=norms)
     errors = relative_errors(step(model, case, inputs), expected)
@@ -68,7 +63,7 @@ def test_compiled_blocks_in_fp32(name, device):
     """
     init_parallel(Plan(), device_type=device)
     case, found = CASES[name], []
-    inputs = to_device(case.inputs(), device)
+    inputs = on_device(case.inputs(), device)
     for model in (case.make().to(device), shardformer.shard(case.make().to(device), PLANS[2])):
         torch._dynamo.reset()
         for block in shardformer.blocks_of(model):

@@ -22,6 +22,11 @@ APART = Path(sys.prefix) / "kernels"
 T5, LAYER = ORDERS[0], ORDERS[4]
 
 
+def needs_triton():
+    if importlib.util.find_spec("triton") is None and not APART.exists():
+        pytest.skip(f"Triton is not installed: make .venv/.kernels, or pip install --target {APART} triton")
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("file", "interpret"),
@@ -29,8 +34,7 @@ T5, LAYER = ORDERS[0], ORDERS[4]
     ids=["interpreted", "compiled for a GPU"],
 )
 def test_the_kernels(file, interpret, tmp_path):
-    if importlib.util.find_spec("triton") is None and not APART.exists():
-        pytest.skip(f"Triton is not installed: make .venv/.kernels, or pip install --target {APART} triton")
+    needs_triton()
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parents[3]), str(APART)]))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
