@@ -39,7 +39,7 @@ def test_a_compiled_block_moves_a_part_of_what_eager_torch_moves(name, tmp_path)
         found.stdout,
         re.M,
     )
-    assert len(rows) == 4 if name == "hunyuan-video" else 2
+    assert len(rows) == (4 if name == "hunyuan-video" else 2)
     for block, direction, eager, compiled, num_kernels, spilled in rows:
         assert float(compiled) < 0.6 * float(eager) and int(num_kernels) > 5 and int(spilled) == 0
         assert direction == "backward" or float(compiled) <= MOST[name]

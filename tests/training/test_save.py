@@ -114,6 +114,15 @@ def test_a_late_copy_takes_what_was_saved(parallel_registry, tmp_path, device):
     assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
 
 
+def test_a_rank_that_owns_nothing_copies_nothing(parallel_registry):
+    """There may be more ranks than tensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver = Saver(torch.device("cpu"))
+    saver._copied.clear()
+    saver._stage({})
+    assert saver._copied.is_set()
+
+
 def save_without_memory(config):
     """What a save says where rank 1 has no memory for its copy."""
     trainer = Trainer(config)

@@ -222,8 +222,12 @@ class Saver:
                     local = experiment("low_bit").saved_values(tensor) if quantized else _own_part(tensor)
                     if name not in staged:
                         # Page-locked memory is dear to get, and its shapes do not change: the next save uses it again.
-                        # torch's own would be rounded up to a power of two.
-                        staged[name] = allocate_on_host(local.nbytes).view(local.dtype).view(local.shape)
+                        # torch's own would be rounded up to a power of two. A run on the CPU locks none.
+                        staged[name] = (
+                            allocate_on_host(local.nbytes).view(local.dtype).view(local.shape)
+                            if local.is_cuda
+                            else torch.empty_like(local, memory_format=torch.contiguous_format)
+                        )
                     if quantized:
                         # Its values were made for this, and are gone before the next ones are made.
                         staged[name].copy_(local, non_blocking=True)

@@ -55,6 +55,7 @@ class Attention:
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
 
+# Backward has several of them at once.
 MOST_SCORES_BYTES = 4 * 10**9
 
 
