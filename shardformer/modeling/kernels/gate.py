@@ -129,9 +129,10 @@ class GatedResidual(torch.autograd.Function):
         y, gate = ctx.saved_tensors
         x_dtype, wide = ctx.options
         needs_x, needs_y, needs_gate = ctx.needs_input_grad[:3]
-        rows = Rows(y, gate if needs_gate else None)
+        wanted = gate if needs_gate else None
+        rows = Rows(y, wanted)
         dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
-        dgate = rows.partial(gate, needs_gate, wide)
+        (dgate,) = rows.partials(wide, wanted)
         if needs_y or needs_gate:
             rows.launch(
                 _backward,
@@ -147,4 +148,4 @@ class GatedResidual(torch.autograd.Function):
                 T=TL_DTYPES[wide],
                 is_exact=False,
             )
-        return grad.to(x_dtype) if needs_x else None, dy, rows.summed(dgate, gate), None
+        return grad.to(x_dtype) if needs_x else None, dy, *rows.sums(wanted), None

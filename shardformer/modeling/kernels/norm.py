@@ -129,19 +129,22 @@ def _forward(
     there = rows < num_rows
     x = load(x_ptr, x_strides, rows, there, n1, n2, C, PIECE)
     if scale_ptr is not None:
-        scale = load(scale_ptr, scale_strides, rows, there, n1, n2, C, PIECE)
+        of_scale = start_of(scale_strides, rows, n1, n2)
     if shift_ptr is not None:
-        shift = load(shift_ptr, shift_strides, rows, there, n1, n2, C, PIECE)
+        of_shift = start_of(shift_strides, rows, n1, n2)
     mean, rstd = statistics(x, there, eps, centres, C, TILE, PIECE, T)
     for i in tl.static_range(num_pieces(C, PIECE)):
         normed = (x[i].to(T) - mean) * rstd
         weight = load_vector(weight_ptr, i, C, PIECE)
         bias = load_vector(bias_ptr, i, C, PIECE)
         out = affine(normed, weight, bias, offset, NORMED, WEIGHTED, BIASED, T)
+        # Scale and shift here and not before: held over the statistics they would take the registers of half the
+        # programs, and those that rows share are in the cache.
         if scale_ptr is not None:
-            out = rounded(out * rounded(1.0 + scale[i].to(T), SCALE, T), SCALED, T)
+            scale = load_piece(scale_ptr, of_scale, scale_strides[3], there, i, C, PIECE).to(T)
+            out = rounded(out * rounded(1.0 + scale, SCALE, T), SCALED, T)
         if shift_ptr is not None:
-            out += shift[i].to(T)
+            out += load_piece(shift_ptr, of_shift, shift_strides[3], there, i, C, PIECE).to(T)
         # Stored in the dtype of the output, which is the last rounding.
         store_rows(out_ptr, out, rows, there, i, C, PIECE)
 
@@ -292,13 +295,13 @@ class ModulatedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, scale, shift, weight, bias = ctx.saved_tensors
         order, eps, wide = ctx.options
-        needs_x, needs_scale, needs_shift, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-        rows = Rows(x, scale if needs_scale else None, shift if needs_shift else None)
+        needs_x, *needs = ctx.needs_input_grad[:5]
+        wanted = [
+            t if needed else None for t, needed in zip((scale, shift, weight, bias), needs, strict=True)
+        ]
+        rows = Rows(x, *wanted[:2])
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        dscale = rows.partial(scale, needs_scale, wide)
-        dshift = rows.partial(shift, needs_shift, wide)
-        dweight = rows.partial(weight, needs_weight, wide)
-        dbias = rows.partial(bias, needs_bias, wide)
+        dscale, dshift, dweight, dbias = rows.partials(wide, *wanted)
         rows.launch(
             _backward,
             rows.num_groups * rows.num_chunks,
@@ -321,5 +324,4 @@ class ModulatedNorm(torch.autograd.Function):
             T=TL_DTYPES[wide],
             is_exact=False,
         )
-        sums = ((dscale, scale), (dshift, shift), (dweight, weight), (dbias, bias))
-        return dx, *(rows.summed(*each) for each in sums), None, None, None
+        return dx, *rows.sums(*wanted), None, None, None

@@ -13,6 +13,7 @@ have half as many columns as the row. Backward turns the gradient back, and goes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,6 +112,30 @@ def load_vector(
 
 
 @triton.jit
+def load_tables(
+    cos_ptr,
+    cos_strides,
+    sin_ptr,
+    sin_strides,
+    rows,
+    there,
+    n1,
+    n2,
+    i: tl.constexpr,
+    halves: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """The cosines of firsts and of seconds and their sines, each [R, P], in the i-th piece of the rows [R]."""
+    of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
+    c1, c2 = load_pair(cos_ptr, of_cos, cos_strides[3], cos_strides[4], there, i, halves, D, C, TILE, PIECE)
+    s1, s2 = load_pair(sin_ptr, of_sin, sin_strides[3], sin_strides[4], there, i, halves, D, C, TILE, PIECE)
+    return c1, c2, s1, s2
+
+
+@triton.jit
 def store_pair(
     at_ptr,
     first,
@@ -137,6 +162,27 @@ def store_pair(
             mask = mask & (both < C)[None, :]
         value = tl.reshape(tl.join(first, second), [TILE, 2 * PIECE])
         tl.store(at_ptr[:, None] + both[None, :], value, mask=mask)
+
+
+@triton.jit
+def store_pairs(
+    ptr,
+    first,
+    second,
+    rows,
+    there,
+    i: tl.constexpr,
+    halves: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Firsts and seconds [R, P] to rows [R] of a contiguous [N, C], if there is one."""
+    if ptr is not None:
+        to = ptr.dtype.element_ty
+        at_ptr = ptr + rows.to(tl.int64) * C
+        store_pair(at_ptr, first.to(to), second.to(to), there, i, halves, D, C, TILE, PIECE)
 
 
 @triton.jit
@@ -186,6 +232,7 @@ def _forward(
     offset: tl.constexpr,
     centres: tl.constexpr,
     halves: tl.constexpr,
+    ONCE: tl.constexpr,
     D: tl.constexpr,
     NORMED: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -199,7 +246,10 @@ def _forward(
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = rows < num_rows
     firsts, seconds = load_pairs(x_ptr, x_strides, rows, there, n1, n2, halves, D, C, TILE, PIECE)
-    of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
+    if ONCE:
+        c1, c2, s1, s2 = load_tables(
+            cos_ptr, cos_strides, sin_ptr, sin_strides, rows, there, n1, n2, 0, halves, D, C, TILE, PIECE
+        )
     mean, rstd = pair_statistics(firsts, seconds, there, eps, centres, C, TILE, PIECE, T)
     for i in tl.static_range(num_pieces(C // 2, PIECE)):
         # One by one: Triton 3.6 has no tuple with None in it.
@@ -213,20 +263,15 @@ def _forward(
             b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
         y1 = affine((firsts[i].to(T) - mean) * rstd, w1, b1, offset, NORMED, WEIGHTED, BIASED, T)
         y2 = affine((seconds[i].to(T) - mean) * rstd, w2, b2, offset, NORMED, WEIGHTED, BIASED, T)
-        c1, c2 = load_pair(
-            cos_ptr, of_cos, cos_strides[3], cos_strides[4], there, i, halves, D, C, TILE, PIECE
-        )
-        s1, s2 = load_pair(
-            sin_ptr, of_sin, sin_strides[3], sin_strides[4], there, i, halves, D, C, TILE, PIECE
-        )
+        if not ONCE:
+            c1, c2, s1, s2 = load_tables(
+                cos_ptr, cos_strides, sin_ptr, sin_strides, rows, there, n1, n2, i, halves, D, C, TILE, PIECE
+            )
         out1 = (y1 * c1.to(T)).to(TURNED).to(T) - (y2 * s1.to(T)).to(TURNED).to(T)
         out2 = (y2 * c2.to(T)).to(TURNED).to(T) + (y1 * s2.to(T)).to(TURNED).to(T)
         # The sum is rounded to the dtype of the products before it is stored in that of the output.
         out1, out2 = out1.to(TURNED).to(T), out2.to(TURNED).to(T)
-        to = out_ptr.dtype.element_ty
-        store_pair(
-            out_ptr + rows.to(tl.int64) * C, out1.to(to), out2.to(to), there, i, halves, D, C, TILE, PIECE
-        )
+        store_pairs(out_ptr, out1, out2, rows, there, i, halves, D, C, TILE, PIECE)
 
 
 @triton.jit
@@ -255,6 +300,7 @@ def _backward(
     offset: tl.constexpr,
     centres: tl.constexpr,
     halves: tl.constexpr,
+    ONCE: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
     C: tl.constexpr,
@@ -270,12 +316,21 @@ def _backward(
         zeros(C // 2, PIECE, T),
         zeros(C // 2, PIECE, T),
     )
+    in_group = begin + tl.arange(0, TILE)
+    next_rows, next_there = group * group_rows + in_group, in_group < group_rows
+    next1, next2 = load_pairs(x_ptr, x_strides, next_rows, next_there, n1, n2, halves, D, C, TILE, PIECE)
     for tile in range(0, chunk_tiles):
-        in_group = begin + tile * TILE + tl.arange(0, TILE)
-        rows, there = group * group_rows + in_group, in_group < group_rows
-        firsts, seconds = load_pairs(x_ptr, x_strides, rows, there, n1, n2, halves, D, C, TILE, PIECE)
+        firsts, seconds, rows, there = next1, next2, next_rows, next_there
         grads1, grads2 = load_pairs(grad_ptr, grad_strides, rows, there, n1, n2, halves, D, C, TILE, PIECE)
-        of_cos, of_sin = start_of(cos_strides, rows, n1, n2), start_of(sin_strides, rows, n1, n2)
+        if ONCE:
+            c1, c2, s1, s2 = load_tables(
+                cos_ptr, cos_strides, sin_ptr, sin_strides, rows, there, n1, n2, 0, halves, D, C, TILE, PIECE
+            )
+        # The next tile is on its way while this one is computed. Behind the last there is none.
+        in_group += TILE
+        next_rows = group * group_rows + in_group
+        next_there = (in_group < group_rows) & (tile + 1 < chunk_tiles)
+        next1, next2 = load_pairs(x_ptr, x_strides, next_rows, next_there, n1, n2, halves, D, C, TILE, PIECE)
         mean, rstd = pair_statistics(firsts, seconds, there, eps, centres, C, TILE, PIECE, T)
         new_dweight1, new_dweight2, new_dbias1, new_dbias2 = (), (), (), ()
         normed1, normed2, dnormed1, dnormed2 = (), (), (), ()
@@ -294,23 +349,27 @@ def _backward(
                 b1, b2 = load_vector(bias_ptr, i, halves, D, C, PIECE)
             g1, g2 = grads1[i].to(T), grads2[i].to(T)
             y1, y2 = affine(x1, w1, b1, offset, T, T, T, T), affine(x2, w2, b2, offset, T, T, T, T)
-            if dcos_ptr is not None:
-                store_pair(
-                    dcos_ptr + rows.to(tl.int64) * C, g1 * y1, g2 * y2, there, i, halves, D, C, TILE, PIECE
-                )
-            if dsin_ptr is not None:
-                store_pair(
-                    dsin_ptr + rows.to(tl.int64) * C, -g1 * y2, g2 * y1, there, i, halves, D, C, TILE, PIECE
-                )
+            store_pairs(dcos_ptr, g1 * y1, g2 * y2, rows, there, i, halves, D, C, TILE, PIECE)
+            store_pairs(dsin_ptr, -g1 * y2, g2 * y1, rows, there, i, halves, D, C, TILE, PIECE)
             # y1 goes into out1 by c1 and into out2 by s2, and y2 into out2 by c2 and into out1 by −s1.
-            c1, c2 = load_pair(
-                cos_ptr, of_cos, cos_strides[3], cos_strides[4], there, i, halves, D, C, TILE, PIECE
-            )
-            dy1, dy2 = g1 * c1.to(T), g2 * c2.to(T)
-            s1, s2 = load_pair(
-                sin_ptr, of_sin, sin_strides[3], sin_strides[4], there, i, halves, D, C, TILE, PIECE
-            )
-            dy1, dy2 = dy1 + g2 * s2.to(T), dy2 - g1 * s1.to(T)
+            if not ONCE:
+                c1, c2, s1, s2 = load_tables(
+                    cos_ptr,
+                    cos_strides,
+                    sin_ptr,
+                    sin_strides,
+                    rows,
+                    there,
+                    n1,
+                    n2,
+                    i,
+                    halves,
+                    D,
+                    C,
+                    TILE,
+                    PIECE,
+                )
+            dy1, dy2 = g1 * c1.to(T) + g2 * s2.to(T), g2 * c2.to(T) - g1 * s1.to(T)
             new_dbias1 = new_dbias1 + (with_rows(dbias1[i], dy1, dbias_ptr),)
             new_dbias2 = new_dbias2 + (with_rows(dbias2[i], dy2, dbias_ptr),)
             new_dweight1 = new_dweight1 + (with_rows(dweight1[i], dy1 * x1, dweight_ptr),)
@@ -323,25 +382,13 @@ def _backward(
             dnormed1, dnormed2 = dnormed1 + (dy1,), dnormed2 + (dy2,)
         dbias1, dbias2, dweight1, dweight2 = new_dbias1, new_dbias2, new_dweight1, new_dweight2
         if dx_ptr is not None:
-            to = dx_ptr.dtype.element_ty
             mean_along, mean_dnormed = tl.sum(along, 1)[:, None] / C, 0.0
             if centres:
                 mean_dnormed = tl.sum(total, 1)[:, None] / C
             for i in tl.static_range(num_pieces(C // 2, PIECE)):
                 dx1 = (dnormed1[i] - normed1[i] * mean_along - mean_dnormed) * rstd
                 dx2 = (dnormed2[i] - normed2[i] * mean_along - mean_dnormed) * rstd
-                store_pair(
-                    dx_ptr + rows.to(tl.int64) * C,
-                    dx1.to(to),
-                    dx2.to(to),
-                    there,
-                    i,
-                    halves,
-                    D,
-                    C,
-                    TILE,
-                    PIECE,
-                )
+                store_pairs(dx_ptr, dx1, dx2, rows, there, i, halves, D, C, TILE, PIECE)
     store_sums(dweight_ptr, dweight1, dweight2, program, halves, D, C, PIECE)
     store_sums(dbias_ptr, dbias1, dbias2, program, halves, D, C, PIECE)
 
@@ -389,6 +436,7 @@ class NormRotary(torch.autograd.Function):
         turned = wide if rounds == "end" else torch.promote_types(biased, cos.dtype)
         out = torch.empty(x.shape, dtype=biased, device=x.device)
         rows = Rows(x)
+        tables = _table(rows, cos), _table(rows, sin)
         ctx.save_for_backward(x, cos, sin, weight, bias)
         ctx.options = order, eps, pairs, wide
         rows.launch(
@@ -398,15 +446,13 @@ class NormRotary(torch.autograd.Function):
             *rows.of(x),
             weight,
             bias,
-            *_table(rows, cos),
-            *_table(rows, sin),
+            *tables[0],
+            *tables[1],
             rows.num_rows,
             eps=eps,
             offset=order.offset,
             centres=order.centres,
-            halves=pairs == "halves",
-            D=cos.shape[-1],
-            piece=piece_of(rows.num_features // 2),
+            **_pieces(rows, tables, pairs),
             NORMED=TL_DTYPES[normed],
             WEIGHTED=TL_DTYPES[weighted],
             BIASED=TL_DTYPES[biased],
@@ -423,13 +469,15 @@ class NormRotary(torch.autograd.Function):
         order, eps, pairs, wide = ctx.options
         needs_x, needs_cos, needs_sin, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         rows = Rows(x)
+        tables = _table(rows, cos), _table(rows, sin)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         # Tables are seldom learned: their gradients are written whole and summed by PyTorch.
         dcos, dsin = (
             torch.empty(x.shape, dtype=wide, device=x.device) if needed else None
             for needed in (needs_cos, needs_sin)
         )
-        dweight, dbias = rows.partial(weight, needs_weight, wide), rows.partial(bias, needs_bias, wide)
+        wanted = weight if needs_weight else None, bias if needs_bias else None
+        dweight, dbias = rows.partials(wide, *wanted)
         rows.launch(
             _backward,
             rows.num_groups * rows.num_chunks,
@@ -442,17 +490,15 @@ class NormRotary(torch.autograd.Function):
             *rows.of(x),
             weight,
             bias,
-            *_table(rows, cos),
-            *_table(rows, sin),
+            *tables[0],
+            *tables[1],
             rows.group_rows,
             rows.num_chunks,
             rows.chunk_tiles,
             eps=eps,
             offset=order.offset,
             centres=order.centres,
-            halves=pairs == "halves",
-            D=cos.shape[-1],
-            piece=piece_of(rows.num_features // 2),
+            **_pieces(rows, tables, pairs),
             T=TL_DTYPES[wide],
             is_exact=False,
         )
@@ -465,8 +511,7 @@ class NormRotary(torch.autograd.Function):
         return (
             dx,
             *dtables,
-            rows.summed(dweight, weight),
-            rows.summed(dbias, bias),
+            *rows.sums(*wanted),
             *[None] * 4,
         )
 
@@ -478,3 +523,14 @@ def _table(rows: Rows, table: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     wide = table.expand(*rows.shape[:-1], heads, head_dim)
     wide = wide.reshape(rows.n0, rows.n1, rows.n2, heads, head_dim)
     return wide, wide.stride()
+
+
+def _pieces(rows: Rows, tables: Sequence[tuple[Tensor, tuple[int, ...]]], pairs: Pairs) -> dict[str, Any]:
+    """How long pieces of pairs are, and whether all of a row have the same cosines and sines."""
+    piece, (*_, heads, head_dim) = piece_of(rows.num_features // 2), tables[0][0].shape
+    # Heads share them, and every piece begins with a head: of 40 heads of 128 in 5 pieces a fifth is read.
+    are_shared = (2 * piece) % head_dim == 0 and all(heads == 1 or strides[3] == 0 for _, strides in tables)
+    return {
+        "halves": pairs == "halves", "ONCE": are_shared or 2 * piece >= rows.num_features,
+        "D": head_dim, "piece": piece,
+    }  # fmt: skip

@@ -16,8 +16,8 @@ first, so that threads meet once:
 The gradient of an operand that is broadcast over tokens is a sum over them. Rows that share all such operands are a
 group: with x [B, S, C] and scale [B, 1, C] there are B groups of S rows; a weight [C] alone makes one of B · S. Every
 group is cut into chunks, by the shape and the kind of GPU alone. One program sums the rows of one chunk, in fp32 and in
-order, into a row of its own of `partial` [groups, chunks, C], which is summed afterwards. Nothing is added atomically:
-two runs give the same bits, on whatever GPU of a kind.
+order, into a row of its own of `partials` [groups, chunks, C], which one more launch sums for all operands. Nothing is
+added atomically: two runs give the same bits, on whatever GPU of a kind.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# Values that one program holds of each operand.
-_TILE = 4096
+# Values that one program holds of each operand, where rows are shorter.
+_TILE = 2048
 # Of a multiprocessor, and how many of those there are where nobody is asked: as in an H100.
 _REGISTERS, _MULTIPROCESSORS = 65536, 132
 # Of a row, in a thread: about so many, and in a backward with 8 warps at most so many.
 _VALUES, _MOST_VALUES = 16, 20
+# Of partial sums, what a program adds up at a time: 395 chunks of 3,072 features are as many programs as 96.
+_SUM_CHUNKS, _SUM_COLUMNS = 128, 32
 # Of a row's pieces: at most 8, and values that are not there.
 _MOST_HALVINGS, _MOST_WASTE = 3, 1 / 8
 
@@ -83,7 +85,8 @@ class Rows:
         self.group_rows = math.prod(lead[self._group_dims :])
         tiles = triton.cdiv(self.group_rows, self.tile)
         # As many programs as run at once: one more, and all would wait for a second turn of it.
-        num_programs = _num_running(self.device, self._num_warps(is_exact=False))
+        num_warps = self._num_warps(is_exact=False)
+        num_programs = _num_running(self.device, num_warps, self._most_registers(num_warps))
         self.chunk_tiles = triton.cdiv(tiles, max(1, min(tiles, num_programs // max(1, self.num_groups))))
         self.num_chunks = max(1, triton.cdiv(tiles, max(1, self.chunk_tiles)))
 
@@ -94,25 +97,59 @@ class Rows:
         wide = tensor.expand(self.shape).reshape(self.n0, self.n1, self.n2, self.num_features)
         return wide, wide.stride()
 
-    def partial(self, operand: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
-        """[groups, chunks, C] for the gradient of an operand that is there and wants one."""
-        if operand is None or not wanted:
-            return None
+    def partials(self, dtype: torch.dtype, *operands: Tensor | None) -> list[Tensor | None]:
+        """[groups, chunks, C] for the gradient of each operand; None where none is wanted.
+
+        dtype: in which they are summed.
+        """
+        num = sum(operand is not None for operand in operands)
         # No program writes to it where there are no rows.
         make = torch.empty if self.num_rows else torch.zeros
-        return make(self.num_groups, self.num_chunks, self.num_features, dtype=dtype, device=self.device)
+        shape = num, self.num_groups, self.num_chunks, self.num_features
+        self._partials = make(shape, dtype=dtype, device=self.device)
+        each = iter(self._partials)
+        return [None if operand is None else next(each) for operand in operands]
 
-    def summed(self, partial: Tensor | None, operand: Tensor | None) -> Tensor | None:
-        """The gradient of an operand, in its shape and dtype, from what the programs wrote.
+    def sums(self, *operands: Tensor | None) -> list[Tensor | None]:
+        """The gradient of each operand, in its shape and dtype, from what the programs wrote to `partials`.
 
-        Args:
-            partial: [groups, chunks, C].
-            operand: of any shape that broadcasts to x [..., C].
+        operands: as they were given there, of any shape that broadcasts to x [..., C].
         """
-        if partial is None or operand is None:
-            return None
+        there = [operand for operand in operands if operand is not None]
         lead = [*self.shape[: self._group_dims], *[1] * (len(self.shape) - 1 - self._group_dims)]
-        return partial.sum(1).reshape(*lead, self.num_features).sum_to_size(operand.shape).to(operand.dtype)
+        # Of the last rounding the kernel takes care, unless something is still to be summed.
+        dtypes, num_values = {operand.dtype for operand in there}, self.num_groups * self.num_features
+        is_last = len(dtypes) == 1 and all(operand.numel() == num_values for operand in there)
+        each = iter(self._summed(dtypes.pop() if is_last else self._partials.dtype) if there else ())
+        return [
+            None
+            if operand is None
+            else next(each).reshape(*lead, self.num_features).sum_to_size(operand.shape).to(operand.dtype)
+            for operand in operands
+        ]
+
+    def _summed(self, dtype: torch.dtype) -> Tensor:
+        """[operands, groups, C] of `partials`, all of it in one launch."""
+        if self.num_chunks == 1:
+            return self._partials[:, :, 0]
+        num, *_ = self._partials.shape
+        out = self._partials.new_empty(num, self.num_groups, self.num_features, dtype=dtype)
+        with self._on_device():
+            _sum_chunks[(num * self.num_groups, triton.cdiv(self.num_features, _SUM_COLUMNS))](
+                out,
+                self._partials,
+                self.num_chunks,
+                T=TL_DTYPES[self._partials.dtype],
+                C=self.num_features,
+                CHUNKS=min(_SUM_CHUNKS, int(triton.next_power_of_2(self.num_chunks))),
+                COLUMNS=_SUM_COLUMNS,
+                num_warps=8,
+            )
+        return out
+
+    def _on_device(self) -> Any:
+        """Triton launches on the current device, whatever device its arguments are on."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _num_warps(self, is_exact: bool) -> int:
         """Of a program of the forward, which rounds as the plain operations do, or of the backward."""
@@ -123,6 +160,14 @@ class Rows:
         if not is_exact and num_warps == 8 and values > 32 * num_warps * _MOST_VALUES:
             num_warps = 16
         return num_warps
+
+    def _most_registers(self, num_warps: int) -> int:
+        """Of a thread: so many that three programs of 4 warps fit a multiprocessor, two of 8, or one of 16.
+
+        Where a thread has few values four programs of 4 warps do.
+        """
+        has_few = self.tile * self._width <= 32 * num_warps * _VALUES
+        return 168 if num_warps <= 4 and not has_few else 128
 
     def launch(
         self,
@@ -145,9 +190,8 @@ class Rows:
         num_warps = self._num_warps(is_exact)
         # Halves lie in vectors of their own, whose addresses take more registers.
         is_wide = not is_exact and options.get("halves")
-        limit = {} if is_wide else {"maxnreg": _most_registers(num_warps)}
-        # Triton launches on the current device, whatever device its arguments are on.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        limit = {} if is_wide else {"maxnreg": self._most_registers(num_warps)}
+        with self._on_device():
             kernel[(num_programs,)](
                 *arguments,
                 **options,
@@ -162,16 +206,11 @@ class Rows:
             )
 
 
-def _most_registers(num_warps: int) -> int:
-    """Of a thread: so three programs of 4 warps fit a multiprocessor, two of 8, or one of 16."""
-    return 168 if num_warps <= 4 else 128
-
-
-def _num_running(device: torch.device, num_warps: int) -> int:
+def _num_running(device: torch.device, num_warps: int, registers: int) -> int:
     """Programs of a backward that a GPU runs at once; 512 where 396 fit take twice the time of 396."""
     is_cuda = device.type == "cuda"
     num = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else _MULTIPROCESSORS
-    return int(num) * (_REGISTERS // (32 * num_warps * _most_registers(num_warps)))
+    return int(num) * (_REGISTERS // (32 * num_warps * registers))
 
 
 def compute_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
@@ -307,8 +346,30 @@ def store_rows(ptr, value, rows, there, i: tl.constexpr, C: tl.constexpr, PIECE:
 
 @triton.jit
 def store_sum(ptr, value, program, C: tl.constexpr, PIECE: tl.constexpr):
-    """A program's row of `partial`, if that gradient is wanted."""
+    """A program's row of `partials`, if that gradient is wanted."""
     if ptr is not None:
         for i in tl.static_range(num_pieces(C, PIECE)):
             cols = columns(i, PIECE)
             tl.store(ptr + program.to(tl.int64) * C + cols, value[i], mask=cols < C)
+
+
+@triton.jit
+def _sum_chunks(
+    out_ptr,
+    partial_ptr,
+    num_chunks,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[N, C] of partial [N, chunks, C], in an order that hangs on the shape alone."""
+    of = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([CHUNKS, COLUMNS], T)
+    for first in range(0, num_chunks, CHUNKS):
+        chunks = first + tl.arange(0, CHUNKS)
+        mask = (chunks < num_chunks)[:, None] & (cols < C)[None, :]
+        at = (of * num_chunks + chunks)[:, None] * C + cols[None, :]
+        total += tl.load(partial_ptr + at, mask=mask, other=0.0)
+    tl.store(out_ptr + of * C + cols, tl.sum(total, 0), mask=cols < C)

@@ -56,21 +56,31 @@ def test_every_size_compiles(compiled, function, num_features, order):
         pytest.skip("has no order")
     out = function(num_features, order)
     out.backward(out)
-    assert len(compiled) == 2
+    assert [binary.name for _, binary in compiled] == ["_forward", "_backward", "_sum_chunks"]
 
 
 # At sizes that models have, of the bandwidth of a copy.
 LEAST = {"RMS norm": 0.9, "adaLN": 0.85, "gated residual": 0.9, "RMS norm, rotary": 0.85}
+# Backward: of long rows, with which one or two programs fill a multiprocessor's registers, and of heads in pairs.
+LEAST_BACKWARD = {
+    ("RMS norm", 4096): 0.85,
+    ("RMS norm", 6144): 0.7,
+    ("adaLN", 6144): 0.7,
+    ("RMS norm, rotary", 128): 0.8,
+}
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.num_features}")
 def test_nothing_spills_and_the_forecast_holds(case, gpu):
     for cost in costs(case, gpu):
-        # What does not fit into registers would go through memory, where the time is. One takes two of them too many.
-        assert cost.spilled_bytes <= 8 * (cost.gpu == "B200" and cost.case == "RMS norm, rotary"), cost
+        # What does not fit into registers would go through memory, where the time is.
+        assert cost.spilled_bytes == 0, cost
         if gpu.name == "H100":
-            assert cost.share >= LEAST[case.name.removesuffix(" of halves")], cost
-            # Rows held as halves take more registers than two programs of 5120 have.
-            if case.num_features in (3072, 5120) and "halves" not in case.name:
+            least = LEAST[case.name.removesuffix(" of halves")]
+            if cost.direction == "backward":
+                least = LEAST_BACKWARD.get((case.name, case.num_features), least)
+            assert round(cost.share, 2) >= least, cost
+            # As much of a row as a program holds, another must fit beside it.
+            if case.num_features in (3072, 5120):
                 assert cost.programs >= 2, cost
