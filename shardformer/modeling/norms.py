@@ -254,13 +254,19 @@ def _swap(
     if row.to is None:
         return row
     if not own.is_meta:
-        x = torch.randn(2, 5, meaning.num_features, generator=torch.Generator().manual_seed(2))
+        x = torch.randn(1, _ROWS, meaning.num_features, generator=torch.Generator().manual_seed(2))
         x = x.to(device, own.dtype)
         with torch.no_grad():
             expected, out = module(x), KERNELS[row.to].run(x, weight, bias, meaning.order, meaning.eps)
         if not agree(out, expected, mode):
             reason = "with its own parameters its values are others"
             return Row(was=row.was, order=order, eps=meaning.eps, reason=reason)
+        # The order stands for what it computes, not for how: torch's own norm may run on that very kernel.
+        saved_before = row.saved_before if own.is_inference() else _kept_by(module, x)
+        if row.saved_after >= saved_before:
+            reason = f"it keeps {saved_before} B a token for backward itself, and {row.to} {row.saved_after}"
+            return Row(was=row.was, order=order, eps=meaning.eps, reason=reason)
+        row = replace(row, saved_before=saved_before)
         row = replace(row, difference=max(row.difference, _largest_difference(out, expected)))
     kernels = {(device.type, *dtypes): each.to for dtypes, each in choices.items() if each.to}
     original: Any = type(module)
@@ -390,6 +396,14 @@ def _measure(
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     gradients = torch.autograd.grad(out, given, grad.to(out.device, out.dtype))
     return out, gradients, sum(kept.values()) // _ROWS
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _kept_by(norm: nn.Module, x: Tensor) -> int:
+    """Bytes a token that a norm keeps for backward of x [1, N, C], beside it."""
+    x = torch.empty_like(x).copy_(x)  # one of inference mode could not be kept
+    return _measure(norm, (x,), torch.ones_like(x))[2]
 
 
 def _largest_difference(out: Tensor, expected: Tensor) -> float:

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardformer.modeling import T5LayerNorm, swap_norms
 from shardformer.modeling.norms import KERNELS, Kernel, SwappedNorm, Unfit
@@ -320,6 +321,14 @@ def test_a_model_on_the_meta_device_is_swapped_too(stand_in):
     nn.init.ones_(model[1].weight)
     x = torch.randn(2, 24)
     assert torch.equal(model[1](x), nn.functional.rms_norm(x, (24,), model[1].weight, 1e-6))
+
+
+def test_a_norm_that_keeps_as_little_itself_stays(stand_in):
+    """As torch's own does on a GPU, where it runs on the kernel that would take its place."""
+    lean = Lookalike(lambda x, weight: checkpoint(t5, x, weight, use_reentrant=False))
+    report = swap_norms(nn.ModuleDict({"lean": lean, "other": Lookalike(t5)}))
+    assert [row.to for row in report.rows] == [None, "stand-in"]
+    assert report.rows[0].reason == "it keeps 0 B a token for backward itself, and stand-in 0"
 
 
 WRONG = {
