@@ -32,7 +32,9 @@ Source: 1-bit SGD (Seide et al., Interspeech 2014) for the feedback; ZeRO++ (arX
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -201,6 +203,8 @@ class CompressedShards:
         self._num_exact, self._num_padded = num_exact, num_padded
         parts = (num_exact * dtype.itemsize, num_padded, num_padded // BLOCK * torch.float32.itemsize)
         self._parts = tuple(_round_up(part, _ALIGNMENT) for part in parts)
+        # Where in [n] each block begins, and how many of its numbers there are, on the device.
+        self._places: tuple[Tensor, Tensor] | None = None
 
     @property
     def message_bytes(self) -> int:
@@ -240,16 +244,47 @@ class CompressedShards:
 
     def unpack(self, messages: Tensor, output: Tensor) -> None:
         """Fills `output` [P, n] from the messages uint8 [P, message_bytes] of all ranks."""
+        if messages.is_cuda and type(output) is Tensor and _has_triton():
+            self.unpack_by_kernel(messages, output)
+        else:
+            self.unpack_by_operations(messages, output)
+
+    def unpack_by_kernel(self, messages: Tensor, output: Tensor) -> None:
+        """As `unpack_by_operations` and to the same bits, where Triton is: see `unpack_kernel.py`."""
+        from opensora_accel.experiments.unpack_kernel import unpack_blocks
+
         exact, blocks, scales = self._views(messages)
-        if self._exact:
-            torch._foreach_copy_(
-                [output[:, to] for to, _ in self._exact], [exact[:, of] for _, of in self._exact]
+        self._copy_exact(exact, output)
+        if self._places is None or self._places[0].device != output.device:
+            sizes = torch.tensor(
+                [
+                    min(BLOCK, to.stop - at)
+                    for to, _ in self._blocked
+                    for at in range(to.start, to.stop, BLOCK)
+                ],
+                dtype=torch.int32,
             )
+            starts = torch.tensor(
+                [at for to, _ in self._blocked for at in range(to.start, to.stop, BLOCK)], dtype=torch.int64
+            )
+            self._places = starts.to(output.device), sizes.to(output.device)
+        unpack_blocks(output, blocks, scales, *self._places)
+
+    def unpack_by_operations(self, messages: Tensor, output: Tensor) -> None:
+        """Fills `output` [P, n] by the operations of torch, which write a number in fp32 twice on its way."""
+        exact, blocks, scales = self._views(messages)
+        self._copy_exact(exact, output)
         num_ranks = messages.size(0)
         padded = dequantize(blocks.reshape(num_ranks, -1, BLOCK), scales, self._dtype).view(num_ranks, -1)
         if self._blocked:
             torch._foreach_copy_(
                 [output[:, to] for to, _ in self._blocked], [padded[:, of] for _, of in self._blocked]
+            )
+
+    def _copy_exact(self, exact: Tensor, output: Tensor) -> None:
+        if self._exact:
+            torch._foreach_copy_(
+                [output[:, to] for to, _ in self._exact], [exact[:, of] for _, of in self._exact]
             )
 
     def _views(self, messages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,6 +295,11 @@ class CompressedShards:
             blocks[:, : self._num_padded].view(self._wire_dtype),
             scales.view(torch.float32)[:, : self._num_padded // BLOCK],
         )
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def quantize(blocks: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

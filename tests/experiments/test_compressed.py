@@ -1,6 +1,7 @@
 """Sums in bf16 with error feedback, and weights in blocks of int8 or fp8: within their bounds, in bytes of theory."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from opensora_accel.experiments.compressed import (
 )
 from opensora_accel.observe import CollectiveRecorder
 from tests.tiers import some
+from tests.with_triton import run_with_triton
 
 U = 2.0**-8  # bf16 rounds by at most this share
 STEPS = 40
@@ -184,3 +186,9 @@ def test_messages_hold_every_shard_in_its_place(wire, dtype):
             padded = torch.nn.functional.pad(value, (0, -len(value) % BLOCK)).view(-1, BLOCK)
             alone = dequantize(*quantize(padded, WIRE_DTYPES[wire]), dtype).flatten()[: len(value)]
             assert torch.equal(returned, alone)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("interpret", [True, False], ids=["interpreted", "compiled for a GPU"])
+def test_the_kernel_that_unpacks(interpret, tmp_path):
+    run_with_triton(Path(__file__).with_name("unpacking.py"), tmp_path, interpret)

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from tests.shardformer.modeling.test_kernels import APART, HERE, needs_triton
+from tests.with_triton import APART, ROOT, needs_triton
 
-ROOT = HERE.parents[3]
 # Units that a forward moves at most, by model: a unit is the block's input, once read or written.
 MOST = {
     "wan2.1-14b": 25,

@@ -1,11 +1,5 @@
-"""The fused functions without Triton, and the runs of their kernels, each in a process of its own.
+"""The fused functions without Triton, and the runs of their kernels, each in a process of its own."""
 
-Whether Triton interprets a kernel is settled when it is imported, and other tests of this process may have done that.
-"""
-
-import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,41 +9,20 @@ from torch.nn.functional import layer_norm
 
 from shardformer.modeling.kernels import choose, explain_kernel, gated_residual, modulated_norm, norm_rotary
 from shardformer.modeling.norm_orders import ORDERS
+from tests.with_triton import run_with_triton
 
 HERE = Path(__file__).parent / "triton"
-# `make prove` installs it apart: it takes 1 GB, and nothing else needs it on a CPU.
-APART = Path(sys.prefix) / "kernels"
 T5, LAYER = ORDERS[0], ORDERS[4]
-
-
-def needs_triton():
-    if importlib.util.find_spec("triton") is None and not APART.exists():
-        pytest.skip(f"Triton is not installed: make .venv/.kernels, or pip install --target {APART} triton")
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("file", "interpret"),
-    [("values.py", "1"), ("compiled_for_gpu.py", "0")],
+    [("values.py", True), ("compiled_for_gpu.py", False)],
     ids=["interpreted", "compiled for a GPU"],
 )
 def test_the_kernels(file, interpret, tmp_path):
-    needs_triton()
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parents[3]), str(APART)]))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "TRITON_INTERPRET": interpret,
-            "TRITON_CACHE_DIR": str(tmp_path),
-        },
-        cwd=HERE.parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
-    print(done.stdout.splitlines()[-1])
+    run_with_triton(HERE / file, tmp_path, interpret)
 
 
 @pytest.fixture

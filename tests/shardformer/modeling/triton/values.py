@@ -5,9 +5,9 @@
 
 import copy
 import os
+import re
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,8 +25,8 @@ from shardformer.modeling.kernels import (
 from shardformer.modeling.norm_orders import ORDERS, agree
 from tests.shardformer.modeling.zoo import published
 from tests.tiers import NEEDS_GPU, each_once
+from tests.with_triton import interpreter_that_rounds  # noqa: F401  (a fixture)
 
-interpreter = pytest.importorskip("triton.runtime.interpreter")
 rows = pytest.importorskip("shardformer.modeling.kernels.rows")  # which imports Triton
 
 ORDER = {order.name: order for order in ORDERS}
@@ -40,21 +40,6 @@ pytestmark = NEEDS_GPU if DEVICE == "cuda" else []
 def made_on_the_device():
     with torch.device(DEVICE):
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter_that_rounds():
-    """Triton 3.9's interpreter cuts the low bits of a value that becomes bf16; a GPU rounds to the nearest."""
-    convert = interpreter._convert_float
-
-    def rounds(values, source, target, mode):
-        if target == interpreter.tl.bfloat16 and source in (interpreter.tl.float32, interpreter.tl.float64):
-            return torch.from_numpy(np.ascontiguousarray(values)).to(BF16).view(torch.uint16).numpy()
-        return convert(values, source, target, mode)
-
-    interpreter._convert_float = rounds
-    yield
-    interpreter._convert_float = convert
 
 
 def random(shape, dtype, seed, offset=0.0):
@@ -506,15 +491,20 @@ def test_a_published_norm_is_swapped_unless_torch_computes_it_in_one_pass(name, 
     holder = nn.ModuleDict({"norm": norm, "rest": nn.Linear(1, 1, dtype=dtype)})
     before = copy.deepcopy(norm)
     (row,) = swap_norms(holder).rows
-    # Torch's own on the CPU keeps what the norm keeps, so that only ours are left.
+    # Torch's own on the CPU keeps what the norm keeps, so that only ours are left. On a GPU it keeps 4 B or 8.
     in_one_pass = order in ("layer", "product") or (not has_weight and not order.startswith("layer"))
-    if (in_one_pass and not has_bias) or (DEVICE == "cuda" and row.to is None):
-        assert row.to is None and "in one pass" in row.reason
+    if row.to is None:
+        is_own = isinstance(norm, nn.RMSNorm) and "it keeps 4 B a token for backward itself" in row.reason
+        assert "in one pass" in row.reason or (DEVICE == "cuda" and is_own), row.reason
         return
-    if DEVICE == "cuda":
-        assert row.saved_after <= row.saved_before, row.outcome
+    if in_one_pass and not has_bias:
+        assert DEVICE == "cuda" and row.to == "F.rms_norm" and row.saved_after == 4 < row.saved_before, (
+            row.outcome
+        )
+    elif DEVICE == "cuda":
+        assert row.saved_after < row.saved_before, row.outcome
     elif order.startswith("layer"):
-        assert row.to in (None, "F.layer_norm", "triton.layer_norm")
+        assert row.to in ("F.layer_norm", "triton.layer_norm")
     else:
         assert row.to == "triton.rms_norm" and row.saved_after == 0 < row.saved_before, row.outcome
     x = random((2, 7, 24), dtype, 3)
@@ -545,7 +535,8 @@ def test_a_model_with_swapped_norms_gives_the_same():
         out.square().mean().backward()
         found.append((out.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
         report = swap_norms(model)
-    assert report.num_swapped == 0 and "runs on triton.rms_norm" in repr(model)
+    # Nothing was left to swap; which kernels run hangs on what torch computes in one pass on this device.
+    assert report.num_swapped == 0 and re.search(r"runs on .*triton\.rms_norm", repr(model))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(
