@@ -34,8 +34,8 @@ from gpu_stages import STAGES, Stage
 ROOT = Path(__file__).resolve().parents[1]
 # What the report and the last child's end may take of the whole time.
 RESERVE_S = 10.0
-# What a stage of tests may take, when its time is over, to tell how some of them failed.
-TELL_S = 3.0
+# What a stage of tests, in as many as 14 processes, may take to tell how some failed when its time is over.
+TELL_S = 8.0
 HELD, FAILED, NOT_RUN = "held", "failed", "not run"
 
 

@@ -205,7 +205,8 @@ def measured(rng):
             errors, [{"case": "cuDNN", "chosen": True, "ratio": rng.uniform(1, 1.2)}], on_cuda=True
         ),
         "norms": norms.claims(
-            [{"case": "T5", **passes, "share_of_copy_bandwidth": 0.9}], [{"case": "RMS", **passes}]
+            [{"case": "T5", **passes, "share_of_copy_bandwidth": 0.9}],
+            [{"case": kind, "kind": kind, **passes} for kind in norms.KINDS],
         ),
         "offload": [offload.equal_gradients(case, rng.randrange(2)), *offload.claims(case, schemes)],
         "longest": longest.make_claims(
