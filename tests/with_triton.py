@@ -23,18 +23,18 @@ def needs_triton():
         pytest.skip(f"Triton is not installed: make .venv/.kernels, or pip install --target {APART} triton")
 
 
+def environment(tmp_path):
+    """Of a process that finds Triton, and compiles into a folder of its own."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(APART)]))
+    return os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+
+
 def run_with_triton(file, tmp_path, interpret):
     """All tests of a file; with `interpret` Triton's interpreter runs the kernels on the CPU."""
     needs_triton()
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(APART)]))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "TRITON_INTERPRET": "1" if interpret else "0",
-            "TRITON_CACHE_DIR": str(tmp_path),
-        },
+        env=environment(tmp_path) | {"TRITON_INTERPRET": "1" if interpret else "0"},
         cwd=ROOT,
         capture_output=True,
         text=True,

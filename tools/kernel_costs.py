@@ -15,7 +15,7 @@ A tile takes the longest of them where the others are short, and longer where tw
 of their fourth powers, which says 84 % where pipes are as busy as memory and 98 % where they are half as busy. The
 share is that of memory in it: 100 % is the speed of a copy.
 
-It is a forecast, to compare kernels by. The way to memory is what 6 kernels took on an H100 under Nsight (2026-11-26,
+It is a forecast, to compare kernels by. The way to memory is fitted to 6 kernels on an H100 under Nsight (2026-11-26,
 32,768 tokens × 3,072). Their shares, 99 and 91 % (RMS norm, forward and backward), 87 and 90 % (adaLN), 92 and 76 %
 (RMS norm and rotary embedding), come out to 2 % but for the last two, which loaded behind a barrier what no other row
 shares, and so went that way twice. No kernel here does so any more; their new forecasts wait for a GPU.

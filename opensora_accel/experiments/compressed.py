@@ -203,8 +203,8 @@ class CompressedShards:
         self._num_exact, self._num_padded = num_exact, num_padded
         parts = (num_exact * dtype.itemsize, num_padded, num_padded // BLOCK * torch.float32.itemsize)
         self._parts = tuple(_round_up(part, _ALIGNMENT) for part in parts)
-        # Where in [n] each block begins, and how many of its numbers there are, on the device.
-        self._places: tuple[Tensor, Tensor] | None = None
+        # [2, N] on the device: where in [n] each block begins, and how many of its numbers there are.
+        self._places: Tensor | None = None
 
     @property
     def message_bytes(self) -> int:
@@ -255,19 +255,15 @@ class CompressedShards:
 
         exact, blocks, scales = self._views(messages)
         self._copy_exact(exact, output)
-        if self._places is None or self._places[0].device != output.device:
-            sizes = torch.tensor(
-                [
-                    min(BLOCK, to.stop - at)
-                    for to, _ in self._blocked
-                    for at in range(to.start, to.stop, BLOCK)
-                ],
-                dtype=torch.int32,
+        if self._places is None or self._places.device != output.device:
+            places = [
+                (at, min(BLOCK, to.stop - at))
+                for to, _ in self._blocked
+                for at in range(to.start, to.stop, BLOCK)
+            ]
+            self._places = (
+                torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous().to(output.device)
             )
-            starts = torch.tensor(
-                [at for to, _ in self._blocked for at in range(to.start, to.stop, BLOCK)], dtype=torch.int64
-            )
-            self._places = starts.to(output.device), sizes.to(output.device)
         unpack_blocks(output, blocks, scales, *self._places)
 
     def unpack_by_operations(self, messages: Tensor, output: Tensor) -> None:

@@ -22,12 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TL_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 # Blocks that one program takes.
 _TILE = 32
 
@@ -76,12 +70,11 @@ def unpack_blocks(output: Tensor, blocks: Tensor, scales: Tensor, starts: Tensor
         blocks: int8 or float8_e4m3fn [P, N · B]; contiguous along its blocks.
         scales: fp32 [P, N].
         starts: int64 [N], where in n each block begins.
-        sizes: int32 [N], how many of its B numbers there are.
+        sizes: int64 [N], how many of its B numbers there are.
     """
     (num_ranks, num_blocks), is_fp8 = scales.shape, blocks.dtype == torch.float8_e4m3fn
     if not num_blocks:
         return
-    wide = torch.float64 if output.dtype == torch.float64 else torch.float32
     launch: Any = _unpack[triton.cdiv(num_blocks, _TILE), num_ranks]
     with torch.cuda.device(output.device) if output.is_cuda else nullcontext():
         launch(
@@ -95,7 +88,7 @@ def unpack_blocks(output: Tensor, blocks: Tensor, scales: Tensor, starts: Tensor
             sizes,
             num_blocks,
             is_fp8=is_fp8,
-            T=_TL_DTYPES[wide],
+            T=tl.float64 if output.dtype == torch.float64 else tl.float32,
             BLOCK=blocks.size(1) // num_blocks,
             TILE=_TILE,
         )

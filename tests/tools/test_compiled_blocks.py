@@ -1,13 +1,12 @@
 """What Inductor writes for blocks on a GPU that is not here: one pass where eager torch takes many, and no spills."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.with_triton import APART, ROOT, needs_triton
+from tests.with_triton import ROOT, environment, needs_triton
 
 # Units that a forward moves at most, by model: a unit is the block's input, once read or written.
 MOST = {
@@ -24,10 +23,9 @@ MOST = {
 @pytest.mark.parametrize("name", MOST)
 def test_a_compiled_block_moves_a_part_of_what_eager_torch_moves(name, tmp_path):
     needs_triton()
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(APART)]))
     found = subprocess.run(
         [sys.executable, "tools/compiled_blocks.py", "--only", name, "--code", tmp_path / "code"],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment(tmp_path),
         cwd=ROOT,
         capture_output=True,
         text=True,

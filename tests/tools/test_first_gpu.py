@@ -1,5 +1,6 @@
 """The run for a first GPU ends with a report that tells what became of each claim, whatever its stages do."""
 
+import argparse
 import json
 import os
 import random
@@ -213,6 +214,35 @@ def measured(rng):
             modes, {"ratio": spread(), "waits": ["a.py:1"] * rng.randrange(2)}, True
         ),
     }
+
+
+class Straight:
+    """A stack whose peaks lie on a line, as those of blocks do, and whose steps take no time."""
+
+    def __init__(self, start, per_token_bytes, base_bytes=10**6, limit_bytes=10**7):
+        self.options = argparse.Namespace(
+            start=start, unit=8, limit_bytes=limit_bytes, device_bytes=limit_bytes
+        )
+        self.line, self.free = (base_bytes, per_token_bytes), lambda: None
+
+    def peak_bytes(self, tokens):
+        peak = self.line[0] + tokens * self.line[1]
+        if peak > self.options.limit_bytes:
+            raise torch.OutOfMemoryError
+        return peak
+
+
+@pytest.mark.parametrize(
+    ("start", "per_token_bytes"), [(8, 90), (64, 5000), (512, 10), (4096, 4000), (8, 2 * 10**6)]
+)
+def test_the_longest_sequence_is_found_in_a_few_steps(start, per_token_bytes):
+    found = longest.search(Straight(start, per_token_bytes), 60.0)
+    right = 9 * 10**6 // per_token_bytes
+    assert found["ended"] == "the next length does not fit" and len(found["tried"]) <= 12
+    if right < 8:
+        assert found["tokens"] is None
+    else:
+        assert right / (1 + longest.CLOSE) - 8 <= found["tokens"] <= right
 
 
 @pytest.mark.parametrize("seed", range(10))
