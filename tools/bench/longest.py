@@ -140,7 +140,7 @@ def search(stack: Stack, seconds: float) -> dict[str, Any]:
         if time.monotonic() + least + (took - least) * (tokens / before) ** 2 > end:
             ended = f"the time ended: {seconds:.0f} s a mode"
             break
-    found = {"tokens": fits or None, "ended": ended, "tried": tried}
+    found: dict[str, Any] = {"tokens": fits or None, "ended": ended, "tried": tried}
     peaks = peaks_of(tried)
     if peaks:
         found["peak_bytes"] = peaks[-1][1]
