@@ -78,7 +78,8 @@ def with_links(text: str, written: Path, page: Path, source: Path) -> str:
         elif found.is_relative_to(DOCS):
             staged = source / found.relative_to(DOCS)
         else:
-            staged = found  # a file of the repository, to be downloaded
+            # A file of the repository, to be downloaded, also where it is Markdown and could be a page.
+            return f"](path:{os.path.relpath(found, page.parent)})"
         return f"]({os.path.relpath(staged, page.parent)}{heading})"
 
     return _LINK.sub(moved, text)
