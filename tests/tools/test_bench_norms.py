@@ -16,7 +16,7 @@ def test_every_norm_is_measured_or_kept_with_a_reason(tmp_path):
         assert case["kept_after"] < case["kept_before"] and case["difference"] <= 0.02
     swapped = {case["case"].split(",")[0] for case in result["cases"] if case["kernel"]}
     assert swapped <= {"FP32LayerNorm"}, "torch has no other kernel for a CPU that keeps less"
-    assert [claim["held"] for claim in result["claims"][2:]] == [None] * 3
+    assert [claim["held"] for claim in result["claims"][2:]] == [None] * 5
     for row in result["kernels"]:
         assert row["kernel"].startswith("plain PyTorch") and row["forward and backward"]["ours_ms"] > 0
     assert {row["case"].split(",")[0] for row in result["kernels"]} >= {"RMS norm", "norm and rotary"}
@@ -30,9 +30,10 @@ def test_a_claim_fails_where_a_kernel_is_slower():
     rows = [row("a", 2.0), row("b", 0.8), {"case": "kept", "kernel": None}]
     assert [(claim["held"], claim["fails"]) for claim in claims(rows)] == [(False, ["b"])] * 2 + [
         (None, [])
-    ] * 3
+    ] * 5
     on_gpu = [row("a", 2.0, share_of_copy_bandwidth=0.9), row("b", 2.0, share_of_copy_bandwidth=0.8)]
-    assert [claim["held"] for claim in claims(on_gpu[:1])] == [True] * 3 + [None] * 2
-    kernels = [{"case": "k", **{name: {"share_of_copy_bandwidth": 0.89} for name in PASSES}}]
-    assert [(claim["held"], claim["fails"]) for claim in claims([], kernels)[3:]] == [(False, ["k"])] * 2
+    assert [claim["held"] for claim in claims(on_gpu[:1])] == [True] * 3 + [None] * 4
+    shares = {name: {"share_of_copy_bandwidth": 0.85} for name in PASSES}
+    kernels = [{"case": kind, "kind": kind, **shares} for kind in ("norm or gate", "modulate or turn")]
+    assert [claim["fails"] for claim in claims([], kernels)[3:]] == [["norm or gate"]] * 2 + [[]] * 2
     assert claims(on_gpu)[2]["fails"] == ["b"]
