@@ -71,7 +71,9 @@ class LiveBytes(OperatorMode):
         if address in self._ignored:
             return
         if address not in self._sizes:
-            weakref.finalize(storage, self._forget, address).atexit = False
+            # Not by a method: finalizers are global, and would keep the counter, and what it knows of a model, for as
+            # long as one of the model's own storages lives, which is then for ever.
+            weakref.finalize(storage, _storage_is_gone, weakref.ref(self), address).atexit = False
         self._set(address, storage.nbytes())
 
     def _forget(self, address: int) -> None:
@@ -82,6 +84,12 @@ class LiveBytes(OperatorMode):
         self.now_bytes += size_bytes - self._sizes.get(address, 0)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         self._sizes[address] = size_bytes
+
+
+def _storage_is_gone(counter: weakref.ref[LiveBytes], address: int) -> None:
+    alive = counter()
+    if alive is not None:
+        alive._forget(address)
 
 
 class DeviceBytes(LiveBytes):

@@ -1,6 +1,8 @@
 """What a storage is for, and where the step was at its peak, on models whose sizes are counted by hand."""
 
 import collections
+import gc
+import weakref
 
 import pytest
 import torch
@@ -102,6 +104,17 @@ def test_gradients_are_those_of_a_step_that_nobody_follows():
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
     hooks = [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
     assert not any(hooks)
+
+
+def test_a_model_that_was_followed_is_freed_when_nobody_has_it():
+    model = Model(checkpointed=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with MemoryTimeline(model, optimizer):
+        step(model, optimizer)
+    gone = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
 
 
 def test_a_timeline_goes_on_with_another_step():
