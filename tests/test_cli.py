@@ -67,8 +67,8 @@ def test_an_unknown_command_or_option(run):
             "model class 'Wan' cannot be trained here; choose one of WanTransformer3D",
         ),
         (
-            ["--model.class-name", "MochiTransformer3DModel"],
-            "takes other inputs than this trainer has (latent, timestep, caption); choose one of Wan",
+            ["--model.class-name", "AllegroTransformer3DModel"],
+            "has no recipe yet, which would say how this trainer is to call it; choose one of Wan",
         ),
         (
             ["--model.path", "/nowhere", "--model.config", "{}"],

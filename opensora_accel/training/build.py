@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,18 +23,16 @@ from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.conditions import check_conditions, num_channels
-from opensora_accel.training.config import DataConfig, ImageConfig, ModelConfig, TrainConfig
+from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig
 from opensora_accel.training.data import Portion
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
+from opensora_accel.training.recipes import RECIPES, Inputs, Recipe, Sizes, patches_of
+from opensora_accel.training.video import Video
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
-
-# Models that a latent, a timestep and a caption are enough for; `derived_arguments` are theirs.
-TRAINABLE = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel")
-
 
 # More take minutes to make, even without their weights.
 _MOST_LAYERS = 1000
@@ -62,7 +59,8 @@ def build_model(
             (with the nearest it does) or that does not work, channels that do not fit the codec and the text encoder,
             clips that do not fit the model, and sizes that this machine has no memory for.
     """
-    cls = model_class(config.model)
+    cls, recipe = model_class(config.model), recipe_of(config.model)
+    _check_recipe(recipe, config)
     # What the codec, the encoder and the conditions decide about the model, whatever its config says.
     derived = derived_arguments(config, codec, text_width)
     arguments = model_arguments(config, codec, text_width)
@@ -87,7 +85,7 @@ def build_model(
                 f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
                 f"{hint}; leave model.config.{argument} out, or choose encoders that fit"
             )
-    if config.image.is_used and outline.config.pos_embed_seq_len is not None:
+    if config.image.is_used and outline.config.get("pos_embed_seq_len") is not None:
         raise ValueError(
             f"the model takes the states of two pictures (pos_embed_seq_len is {outline.config.pos_embed_seq_len}), "
             "as Wan 2.1's for first and last frames do, and this trainer makes those of one; choose a model whose "
@@ -103,9 +101,8 @@ def build_model(
     )
     for bucket, shape in shapes.items():
         with _named(bucket, config.data):
-            in_channels = derived["in_channels"]
-            text_shape = config.text.length, text_width
-            _try_shapes(outline, (in_channels, *shape[1:]), text_shape, config.image, source)
+            inputs = meta_inputs(config, codec, shape, text_width)
+            _try_shapes(recipe, outline, inputs, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -129,24 +126,29 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
         raise ValueError(f"data.buckets {bucket}: {error}") from error
 
 
-def _try_shapes(
-    outline: nn.Module, shape: LatentShape, text_shape: tuple[int, int], image: ImageConfig, source: str
-) -> None:
-    """One pass with inputs [1, *shape], no memory and no data: what does not fit is found before there are weights."""
-    pictures = {}
-    if image.is_used:
-        pictures["encoder_hidden_states_image"] = torch.empty(1, *picture_shape(image), device="meta")
+def meta_inputs(config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int) -> Inputs:
+    """What a model is called with for one clip, of latents [C, t, h, w] of this shape; without memory."""
+    length = config.text.length
+    pictures = torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None
+    given = Inputs(
+        latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:], device="meta"),
+        timestep=torch.empty(1, device="meta"),
+        text=torch.empty(1, length, text_width, device="meta"),
+        text_mask=torch.empty(1, length, dtype=torch.bool, device="meta"),
+        pictures=None if pictures is None else pictures.to("meta"),
+        spatial=codec.spatial,
+        temporal=codec.temporal,
+    )
+    return given
+
+
+def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
+    """One pass without memory and data: what does not fit is found before there are weights."""
     try:
         with torch.no_grad():
-            outline(
-                hidden_states=torch.empty(1, *shape, device="meta"),
-                timestep=torch.empty(1, device="meta"),
-                encoder_hidden_states=torch.empty(1, *text_shape, device="meta"),
-                **pictures,
-                return_dict=False,
-            )
+            outline(**recipe.arguments(inputs), return_dict=False)
     except Exception as error:
-        sizes = " × ".join(map(str, shape[1:]))
+        sizes = " × ".join(map(str, inputs.latents.shape[2:]))
         raise ValueError(
             f"{type(outline).__name__} with {source} cannot take clips of {sizes} latent positions "
             f"({in_one_line(error)}); change model.config, or data.num_frames, height and width"
@@ -161,18 +163,52 @@ def model_class(config: ModelConfig) -> Any:
     """
     import diffusers
 
+    return getattr(diffusers, _class_name(config))
+
+
+def recipe_of(config: ModelConfig) -> Recipe:
+    """How the configured model is called.
+
+    Raises:
+        ValueError: this trainer does not know.
+    """
+    return RECIPES[_class_name(config)]
+
+
+def _class_name(config: ModelConfig) -> str:
     name = config.class_name
     if config.path:
         name = str(read_description("model.path", config.path, "a diffusers model").get("_class_name", ""))
-    if name in TRAINABLE:
-        return getattr(diffusers, name)
-    choice = f"choose one of {', '.join(TRAINABLE)}"
+    if name in RECIPES:
+        return name
+    choice = f"choose one of {', '.join(RECIPES)}"
     if name in model_names():
         raise ValueError(
-            f"model class {name!r} takes other inputs than this trainer has (latent, timestep, caption); {choice}, or "
+            f"model class {name!r} has no recipe yet, which would say how this trainer is to call it; {choice}, or "
             "call shardformer.shard in a loop of your own (docs/policies.md)"
         )
     raise ValueError(f"model class {name!r} cannot be trained here; {choice}")
+
+
+def _check_recipe(recipe: Recipe, config: TrainConfig) -> None:
+    """Raises ValueError where an option is for models of other families."""
+    family = recipe.models[0]
+    if config.conditions.are_used and not recipe.takes_frames:
+        raise ValueError(
+            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose a model that "
+            "takes them, as WanTransformer3DModel"
+        )
+    if config.data.frame_rate and not recipe.takes_frame_rate:
+        raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
+
+
+def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
+    """Frames a second of clips, as a model is told."""
+    if config.frame_rate:
+        return config.frame_rate
+    rates = [video.info.fps / config.frame_stride for video in videos if video.info and video.info.fps > 0]
+    # Images have none.
+    return rates[0] if rates else 25.0
 
 
 def model_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
@@ -201,26 +237,20 @@ def given_arguments(config: ModelConfig) -> dict[str, Any]:
 
 def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
     """Arguments that follow from the encoders, and whether frames are given."""
-    of_condition = num_channels(codec.channels, codec.temporal) if config.conditions.are_used else 0
-    image_dim, added_dim = None, None
-    if config.image.is_used:
-        _, image_dim = picture_shape(config.image)
-        given, parameters = (
-            given_arguments(config.model),
-            inspect.signature(model_class(config.model)).parameters,
-        )
-        # The states are projected to the width of the transformer.
-        added_dim = math.prod(
-            given.get(name, parameters[name].default)
-            for name in ("num_attention_heads", "attention_head_dim")
-        )
-    return {
-        "in_channels": codec.channels + of_condition,
-        "out_channels": codec.channels,
-        "text_dim": text_width,
-        "image_dim": image_dim,
-        "added_kv_proj_dim": added_dim,
-    }
+    parameters = inspect.signature(model_class(config.model)).parameters
+    sizes = Sizes(
+        channels=codec.channels,
+        input_channels=codec.channels + condition_channels(config, codec),
+        text_width=text_width,
+        picture_width=picture_shape(config.image)[1] if config.image.is_used else None,
+        arguments={name: each.default for name, each in parameters.items()} | given_arguments(config.model),
+    )
+    return recipe_of(config.model).derive(sizes)
+
+
+def condition_channels(config: TrainConfig, codec: Codec) -> int:
+    """Channels of frames that are given, behind those of latents."""
+    return num_channels(codec.channels, codec.temporal) if config.conditions.are_used else 0
 
 
 def _check_memory(
@@ -287,11 +317,7 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
         ValueError: a clip does not fit the codec or the model's patches.
     """
     shape = latent_shape(codec, bucket.num_frames, bucket.height, bucket.width)
-    if len(model.config.patch_size) != 3:
-        raise ValueError(
-            f"model.config.patch_size must be three sizes (time, height, width); got {list(model.config.patch_size)}"
-        )
-    patch_time, patch_height, patch_width = model.config.patch_size
+    patch_time, patch_height, patch_width = patches_of(model.config)
     for name, unit in (("height", patch_height), ("width", patch_width)):
         reason = f"codec ({codec.spatial}) × model patch ({unit})"
         check_multiple(f"data.{name}", getattr(bucket, name), codec.spatial * unit, reason)
@@ -302,7 +328,7 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
 
 def tokens_per_sample(shape: LatentShape, model: Any) -> int:
     """The number of tokens that the model makes of latents [C, t, h, w] of this shape."""
-    patch_time, patch_height, patch_width = model.config.patch_size
+    patch_time, patch_height, patch_width = patches_of(model.config)
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
 
 

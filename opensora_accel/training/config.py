@@ -55,6 +55,8 @@ class DataConfig:
     """Clips per step over all data-parallel ranks together; with buckets, of the one with the largest clips."""
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Decoding processes per rank; 0 decodes in the training process."""
+    frame_rate: NotNegative = 0.0
+    """Frames a second of clips, for a model that is told (LTX-Video); 0 takes the first video's, over frame_stride."""
 
     def __post_init__(self) -> None:
         parse_buckets(self.buckets)
@@ -77,7 +79,7 @@ class ModelConfig:
     """The transformer that is trained."""
 
     class_name: str = "WanTransformer3DModel"
-    """Class of diffusers that is built from `config`; with `path`, the folder names it."""
+    """Class of diffusers that is built from `config`, one that has a recipe; with `path`, the folder names it."""
     config: JsonTable = field(default_factory=dict)
     """Arguments of that class, as JSON (a table in the file). Channels and text width follow from the codec."""
     path: str = ""

@@ -96,16 +96,23 @@ class VideoVAE:
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
                 "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
             )
-        # Configs have the statistics of each channel, or one scaling factor for all.
-        mean, std = config.get("latents_mean"), config.get("latents_std")
-        self.mean = torch.tensor(mean or [0.0]).view(1, -1, 1, 1, 1)
-        self.std = torch.tensor(std or [1.0 / (config.get("scaling_factor") or 1.0)]).view(1, -1, 1, 1, 1)
+
+    def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of latents, [1, C, 1, 1, 1] each, or one for all channels."""
+        config = self.model.config
+        # Some have them among their weights, some in their config; on top, or alone, there is one factor for all.
+        weights = dict(self.model.named_buffers(recurse=False))
+        found = (weights.get(name, config.get(name)) for name in ("latents_mean", "latents_std"))
+        mean, std = (torch.as_tensor([default] if each is None else each, dtype=torch.float32, device=device)
+                     for each, default in zip(found, (0.0, 1.0), strict=True))  # fmt: skip
+        std = std / (config.get("scaling_factor") or 1.0)
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
     @torch.no_grad()
     def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         # Before the model is given its work, for which a copy from the host would wait.
-        mean, std = self.mean.to(frames.device), self.std.to(frames.device)
+        mean, std = self.statistics(frames.device)
         # One by one, so that the values do not depend on which clips come together.
         pixels = [
             _to_unit(frames[row : row + 1], torch.float32, None if shown is None else shown[row : row + 1])
@@ -120,9 +127,14 @@ class VideoVAE:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """latents: [B, C, t, h, w] → frames: uint8 [B, T, H, W, 3]."""
-        latents = (latents * self.std.to(latents) + self.mean.to(latents)).to(self.model.dtype)
+        mean, std = self.statistics(latents.device)
+        latents = (latents * std.to(latents) + mean.to(latents)).to(self.model.dtype)
+        more: tuple[Tensor, ...] = ()
+        if self.model.config.get("timestep_conditioning"):
+            # Such a decoder also takes noise away (LTX-Video 0.9.1); at 0 there is none.
+            more = (torch.zeros(1, dtype=latents.dtype, device=latents.device),)
         # One by one too: no more memory than training has taken to encode them.
-        frames = (self.model.decode(clip).sample.transpose(1, 2) for clip in latents.split(1))
+        frames = (self.model.decode(clip, *more).sample.transpose(1, 2) for clip in latents.split(1))
         return torch.cat([_to_bytes(each) for each in frames])
 
 
@@ -209,10 +221,14 @@ _TOLD_APART = 1000
 
 
 class TextEncoder:
-    """A frozen T5 encoder and its tokenizer. Nothing is fetched."""
+    """A frozen T5 encoder and its tokenizer. Nothing is fetched.
 
-    def __init__(self, tokenizer: Any, model: Any, length: int):
-        self.tokenizer, self.length = tokenizer, length
+    Args:
+        is_masked: its attention leaves the padding of a caption out; some families' does not.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any, length: int, *, is_masked: bool = True):
+        self.tokenizer, self.length, self.is_masked = tokenizer, length, is_masked
         self.model = model.eval().requires_grad_(False)
 
     @property
@@ -238,9 +254,14 @@ class TextEncoder:
         # One by one, so that the values do not depend on which captions come together.
         for caption in captions:
             ids, mask = (each.to(device) for each in self.tokens(caption))
-            of_caption = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            seen = mask if self.is_masked else None
+            of_caption = self.model(input_ids=ids, attention_mask=seen).last_hidden_state
             states.append(of_caption.to(dtype) * mask.unsqueeze(-1).to(dtype))
         return torch.cat(states)
+
+    def num_tokens(self, captions: Sequence[str]) -> list[int]:
+        """How many tokens each caption has."""
+        return [int(self.tokens(caption)[1].sum()) for caption in captions]
 
     def check(self, captions: Iterable[str]) -> None:
         """Checks that the captions say something to the model.
@@ -283,6 +304,7 @@ def build_text_encoder(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    is_masked: bool = True,
     outline: bool = False,
 ) -> TextEncoder:
     """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`.
@@ -291,13 +313,14 @@ def build_text_encoder(
     size is nothing, and so a run in fp64 has no rounding in it.
 
     Args:
+        is_masked: as in `TextEncoder`.
         outline: of an encoder from `config.path`, only its tokenizer and sizes; it takes no memory, and cannot compute.
 
     Raises:
         FileNotFoundError, ValueError: `config.path` holds no encoder with its tokenizer.
     """
     if config.path:
-        return _load(config, None if outline else device)
+        return _load(config, None if outline else device, is_masked)
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -321,7 +344,7 @@ def build_text_encoder(
                 dropout_rate=0.0,
             )
         )
-    return TextEncoder(tokenizer, model.to(device, dtype), config.length)
+    return TextEncoder(tokenizer, model.to(device, dtype), config.length, is_masked=is_masked)
 
 
 def train_tokenizer(captions: Sequence[str]) -> str:
@@ -358,7 +381,7 @@ def _description(config: TextConfig) -> dict[str, Any]:
     return description
 
 
-def _load(config: TextConfig, device: torch.device | None) -> TextEncoder:
+def _load(config: TextConfig, device: torch.device | None, is_masked: bool) -> TextEncoder:
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
@@ -389,4 +412,5 @@ def _load(config: TextConfig, device: torch.device | None) -> TextEncoder:
         tokenizer,
         load_pretrained(cls, make, "text.path", config.path, TEXT_STEM, dtype, device),
         config.length,
+        is_masked=is_masked,
     )

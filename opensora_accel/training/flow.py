@@ -135,11 +135,8 @@ def flow_loss(
 
 
 @torch.no_grad()
-def sample(
-    predict: Callable[[Tensor, Tensor], Tensor], noise: Tensor, num_steps: int, alpha: float
-) -> Tensor:
-    """Latents [B, C, t, h, w] from noise of that shape, by Euler steps along the shifted times."""
-    times = shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), alpha)
+def sample(predict: Callable[[Tensor, Tensor], Tensor], noise: Tensor, times: Tensor) -> Tensor:
+    """Latents [B, C, t, h, w] from noise of that shape, by Euler steps along the times [steps + 1], from 1 to 0."""
     latents = noise
     for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
         # x_{t'} = x_t + (t' − t)·v, with t' < t: from noise towards the clip.

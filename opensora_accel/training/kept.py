@@ -221,7 +221,7 @@ class StoredCaptions:
     ):
         """`needed` are the captions that will be asked for; once all are stored, the encoder is released."""
         self.tokenizer, self.tokens, self.length = outline.tokenizer, outline.tokens, outline.length
-        self.width, self.dtype = outline.width, outline.dtype
+        self.width, self.dtype, self.num_tokens = outline.width, outline.dtype, outline.num_tokens
         self._encoder = OnDemand(lambda: stored.files.unchanged(build))
         self._needed, self._stored = set(needed), stored
 
@@ -287,6 +287,10 @@ class EmbeddedCaptions:
         for padded, caption in zip(states, captions, strict=True):
             padded[: self._counts[caption]] = self._rows_of(caption)
         return states.to(device)
+
+    def num_tokens(self, captions: Sequence[str]) -> list[int]:
+        """How many tokens each caption has."""
+        return [self._counts[caption] for caption in captions]
 
     def _rows_of(self, caption: str) -> Tensor:
         end = self._ends[caption]

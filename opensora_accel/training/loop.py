@@ -117,16 +117,18 @@ class Trainer:
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
         # With a folder of what they computed, encoders may not be needed at all: loaded is what is asked for.
+        recipe = build.recipe_of(config.model)
         build_text = partial(
-            build_text_encoder, config.text, self.tokenizer_json, config.seed, self.device, self.dtype
-        )
+            build_text_encoder, config.text, self.tokenizer_json, config.seed, self.device, self.dtype,
+            is_masked=recipe.masks_text,
+        )  # fmt: skip
         outline = build_text(outline=self.disk_cache is not None)
         outline.check(captions)
         # A dropped caption, and the other half of guidance, is the empty one.
         captions.append("")
         text: TextEncoder | StoredCaptions = outline
         if self.disk_cache is not None and config.text.path:
-            stored = Stored.embeddings(self.disk_cache, config.text, self.device)
+            stored = Stored.embeddings(self.disk_cache, config.text, self.device, is_masked=recipe.masks_text)
             text = StoredCaptions(outline, build_text, captions, stored)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None
@@ -151,6 +153,7 @@ class Trainer:
         model, forward = parallelize(model, config.plan, self.device, plans)
         self.objective = Objective(
             config,
+            recipe,
             codec,
             encoder,
             pictures,
@@ -158,6 +161,7 @@ class Trainer:
             forward,
             latent_shapes,
             self.num_tokens,
+            build.frame_rate(config.data, self.loader.videos),
             self.device,
             self.dtype,
         )

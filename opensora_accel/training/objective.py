@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ from opensora_accel.training.flow import (
 )
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, KeptPictures, StoredCaptions
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
+from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.stored import Stored
 from shardformer import run_blocks
 
@@ -55,11 +57,13 @@ class Objective:
         model: the sharded one, whose blocks run by the plan of a clip's bucket, where that has its own.
         forward: the same, as a step calls it.
         latent_shapes, num_tokens: of a clip of each size.
+        frame_rate: frames a second, as the model is told.
     """
 
     def __init__(
         self,
         config: TrainConfig,
+        recipe: Recipe,
         codec: Codec,
         text: TextEncoder | StoredCaptions | EmbeddedCaptions,
         pictures: PictureEncoder | None,
@@ -67,10 +71,11 @@ class Objective:
         forward: Callable[..., Any],
         latent_shapes: Mapping[Bucket, LatentShape],
         num_tokens: Mapping[Bucket, int],
+        frame_rate: float,
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self.config, self.text = config, text
+        self.config, self.recipe, self.text, self.frame_rate = config, recipe, text, frame_rate
         # Parsed once: every forward asks.
         self.plans = config.plans
         self.model, self.forward = model, forward
@@ -117,20 +122,19 @@ class Objective:
         """
         with region("encode", "captions"):
             text = self.text.encode(captions, self.device, self.dtype)
-        more = {}
+            # Made on the host: a step does not wait for the device.
+            ends = torch.tensor(self.text.num_tokens(captions))
+            mask = (torch.arange(text.size(1)) < ends[:, None]).to(self.device)
         if condition is not None:
             noisy = torch.cat([noisy, condition.channels], dim=1)
-            if condition.pictures is not None:
-                more["encoder_hidden_states_image"] = condition.pictures
-        with run_blocks(self.model, str(bucket) if bucket in self.plans else None):
-            (velocity,) = self.forward(
-                hidden_states=noisy,
-                timestep=timestep,
-                encoder_hidden_states=text,
-                **more,
-                return_dict=False,
-            )
-        return velocity
+        pictures = None if condition is None else condition.pictures
+        inputs = Inputs(
+            noisy, timestep, text, mask, pictures, self.frame_rate, self.codec.spatial, self.codec.temporal
+        )
+        of_bucket = str(bucket) if bucket in self.plans else None
+        with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
+            (answer,) = self.forward(**self.recipe.arguments(inputs), return_dict=False)
+        return self.recipe.velocity(answer, inputs)
 
     def time_shift(self, bucket: Bucket) -> float:
         """α of clips of this size."""

@@ -45,14 +45,9 @@ class PlannedSize:
 
 
 def _inputs(true: TrueSize, batch: int, _model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Latents [B, C, t, h, w] with the channels of given frames, times [B], captions [B, S, width]."""
-    channels, *sizes = true.latents
-    return {
-        "hidden_states": torch.randn(batch, channels + true.condition_channels, *sizes, dtype=dtype),
-        "timestep": torch.rand(batch),
-        "encoder_hidden_states": torch.randn(batch, true.config.text.length, true.text_width, dtype=dtype),
-        "return_dict": False,
-    }
+    """The model's arguments for so many clips, its latents first."""
+    recipe = build.recipe_of(true.config.model)
+    return recipe.arguments(true.inputs(batch, dtype)) | {"return_dict": False}
 
 
 def job_of(config: TrainConfig) -> Job:

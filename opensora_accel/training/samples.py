@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opensora_accel.files import replacing
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.conditions import weights_of
+from opensora_accel.training.conditions import Condition, weights_of
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import generator, sample
@@ -121,19 +121,31 @@ def _sample(
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
         frames = frames.to(objective.device)
         condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips)
-    texts = list(captions.values())
+    return objective.codec.decode(
+        sample_latents(objective, noise, list(captions.values()), bucket, condition)
+    )
+
+
+def sample_latents(
+    objective: Objective,
+    noise: Tensor,
+    captions: Sequence[str],
+    bucket: Bucket,
+    condition: Condition | None = None,
+) -> Tensor:
+    """The latents that the model makes of noise [N, C, t, h, w] by N captions, of that shape."""
+    config = objective.config.flow
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
-        velocity = objective.predict(latents, timestep, bucket, texts, condition)
+        velocity = objective.predict(latents, timestep, bucket, captions, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
-        if config.flow.guidance == 1.0:
+        if config.guidance == 1.0:
             return velocity
-        unconditional = objective.predict(latents, timestep, bucket, [""] * len(texts), condition)
-        return unconditional + config.flow.guidance * (velocity - unconditional)
+        unconditional = objective.predict(latents, timestep, bucket, [""] * len(captions), condition)
+        return unconditional + config.guidance * (velocity - unconditional)
 
-    latents = sample(guided, noise, config.flow.sample_steps, objective.time_shift(bucket))
-    return objective.codec.decode(latents)
+    return sample(guided, noise, objective.recipe.times(config.sample_steps, objective.time_shift(bucket)))
 
 
 def _middle(video: Video, config: DataConfig) -> int:

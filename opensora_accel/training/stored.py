@@ -97,10 +97,13 @@ class Stored:
         return cls(cache, EncoderFiles.read("image.path", config.path, IMAGE_STEM), common)
 
     @classmethod
-    def embeddings(cls, cache: DiskCache, config: TextConfig, device: torch.device) -> Stored:
+    def embeddings(
+        cls, cache: DiskCache, config: TextConfig, device: torch.device, *, is_masked: bool = True
+    ) -> Stored:
         """For embeddings of captions. The common part has all that decides them, but the tokens."""
         made_with = _made_with(device, (encoders, pretrained), ("torch", "transformers"))
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
+        common |= {"is_masked": is_masked}
         return cls(cache, EncoderFiles.read("text.path", config.path, TEXT_STEM), common)
 
     def get_or_compute(

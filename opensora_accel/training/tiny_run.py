@@ -36,18 +36,9 @@ from opensora_accel.training.config import (
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.pictures import picture_shape
+from opensora_accel.training.recipes import Inputs, Sizes
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
-
-# Sizes of the transformer: heads that divide by neither 2 nor 4.
-TINY = {
-    "num_layers": 2,
-    "num_attention_heads": 3,
-    "attention_head_dim": 12,
-    "ffn_dim": 32,
-    "freq_dim": 32,
-    "rope_max_seq_len": 32,
-}
 
 
 def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
@@ -87,6 +78,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         buckets=(),
         batch_size=4,
         num_workers=0,
+        frame_rate=0.0,
     )
     # Moments in fp32, because what is proven runs in fp64; gradients do not depend on them.
     optim = dataclasses.replace(
@@ -120,19 +112,14 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _tiny_model(config: ModelConfig) -> ModelConfig:
-    cls = build.model_class(config)
-    # Those that follow from codec and text encoder follow here from the small ones.
-    derived = (
-        "in_channels",
-        "out_channels",
-        "text_dim",
-        "image_dim",
-        "added_kv_proj_dim",
-        "pos_embed_seq_len",
-    )
-    arguments = {name: value for name, value in build.given_arguments(config).items() if name not in derived}
+    cls, recipe = build.model_class(config), build.recipe_of(config)
+    given = build.given_arguments(config)
     known = inspect.signature(cls.__init__).parameters
-    arguments |= {name: value for name, value in TINY.items() if name in known}
+    defaults = {name: each.default for name, each in known.items()}
+    # Those that follow from codec and text encoder follow here from the small ones.
+    derived = {*recipe.derive(Sizes(1, 1, 1, None, defaults | given)), "pos_embed_seq_len"}
+    arguments = {name: value for name, value in given.items() if name not in derived}
+    arguments |= {name: value for name, value in recipe.tiny.items() if name in known}
     return ModelConfig(class_name=cls.__name__, config=arguments)
 
 
@@ -186,6 +173,9 @@ class TrueSize:
     latents: tuple[int, int, int, int]
     # Channels of given frames.
     condition_channels: int
+    # Pixels along each side of a latent position, and frames per latent frame.
+    spatial: int
+    temporal: int
     # Clips of all data ranks together.
     batch_size: int
     text_width: int
@@ -199,16 +189,32 @@ class TrueSize:
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
         width = text_width(config.text)
         arguments = build.model_arguments(config, codec, width)
-        in_channels = build.derived_arguments(config, codec, width)["in_channels"]
+        extra = build.condition_channels(config, codec)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
-        return cls(config, plan, arguments, latents, in_channels - codec.channels, batch_size, width)
+        compression = codec.spatial, codec.temporal
+        return cls(config, plan, arguments, latents, extra, *compression, batch_size, width)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
         if self.config.lora.rank:
             add_adapters(model, self.config.lora)
         return model
+
+    def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:
+        """What the model is called with for so many clips; drawn at random."""
+        channels, *sizes = self.latents
+        image, length = self.config.image, self.config.text.length
+        pictures = torch.randn(batch, *picture_shape(image), dtype=dtype) if image.is_used else None
+        return Inputs(
+            latents=torch.randn(batch, channels + self.condition_channels, *sizes, dtype=dtype),
+            timestep=torch.rand(batch),
+            text=torch.randn(batch, length, self.text_width, dtype=dtype),
+            text_mask=torch.ones(batch, length, dtype=torch.bool),
+            pictures=pictures,
+            spatial=self.spatial,
+            temporal=self.temporal,
+        )
 
     def step(self, model: nn.Module, run: Run) -> None:
         """Forward and backward of one batch, as the trainer has them."""
@@ -225,23 +231,15 @@ class TrueSize:
         init_parallel(run.plan, "cpu")
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
         batch = max(1, self.batch_size // run.data_size)
-        clean = torch.randn(batch, *self.latents)
-        condition = torch.randn(batch, self.condition_channels, *self.latents[1:])
-        text = torch.randn(batch, self.config.text.length, self.text_width)
-        pictures = {}
-        if self.config.image.is_used:
-            pictures["encoder_hidden_states_image"] = torch.randn(batch, *picture_shape(self.config.image))
+        recipe, drawn = build.recipe_of(self.config.model), self.inputs(batch)
+        clean, condition = drawn.latents.tensor_split([self.latents[0]], dim=1)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
-            (velocity,) = forward(
-                hidden_states=torch.cat([noisy, condition], dim=1),
-                timestep=timestep,
-                encoder_hidden_states=text,
-                **pictures,
-                return_dict=False,
-            )
-            return velocity
+            latents = torch.cat([noisy, condition], dim=1)
+            inputs = dataclasses.replace(drawn, latents=latents, timestep=timestep)
+            (answer,) = forward(**recipe.arguments(inputs), return_dict=False)
+            return recipe.velocity(answer, inputs)
 
         def one_pass(is_last: bool) -> None:
             is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)

@@ -139,6 +139,13 @@ LOOPS: dict[str, tuple[Any, Any, Any]] = {
 
 TRAINERS = {
     "accumulated": ({"optim.accumulation": 2}, (U2D2, plan(ulysses=3))),
+    "LTX-Video": (
+        {
+            "model.class_name": "LTXVideoTransformer3DModel",
+            "model.config": {"num_layers": 2, "num_attention_heads": 3, "attention_head_dim": 12},
+        },
+        (U2D2, plan(ring=3)),
+    ),
     "zero3 on a ring, offload": (
         {},
         (plan(dp_shard=2, ring=2, sharding="zero3", checkpoint="full", offload=1.0),),

@@ -1,0 +1,11 @@
+"""Recipes: how each family's model is called for a batch, and what it answers; a table each (`base`)."""
+
+from __future__ import annotations
+
+from opensora_accel.training.recipes import ltx, wan
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
+
+__all__ = ["RECIPES", "Inputs", "Recipe", "Sizes", "patches_of"]
+
+# By the class of the model.
+RECIPES: dict[str, Recipe] = {name: module.RECIPE for module in (wan, ltx) for name in module.RECIPE.models}

@@ -1,0 +1,125 @@
+"""What a recipe says: how the model of one family is called for a batch, and what it answers.
+
+The trainer knows latents [B, C, t, h, w], times and captions. Every family takes them in a way of its own. LTX-Video
+takes tokens, and is told how many there are along each dim and how far apart they lie. For clips of 17 × 64 × 96 pixels
+at 25 frames a second, of which its VAE makes one position of 8 × 32 × 32 pixels:
+
+    latents [B, 128, 3, 2, 3] → tokens [B, 18, 128]
+    model(tokens, timestep, text, text mask, num_frames=3, height=2, width=3, scales of positions (8/25, 32, 32))
+    its answer [B, 18, 128] → velocity [B, 128, 3, 2, 3]
+
+A recipe is a table, as a policy is. Where a family needs more than names, an entry is a function. A recipe is held
+against the family's own pipeline in diffusers: from the same weights and noise both make the same latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch of B clips, of one size, as the trainer knows it."""
+
+    # Noisy, [B, C, t, h, w]; where frames are given, with their channels behind.
+    latents: Tensor
+    # [B], 0 for a clip and 1000 for noise.
+    timestep: Tensor
+    # [B, L, width], zero behind the end of a caption.
+    text: Tensor
+    # Bool [B, L], false behind the end of a caption.
+    text_mask: Tensor
+    # States of first frames, [B, N, width], where the model takes them.
+    pictures: Tensor | None = None
+    # Frames a second.
+    frame_rate: float = 25.0
+    # Pixels along each side of a latent position, and frames per latent frame.
+    spatial: int = 8
+    temporal: int = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the encoders and the configuration decide about a model."""
+
+    # Of latents, and of what goes into the model: with the channels of frames that are given.
+    channels: int
+    input_channels: int
+    # Width of text states.
+    text_width: int
+    # Width of picture states; None where there are none.
+    picture_width: int | None
+    # The constructor's arguments that are given, with its defaults for the others.
+    arguments: Mapping[str, Any]
+
+
+def even_times(num_steps: int, alpha: float) -> Tensor:
+    """[num_steps + 1] from 1 (noise) to 0, fp64: even, then shifted towards noise by α."""
+    t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+    return alpha * t / (1 + (alpha - 1) * t)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A family's models, how they are called, and what they predict."""
+
+    # Classes of diffusers.
+    models: tuple[str, ...]
+    # Its pipeline there, which it is held against.
+    pipeline: str
+    # Argument of the model's forward → a field of Inputs, or a function of them. What is None is left out.
+    call: Mapping[str, str | Callable[[Inputs], Any]]
+    # Arguments of the model's constructor that must fit the encoders.
+    derive: Callable[[Sizes], dict[str, Any]]
+    # Whether latents go in, and come out, as tokens [B, t·h·w, C].
+    as_tokens: bool = False
+    # Whether its text encoder leaves the padding of a caption out of its attention.
+    masks_text: bool = True
+    # Whether frames of a clip may be given, in channels behind the latents.
+    takes_frames: bool = False
+    # Whether it is told the frame rate.
+    takes_frame_rate: bool = False
+    # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
+    times: Callable[[int, float], Tensor] = even_times
+    # Arguments that make the model tiny, for proofs.
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, inputs: Inputs) -> dict[str, Any]:
+        """What the model's forward is called with, `hidden_states` first."""
+        latents = inputs.latents
+        if self.as_tokens:
+            latents = latents.flatten(2).transpose(1, 2)
+        found = {
+            name: getattr(inputs, source) if isinstance(source, str) else source(inputs)
+            for name, source in self.call.items()
+        }
+        return {"hidden_states": latents} | {
+            name: value for name, value in found.items() if value is not None
+        }
+
+    def velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
+        """The model's answer, as it came, as the velocity [B, C, t, h, w]."""
+        if self.as_tokens:
+            answer = answer.transpose(1, 2).unflatten(2, inputs.latents.shape[2:])
+        return answer
+
+
+def patches_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The model's patch (time, height, width), by its config.
+
+    Raises:
+        ValueError: it is no such patch.
+    """
+    size = config["patch_size"]
+    if isinstance(size, int):
+        return int(config.get("patch_size_t") or 1), size, size
+    if len(size) != 3:
+        raise ValueError(
+            f"model.config.patch_size must be three sizes (time, height, width); got {list(size)}"
+        )
+    return size[0], size[1], size[2]

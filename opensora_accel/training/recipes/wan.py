@@ -1,0 +1,40 @@
+"""Wan 2.1 and 2.2, and what is built as they are: SkyReels-V2, ChronoEdit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opensora_accel.training.recipes.base import Recipe, Sizes
+
+
+def _derive(sizes: Sizes) -> dict[str, Any]:
+    # States of pictures are projected to the width of the transformer.
+    width = sizes.arguments["num_attention_heads"] * sizes.arguments["attention_head_dim"]
+    return {
+        "in_channels": sizes.input_channels,
+        "out_channels": sizes.channels,
+        "text_dim": sizes.text_width,
+        "image_dim": sizes.picture_width,
+        "added_kv_proj_dim": None if sizes.picture_width is None else width,
+    }
+
+
+RECIPE = Recipe(
+    models=("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"),
+    pipeline="WanPipeline",
+    call={
+        "timestep": "timestep",
+        "encoder_hidden_states": "text",
+        "encoder_hidden_states_image": "pictures",
+    },
+    derive=_derive,
+    takes_frames=True,
+    tiny={
+        "num_layers": 2,
+        "num_attention_heads": 3,
+        "attention_head_dim": 12,
+        "ffn_dim": 32,
+        "freq_dim": 32,
+        "rope_max_seq_len": 32,
+    },
+)

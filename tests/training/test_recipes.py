@@ -1,0 +1,261 @@
+"""A recipe is held against the family's own pipeline in diffusers: same weights and noise, same latents and frames."""
+
+import functools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import diffusers
+import numpy
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from opensora_accel.precision import LiftOperations
+from opensora_accel.training import build
+from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.encoders import (
+    SpaceToDepth,
+    VideoVAE,
+    build_text_encoder,
+    latent_shape,
+    train_tokenizer,
+)
+from opensora_accel.training.objective import Objective
+from opensora_accel.training.recipes import RECIPES, Sizes
+from opensora_accel.training.samples import sample_latents
+
+CPU = torch.device("cpu")
+CAPTIONS = ["a rabbit looks up", "two birds"]
+STEPS, GUIDANCE, FRAME_RATE = 5, 3.0, 20.0
+
+
+def wan_vae():
+    sizes = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return diffusers.AutoencoderKLWan(**sizes, temperal_downsample=[False, True, True])
+
+
+def ltx_vae(timestep_conditioning=False):
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False, False, False, False, False),
+        upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1),
+        timestep_conditioning=timestep_conditioning,
+        patch_size=1,
+        patch_size_t=1,
+        scaling_factor=1.3,
+    )
+    # As published ones have them: among the weights.
+    vae.latents_mean.copy_(torch.linspace(-1, 1, 8))
+    vae.latents_std.copy_(torch.linspace(0.5, 2, 8))
+    return vae
+
+
+# What a pipeline has around the model: its VAE, its scheduler as published, the shift that belongs to it, and a clip.
+FAMILIES = {
+    "WanTransformer3DModel": (wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48), {}),
+    "LTXVideoTransformer3DModel": (
+        ltx_vae,
+        {
+            "use_dynamic_shifting": True,
+            "base_shift": 0.95,
+            "max_shift": 2.05,
+            "base_image_seq_len": 1024,
+            "max_image_seq_len": 4096,
+            "shift_terminal": 0.1,
+        },
+        "ltx",
+        (9, 32, 64),
+        {"frame_rate": FRAME_RATE},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def text_encoder():
+    """By whether padding is left out; both of the same weights, in fp64."""
+    config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
+    tokenizer = train_tokenizer(CAPTIONS)
+    return {
+        is_masked: build_text_encoder(config, tokenizer, 0, CPU, torch.float64, is_masked=is_masked)
+        for is_masked in (True, False)
+    }
+
+
+def exact_scheduler(options, times):
+    """A scheduler of diffusers, held against our times, and then with them: its own are rounded to fp32."""
+
+    class Exact(FlowMatchEulerDiscreteScheduler):
+        @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)
+        def set_timesteps(self, *args, sigmas=None, **kwargs):
+            if sigmas is None:
+                # Wan's own code passes these (wan/utils/fm_solvers.py, get_sampling_sigmas), its pipeline none.
+                args, sigmas = (), numpy.linspace(1, 1 / STEPS, STEPS)
+            super().set_timesteps(*args, sigmas=sigmas, **kwargs)
+            torch.testing.assert_close(self.sigmas.double(), times, atol=1e-6, rtol=0)
+            self.sigmas, self.timesteps = times, times[:-1] * 1000
+
+    return Exact(**options)
+
+
+@contextmanager
+def without_rounding():
+    """Pipelines cast the prediction to fp32, and mix it so."""
+    with torch.no_grad(), LiftOperations():
+        yield
+
+
+def setting(name, text_encoder, vae=None):
+    """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
+    make_vae, scheduler, shift, (num_frames, height, width), given = FAMILIES[name]
+    recipe = RECIPES[name]
+    torch.manual_seed(0)
+    codec = VideoVAE((vae or make_vae)().double())
+    config = config_from_dict(
+        {
+            "data": {"num_frames": num_frames, "height": height, "width": width},
+            "model": {"class_name": name, "config": dict(recipe.tiny)},
+            "text": {"length": 8, "width": 32},
+            "flow": {"shift": shift, "guidance": GUIDANCE, "sample_steps": STEPS},
+        },
+        "the test",
+    )
+    arguments = build.model_arguments(config, codec, 32)
+    model = build.model_class(config.model)(**arguments).double().eval()
+    for parameter in model.parameters():
+        # Some begin at zero, and would hide what is wrong before them.
+        torch.nn.init.normal_(parameter, std=0.1)
+    shape = latent_shape(codec, num_frames, height, width)
+    (bucket,) = config.data.sizes
+    text = text_encoder[recipe.masks_text]
+    tokens = build.tokens_per_sample(shape, model)
+    rate = given.get("frame_rate", 25.0)
+    around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
+    objective = Objective(config, recipe, codec, text, None, model, model, *around)
+    times = recipe.times(STEPS, objective.time_shift(bucket))
+    parts = {
+        "text_encoder": text.model,
+        "tokenizer": text.tokenizer,
+        "vae": codec.model,
+        "transformer": model,
+    }
+    pipeline = getattr(diffusers, recipe.pipeline)(**parts, scheduler=exact_scheduler(scheduler, times))
+    pipeline.set_progress_bar_config(disable=True)
+    return SimpleNamespace(objective=objective, pipeline=pipeline, bucket=bucket, shape=shape, given=given)
+
+
+def by_pipeline(made, noise, output_type, guidance=GUIDANCE):
+    """Of the pipeline's own making, from captions on."""
+    size = made.bucket
+    noise = made.objective.recipe.arguments(SimpleNamespace(latents=noise, timestep=noise, **NOTHING))[
+        "hidden_states"
+    ]
+    return made.pipeline(
+        prompt=CAPTIONS,
+        negative_prompt=["", ""],
+        num_frames=size.num_frames,
+        height=size.height,
+        width=size.width,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        latents=noise,
+        max_sequence_length=8,
+        output_type=output_type,
+        **made.given,
+    ).frames
+
+
+NOTHING = {"text": None, "text_mask": None, "pictures": None, "frame_rate": 1.0, "spatial": 1, "temporal": 1}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sample_is_the_pipelines(text_encoder, name):
+    made = setting(name, text_encoder)
+    noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with without_rounding():
+        expected = by_pipeline(made, noise, "latent")
+        found = sample_latents(made.objective, noise, CAPTIONS, made.bucket)
+    as_given = made.objective.recipe.arguments(SimpleNamespace(latents=found, timestep=found, **NOTHING))[
+        "hidden_states"
+    ]
+    assert (found - noise).abs().max() > 0.1, "the model does something"
+    assert (as_given - expected).abs().max() < 1e-10
+
+
+def decoders():
+    return [*((name, None) for name in FAMILIES), ("LTXVideoTransformer3DModel", "denoises")]
+
+
+@pytest.mark.parametrize(("name", "kind"), decoders())
+def test_frames_are_the_pipelines(text_encoder, name, kind):
+    vae = None if kind is None else lambda: ltx_vae(timestep_conditioning=True)
+    made = setting(name, text_encoder, vae)
+    noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with without_rounding():
+        expected = by_pipeline(made, noise, "np")
+        found = made.objective.codec.decode(sample_latents(made.objective, noise, CAPTIONS, made.bucket))
+    levels = torch.from_numpy(numpy.round(expected * 255)).int()
+    assert found.shape == levels.shape and (found.int() - levels).abs().max() <= 1
+    assert found.float().std() > 5, "there is a picture"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_encoded_is_decoded(name):
+    torch.manual_seed(0)
+    make_vae, _, _, size, _ = FAMILIES[name]
+    codec = VideoVAE(make_vae().double())
+    frames = torch.randint(256, (1, *size, 3), dtype=torch.uint8)
+    latents = codec.encode(frames)
+    pixels = (frames.double() / 127.5 - 1).permute(0, 4, 1, 2, 3)
+    with torch.no_grad():
+        raw = codec.model.encode(pixels).latent_dist.mode()
+        expected = codec.model.decode(raw, *decoder_time(codec.model)).sample
+    levels = ((expected.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 4, 1).int()
+    assert (codec.decode(latents).int() - levels).abs().max() <= 1
+    assert not torch.allclose(latents.double(), raw, atol=0.1), "its statistics do something"
+
+
+def decoder_time(vae):
+    return (torch.zeros(1, dtype=torch.float64),) if vae.config.get("timestep_conditioning") else ()
+
+
+def test_text_is_the_pipelines(text_encoder):
+    made = setting("LTXVideoTransformer3DModel", text_encoder)
+    text = made.objective.text
+    states, mask = made.pipeline.encode_prompt(
+        CAPTIONS, do_classifier_free_guidance=False, max_sequence_length=8
+    )[:2]
+    found = text.encode(CAPTIONS, CPU, torch.float64)
+    assert mask.sum(1).tolist() == text.num_tokens(CAPTIONS) and 0 < mask.sum() < mask.numel()
+    assert torch.equal(found[mask], states[mask])
+
+
+def test_every_recipe_says_what_its_constructor_takes():
+    import inspect
+
+    for name, recipe in RECIPES.items():
+        parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
+        defaults = {key: each.default for key, each in parameters.items()}
+        derived = recipe.derive(Sizes(4, 8, 16, None, defaults))
+        assert set(derived) <= set(parameters)
+        assert recipe.models[0] != name or set(recipe.tiny) <= set(parameters)
+        call = inspect.signature(getattr(diffusers, name).forward).parameters
+        assert set(recipe.call) <= set(call)
+
+
+def test_an_option_of_another_family_is_refused():
+    def config(name, **tables):
+        return config_from_dict({"model": {"class_name": name}, **tables}, "the test")
+
+    for name, tables, message in (
+        ("WanTransformer3DModel", {"data": {"frame_rate": 24.0}}, "not told the frame rate"),
+        ("LTXVideoTransformer3DModel", {"conditions": {"i2v_head": 1.0}}, "takes no frames that are given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build.build_model(config(name, **tables), SpaceToDepth(4, torch.float32), 32, torch.float32)
