@@ -103,6 +103,7 @@ BAD: dict[str, list[Any]] = {
     "data.buckets": ["9x48x80", ["9x48"], ["0x8x8"], ["9x24x40"], [3], 3],
     "data.batch_size": [0, -1, HUGE, 10**30, 1.5],
     "data.num_workers": [-1, 10**6, HUGE, 0.5],
+    "data.frame_rate": [-1.0, NAN, 24.0, "fast"],
     "codec.patch": [0, -1, 3, 5, HUGE, 1.5, "x"],
     "codec.path": ["/nowhere", "/dev/null", "\0", 3],
     "text.path": ["/nowhere", "/dev/null", "\0", 3],
