@@ -6,8 +6,8 @@ torch's dispatcher has for each operator a table of kernels by key, and a thread
     addmm, gelu, ...          runs        runs: the key has no kernel and falls through, in C++
     one that is intercepted   runs        a Python function, which calls it again without the key
 
-A mode of torch (TorchDispatchMode) would lead every operator through Python. What C++ calls is seen too: DDP's
-all-reduces, for one. Autograd's threads have the keys of the thread that called backward.
+A mode of torch (TorchDispatchMode, TorchFunctionMode) would lead every operator through Python. What C++ calls is seen
+too: DDP's all-reduces, for one. Autograd's threads have the keys of the thread that called backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def intercept(name: str, function: Callable[..., Any]) -> torch.library.Library:
     """Within `switched_on`, `name` calls `function(operator, *args, **kwargs)`, for as long as the result lives.
 
     The function runs with the key off: operators that it calls are not intercepted, and are seen by autograd, autocast
-    and modes as always.
+    and modes as always. Where it returns NotImplemented, the operator runs as if it had not been seen; those that it
+    calls in turn are.
 
     Args:
         name: as "c10d::allreduce_"; the library that defines it need not be imported yet.
@@ -42,13 +43,23 @@ def intercept(name: str, function: Callable[..., Any]) -> torch.library.Library:
     _fall_through()
     namespace, operator = name.split("::")
     library = torch.library.Library(namespace, "IMPL")
-    library.impl(operator, partial(_call, namespace, operator, function), _KEY)
+    library.impl(operator, partial(_call, namespace, operator, function), _KEY, with_keyset=True)
     return library
 
 
-def _call(namespace: str, operator: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(
+    namespace: str, name: str, function: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any
+) -> Any:
+    operator = getattr(getattr(torch.ops, namespace), name).default
     with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
-        return function(getattr(getattr(torch.ops, namespace), operator).default, *args, **kwargs)
+        result = function(operator, *args, **kwargs)
+    return operator.redispatch(keys.remove(_key()), *args, **kwargs) if result is NotImplemented else result
+
+
+@lru_cache(maxsize=1)
+def _key() -> Any:
+    """The key as torch's sets of keys take it; torch's bindings have no name for it there."""
+    return torch._C._parse_dispatch_key(_KEY)
 
 
 def switched_on() -> Any:

@@ -184,8 +184,10 @@ def _forward(
             # Its own block a rank has unpacked already.
             keys, values, key_mask = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
             for tile in ring.tiles(pipeline.owner):
-                scores = Scores(scale, None if key_mask is None else key_mask[:, tile.keys], tile.causal)
-                part, part_lse = attend(q[:, tile.rows], keys[:, tile.keys], values[:, tile.keys], scores)
+                scores = Scores(scale, None if key_mask is None else _rows(key_mask, tile.keys), tile.causal)
+                part, part_lse = attend(
+                    _rows(q, tile.rows), _rows(keys, tile.keys), _rows(values, tile.keys), scores
+                )
                 part_lse = part_lse.transpose(1, 2)  # [B, rows, H], beside the output's layout
                 if out is None and part.size(1) == q.size(1):
                     out, lse = part.to(dtype), part_lse.to(dtype)  # there is nothing to merge with yet
@@ -193,8 +195,8 @@ def _forward(
                 if out is None or lse is None:
                     # The first tile has some of the rows only, as a causal mask gives.
                     out, lse = rows_without_keys()
-                # Slices are views, so that the rows of this tile change in place and all others stay as they are.
-                merge_(out[:, tile.rows], lse[:, tile.rows], part, part_lse)
+                # In place: the rows of this tile change, and all others stay as they are.
+                merge_(_rows(out, tile.rows), _rows(lse, tile.rows), part, part_lse)
     if out is None or lse is None:
         out, lse = rows_without_keys()  # a rank without queries, or whose queries see nothing
     # Rounded to the dtype of q once, after the last merge. The log-sum-exp stays wide and is contiguous,
@@ -223,7 +225,7 @@ def _backward(
     """
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     dtype = accumulator_dtype(q.dtype)
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # [B, S_q/P, H, D], added up over P blocks
+    grad_q: Tensor | None = None  # [B, S_q/P, H, D], added up over P blocks in fp32 or fp64
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
@@ -233,12 +235,15 @@ def _backward(
     # It runs while the block is the current one: `parts` and the owner are then those of this step.
     def add_parts(grads: Tensor, is_new: bool) -> None:
         """Adds this rank's gradients of the current block to those of the ranks before; grads: [N], flat."""
+        both = _split_keys(grads, k, v, kv_splits[pipeline.owner])  # views: what is added fills the buffer
+        if is_new and len(parts) == 1 and parts[0][1].size(1) == both[0].size(1):
+            # There is nothing to add to yet, and the part is of all keys.
+            for grad_, part in zip(both, parts[0][1:], strict=True):
+                grad_.copy_(part)
+            return
         if is_new:
             grads.zero_()
-        grad_k, grad_v = _split_keys(grads, k, v, kv_splits[pipeline.owner])  # views: += fills the buffer
-        for keys, part_k, part_v in parts:
-            grad_k[:, keys] += part_k
-            grad_v[:, keys] += part_v
+        _add_parts(both, parts)
 
     with RingPipeline(ring.group, packed, sizes, grad_sizes, dtype) as pipeline:
         for step in range(len(kv_splits)):
@@ -248,21 +253,27 @@ def _backward(
             parts: list[tuple[slice, Tensor, Tensor]] = []
             for tile in ring.tiles(pipeline.owner):
                 rows = tile.rows
-                scores = Scores(scale, None if key_mask is None else key_mask[:, tile.keys], tile.causal)
+                scores = Scores(scale, None if key_mask is None else _rows(key_mask, tile.keys), tile.causal)
                 part_q, part_k, part_v = attend_backward(
-                    grad[:, rows], q[:, rows], keys[:, tile.keys], values[:, tile.keys],
-                    out[:, rows], lse[:, :, rows], scores,
+                    _rows(grad, rows), _rows(q, rows), _rows(keys, tile.keys), _rows(values, tile.keys),
+                    _rows(out, rows), _rows(lse, rows, 2), scores,
                 )  # fmt: skip
-                grad_q[:, rows] += part_q
                 parts.append((tile.keys, part_k, part_v))
+                if grad_q is None and part_q.size(1) == q.size(1):
+                    grad_q = part_q.to(dtype)
+                    continue
+                if grad_q is None:
+                    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+                of_tile = _rows(grad_q, rows)
+                of_tile += part_q
             if step == 0:
                 own = parts  # they stay here: the sum of the other ranks' parts comes back at the end
             else:
                 pipeline.send_grads(add_parts)
         grad_k, grad_v = _split_keys(pipeline.receive_grads(), k, v, k.size(1))
-        for own_keys, part_k, part_v in own:
-            grad_k[:, own_keys] += part_k
-            grad_v[:, own_keys] += part_v
+        _add_parts((grad_k, grad_v), own)
+    if grad_q is None:
+        grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # whose queries see nothing
     # Copies: an operator's outputs may not share memory.
     return grad_q.to(q.dtype), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
 
@@ -317,6 +328,21 @@ class _Ring:
             # With a mask the unit is the byte: a token's keys and values, and one byte for its flag.
             per_token = per_token * k.element_size() + 1
         return [k.size(0) * num_tokens * per_token for num_tokens in self.kv_splits]
+
+
+def _rows(tensor: Tensor, rows: slice, dim: int = 1) -> Tensor:
+    """Rows along a dim of a tensor [B, S, ...]: a view, or the tensor itself where they are all of it (quicker)."""
+    if rows.stop - rows.start == tensor.size(dim):
+        return tensor
+    return tensor.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def _add_parts(grads: tuple[Tensor, Tensor], parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
+    """Adds gradients of runs of keys and values to those [B, S_kv/P, H_kv, D] of a block, in place."""
+    for keys, *of_run in parts:
+        for grad, part in zip(grads, of_run, strict=True):
+            of_keys = _rows(grad, keys)
+            of_keys += part
 
 
 def _pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -112,6 +112,8 @@ def finish(works: list[dist.Work], group: dist.ProcessGroup, device: torch.devic
     It leaves the list before it is waited for: Ctrl-C is raised where the wait returns, and a second wait for one
     transfer would never end.
     """
+    if not works:
+        return
     backend = group._get_backend(device)
     is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
     with waiting(operation, group):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from opensora_accel.attention import torch_attention
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling import running_redirection
 
@@ -73,6 +74,9 @@ class LateTensor(Tensor):
             if function in _VIEWS:
                 twin = function(late._twin, *args[1:], **kwargs)  # which refuses what does not fit
                 return LateTensor.of(twin, late.device, lambda: function(late.value(), *args[1:], **kwargs))
+        redirection = running_redirection()
+        if function is torch_attention and redirection is not None:
+            return redirection.scaled_dot_product_attention(*args, **kwargs)
         return function(*computed(args), **computed(kwargs))
 
     @classmethod

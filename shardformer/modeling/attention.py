@@ -9,7 +9,7 @@ their native backend.
       F.scaled_dot_product_attention(q, k, v)   →   attention(q, k, v)   over the tokens of all ranks
       output projection                                                  the model's own code
 
-Uncompiled, a function mode sees the call, by whatever name the model's code has it. Within `torch.compile` the call is
+Uncompiled, the operator is intercepted, by whatever name the model's code has it. Within `torch.compile` the call is
 replaced while the module is traced, and the graph holds what `attention` computes: collectives and kernels that are
 operators. So a block is one graph, as it is on one device.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from opensora_accel.attention import torch_attention
+from opensora_accel.interception import intercept, seen_anyway, switched_on
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling.origins import Origins
 
@@ -88,38 +90,59 @@ class Redirection:
         raise NotImplementedError
 
 
-class RedirectAttention(Redirection, TorchFunctionMode):
+class RedirectAttention(Redirection):
     """Within it, `F.scaled_dot_product_attention` is `attention` on this thread, by whatever name it is called."""
-
-    def __init__(self, attention: Attention, origins: Origins | None = None):
-        Redirection.__init__(self, attention, origins)
-        TorchFunctionMode.__init__(self)
 
     def __enter__(self) -> RedirectAttention:
         self._outer: RedirectAttention | None = getattr(_running, "redirection", None)
+        _install()
+        self._guards = [switched_on()]
+        if self.origins is not None:
+            self._guards.append(_NoteOrigins(self, self.origins))
+        for guard in self._guards:
+            guard.__enter__()
         self._set_running(self)
-        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._set_running(self._outer)
-        super().__exit__(*error)
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
 
     def _set_running(self, redirection: RedirectAttention | None) -> None:
         _running.redirection = redirection
+
+
+@lru_cache(maxsize=1)
+def _install() -> torch.library.Library:
+    return intercept("aten::scaled_dot_product_attention", _redirect)
+
+
+def _redirect(_operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the kernel returns, [B, H, S, D], or NotImplemented: a kernel that ours calls runs as it is."""
+    running: RedirectAttention | None = getattr(_running, "redirection", None)
+    if running is None:
+        return NotImplemented
+    # Kernels and collectives further in are for others to see: a selective checkpoint, a profiler.
+    with seen_anyway():
+        return running.scaled_dot_product_attention(*args, **kwargs)
+
+
+class _NoteOrigins(TorchFunctionMode):
+    """Notes what every function of torch makes within a module's first call."""
+
+    def __init__(self, redirection: RedirectAttention, origins: Origins):
+        super().__init__()
+        self._redirection, self._origins = redirection, origins
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A redirected module within another one, or a kernel that ours calls, is not for this mode.
-        if _running.redirection is not self:
-            return function(*args, **kwargs)
-        if function is torch_attention:
-            return self.scaled_dot_product_attention(*args, **kwargs)
         out = function(*args, **kwargs)
-        if self.origins is not None:
-            self.origins.note(function, (args, kwargs), out)
+        # Attention notes its own output, and what happens within it, or within another module, is not this one's.
+        if function is not torch_attention and _running.redirection is self._redirection:
+            self._origins.note(function, (args, kwargs), out)
         return out
 
 
