@@ -129,17 +129,16 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
 def meta_inputs(config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape; without memory."""
     length = config.text.length
-    pictures = torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None
-    given = Inputs(
-        latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:], device="meta"),
-        timestep=torch.empty(1, device="meta"),
-        text=torch.empty(1, length, text_width, device="meta"),
-        text_mask=torch.empty(1, length, dtype=torch.bool, device="meta"),
-        pictures=None if pictures is None else pictures.to("meta"),
-        spatial=codec.spatial,
-        temporal=codec.temporal,
-    )
-    return given
+    with torch.device("meta"):
+        return Inputs(
+            latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:]),
+            timestep=torch.empty(1),
+            text=torch.empty(1, length, text_width),
+            text_mask=torch.empty(1, length, dtype=torch.bool),
+            pictures=torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None,
+            spatial=codec.spatial,
+            temporal=codec.temporal,
+        )
 
 
 def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
@@ -235,15 +234,20 @@ def given_arguments(config: ModelConfig) -> dict[str, Any]:
     return _checked_arguments(cls, config.config)
 
 
+def all_arguments(config: ModelConfig) -> dict[str, Any]:
+    """The arguments that are given, and the defaults of the model's class for the others."""
+    parameters = inspect.signature(model_class(config)).parameters
+    return {name: each.default for name, each in parameters.items()} | given_arguments(config)
+
+
 def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
     """Arguments that follow from the encoders, and whether frames are given."""
-    parameters = inspect.signature(model_class(config.model)).parameters
     sizes = Sizes(
         channels=codec.channels,
         input_channels=codec.channels + condition_channels(config, codec),
         text_width=text_width,
         picture_width=picture_shape(config.image)[1] if config.image.is_used else None,
-        arguments={name: each.default for name, each in parameters.items()} | given_arguments(config.model),
+        arguments=all_arguments(config.model),
     )
     return recipe_of(config.model).derive(sizes)
 

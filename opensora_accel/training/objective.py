@@ -122,9 +122,10 @@ class Objective:
         """
         with region("encode", "captions"):
             text = self.text.encode(captions, self.device, self.dtype)
-            # Made on the host: a step does not wait for the device.
-            ends = torch.tensor(self.text.num_tokens(captions))
-            mask = (torch.arange(text.size(1)) < ends[:, None]).to(self.device)
+            mask = None
+            if self.recipe.takes_text_mask:
+                ends = torch.tensor(self.text.num_tokens(captions))
+                mask = (torch.arange(text.size(1)) < ends[:, None]).to(self.device)
         if condition is not None:
             noisy = torch.cat([noisy, condition.channels], dim=1)
         pictures = None if condition is None else condition.pictures

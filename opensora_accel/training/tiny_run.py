@@ -113,11 +113,10 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
 
 def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
-    given = build.given_arguments(config)
     known = inspect.signature(cls.__init__).parameters
-    defaults = {name: each.default for name, each in known.items()}
     # Those that follow from codec and text encoder follow here from the small ones.
-    derived = {*recipe.derive(Sizes(1, 1, 1, None, defaults | given)), "pos_embed_seq_len"}
+    derived = {*recipe.derive(Sizes(1, 1, 1, None, build.all_arguments(config))), "pos_embed_seq_len"}
+    given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known}
     return ModelConfig(class_name=cls.__name__, config=arguments)

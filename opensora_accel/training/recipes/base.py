@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_accel.training.flow import shifted
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -32,8 +34,8 @@ class Inputs:
     timestep: Tensor
     # [B, L, width], zero behind the end of a caption.
     text: Tensor
-    # Bool [B, L], false behind the end of a caption.
-    text_mask: Tensor
+    # Bool [B, L], false behind the end of a caption; None where the model is not told.
+    text_mask: Tensor | None
     # States of first frames, [B, N, width], where the model takes them.
     pictures: Tensor | None = None
     # Frames a second.
@@ -60,8 +62,7 @@ class Sizes:
 
 def even_times(num_steps: int, alpha: float) -> Tensor:
     """[num_steps + 1] from 1 (noise) to 0, fp64: even, then shifted towards noise by α."""
-    t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return alpha * t / (1 + (alpha - 1) * t)
+    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), alpha)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Recipe:
     times: Callable[[int, float], Tensor] = even_times
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def takes_text_mask(self) -> bool:
+        return "text_mask" in self.call.values()
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """What the model's forward is called with, `hidden_states` first."""

@@ -31,6 +31,9 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
         "in_channels": sizes.input_channels,
         "out_channels": sizes.channels,
         "caption_channels": sizes.text_width,
+        # A token is one latent position here, as in all that is published.
+        "patch_size": 1,
+        "patch_size_t": 1,
         # Captions are projected to the width of the transformer before they are attended to.
         "cross_attention_dim": sizes.arguments["num_attention_heads"] * sizes.arguments["attention_head_dim"],
     }
