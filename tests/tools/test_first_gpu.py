@@ -245,6 +245,34 @@ def test_the_longest_sequence_is_found_in_a_few_steps(start, per_token_bytes):
         assert right / (1 + longest.CLOSE) - 8 <= found["tokens"] <= right
 
 
+def test_short_steps_say_nothing_about_long_ones(monkeypatch):
+    """As it was on an H100: 0.646 s for 256 tokens and 0.656 for 512, which were taken for 15 s at 19,000."""
+
+    class Noisy(Straight):
+        seconds = 0.0
+
+        def peak_bytes(self, tokens):
+            self.seconds += {256: 0.646, 512: 0.656}.get(tokens, 0.5 + 0.03 * (tokens / 4096) ** 2)
+            return super().peak_bytes(tokens)
+
+    stack = Noisy(256, 500)
+    monkeypatch.setattr(longest, "time", argparse.Namespace(monotonic=lambda: stack.seconds))
+    found = longest.search(stack, 7.0)
+    assert found["ended"] == "the next length does not fit" and found["tokens"] > 16_000
+    assert longest.length_of(found, stack.options) == found["tokens"]
+
+
+def test_steps_are_compared_at_the_length_that_memory_gives_where_the_time_gave_a_shorter_one():
+    stack = Straight(256, 500)
+    tried = [{"tokens": tokens, "peak_bytes": stack.peak_bytes(tokens)} for tokens in (256, 512)]
+    found = {"tokens": 512, "ended": "the time ended: 7 s a mode", "tried": tried}
+    assert longest.length_of(found, stack.options) == 18_000
+    assert (
+        longest.length_of({"tokens": None, "ended": "the time ended: 7 s a mode", "tried": []}, stack.options)
+        == 0
+    )
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_a_gpu_takes_every_claim_of_a_benchmark_is_decided(tmp_path, seed):
     for name, claims in measured(random.Random(seed)).items():

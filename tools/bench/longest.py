@@ -41,6 +41,8 @@ GIB, MOST_TIME = 2**30, 1.02
 MODES = ("none", "selective", "full", "full+offload")
 # The bisection ends where what fits and what does not differ by less than this share.
 CLOSE = 1 / 16
+# By so much of itself a step may last longer than the shortest one for no reason.
+NOISE = 1 / 5
 
 
 class Stack:
@@ -135,9 +137,12 @@ def search(stack: Stack, seconds: float) -> dict[str, Any]:
         before, tokens = tokens, next_length(tried, fits, does_not, stack.options)
         if does_not is not None and (does_not - max(fits, unit) <= max(unit, CLOSE * fits) or tokens < unit):
             break
-        # What a step takes at any length, and the rest four times for twice the length.
+        # What a step takes at any length, and the rest four times for twice the length. Where that rest is no more than
+        # the noise of short steps it says nothing, and the next length is one at which there is more of it.
         least = min(each["seconds"] for each in tried)
-        if time.monotonic() + least + (took - least) * (tokens / before) ** 2 > end:
+        if took - least < NOISE * took:
+            tokens = min(tokens, before * 8)
+        elif time.monotonic() + least + (took - least) * (tokens / before) ** 2 > end:
             ended = f"the time ended: {seconds:.0f} s a mode"
             break
     found: dict[str, Any] = {"tokens": fits or None, "ended": ended, "tried": tried}
@@ -165,6 +170,14 @@ def length_within(peaks: Sequence[tuple[int, int]], limit_bytes: int) -> int:
     """Where the line through the shortest and the longest meets the limit; the longest, if that is behind it."""
     many, more = peaks[-1]
     return int(many + max(0, limit_bytes - more) / bytes_per_token(peaks))
+
+
+def length_of(found: Mapping[str, Any], options: Any) -> int:
+    """The longest that fits; where the time ended first, the one at which the line meets the limit. 0 if none fits."""
+    peaks = peaks_of(found.get("tried", ()))
+    if "time ended" in found.get("ended", "") and len(peaks) > 1 and bytes_per_token(peaks) > 0:
+        return length_within(peaks, options.limit_bytes)
+    return found.get("tokens") or 0
 
 
 def next_length(tried: Sequence[Mapping[str, Any]], fits: int, does_not: int | None, options: Any) -> int:
@@ -293,11 +306,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.result["claims"] = make_claims(found, times, options.device == "cuda")
             rows = [{"mode": mode, **row} for mode, row in found.items()]
             report.show(make_table("Longest sequences so far", COLUMNS, rows))
-        both = [found.get(mode, {}).get("tokens") for mode in ("full", "full+offload")]
-        if None not in both:
+        lengths = [length_of(found.get(mode, {}), options) for mode in ("full", "full+offload")]
+        if 0 not in lengths:
             harness.say("longest: offload beside checkpointing alone")
             # Beside the one without it, offload's slots stay where they are.
-            times |= compare_offload(stack, min(both) * 7 // 8, options.seconds / 3)
+            times |= compare_offload(stack, min(lengths) * 7 // 8, options.seconds / 3)
     finally:
         MANAGER.close()
     report.result["claims"] = make_claims(found, times, options.device == "cuda")
