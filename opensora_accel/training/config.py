@@ -28,6 +28,7 @@ from opensora_accel.training.options import first_refused, options
 JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 NotNegative = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
+UpToOne = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
@@ -40,7 +41,7 @@ class DataConfig:
     """Which clips are trained on, and how they are cut."""
 
     folder: str = ""
-    """Folder with the videos and a metadata.jsonl that names a file and its caption on each line."""
+    """Folder with the videos, and their captions in a metadata.jsonl, .csv or .json, beside each file, or in shards."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1
@@ -200,6 +201,8 @@ class FlowConfig:
     """Mean of the normal distribution under logit-normal times; above 0 there is more noise."""
     logit_std: AboveZero = 1.0
     """Its standard deviation."""
+    time_range: tuple[UpToOne, UpToOne] = (0.0, 1.0)
+    """Times that are trained, after the shift: all, or one expert's, as 0.875 to 1 for Wan 2.2's of much noise."""
     weighting: Literal["none", "bell"] = "none"
     """What a time counts in the loss: all the same, or most in the middle and nothing at the ends; 1 in the mean."""
     caption_drop: Share = 0.1
@@ -214,6 +217,10 @@ class FlowConfig:
             raise ValueError(
                 'flow.logit_mean and flow.logit_std are for flow.time_distribution="logit-normal"; set it, or leave '
                 "them out"
+            )
+        if not self.time_range[0] < self.time_range[1]:
+            raise ValueError(
+                f"flow.time_range must be a lower and a higher time; got {list(self.time_range)}"
             )
 
 
@@ -374,6 +381,12 @@ class TrainConfig:
                 f"a model that takes pictures' states counts on {_TOKENS_BESIDE_PICTURES} tokens of text behind them; "
                 f"text.length is {self.text.length}: set it to {_TOKENS_BESIDE_PICTURES}, or leave image.path and "
                 "image.width out"
+            )
+        if self.flow.time_range != (0.0, 1.0) and (self.num_samples or self.sample_captions):
+            raise ValueError(
+                f"a model that learns the times of flow.time_range {list(self.flow.time_range)} alone samples no "
+                "whole clip; set num_samples to 0 and leave sample_captions out, and sample with both experts in their "
+                "pipeline"
             )
         if self.sample_every and not (self.num_samples or self.sample_captions):
             raise ValueError(

@@ -35,16 +35,15 @@ from opensora_accel.files import retried
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.disk_cache import file_digest
+from opensora_accel.training.entries import Entry, read_entries
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.video import (
-    Entry,
     UnreadableVideo,
     Video,
     index_videos,
     nothing_usable,
     read_clip,
-    read_metadata,
 )
 
 logger = logging.getLogger(__name__)
@@ -280,10 +279,10 @@ class ClipLoader:
         self._is_first, self._digests = group is None or dist.get_rank(group) == 0, digests
 
         def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
-            entries = read_metadata(config.folder)
+            entries = read_entries(config.folder)
             return entries, *index_videos(entries, config.folder, config)
 
-        # Every line of metadata.jsonl, usable or not.
+        # Every file that is named, usable or not.
         self.entries, usable, self._unreadable = (
             look_at_folder() if group is None else from_first_rank(look_at_folder, group)
         )

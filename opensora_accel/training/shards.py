@@ -1,10 +1,11 @@
-"""Files inside of other files: tar as WebDataset has it, and parquet as the datasets of Hugging Face have it.
+"""Files inside of other files: tar as WebDataset has it, parquet and Arrow as the datasets of Hugging Face have them.
 
 A clip in a shard has a path like any other, with the shard as its folder, and all that reads videos takes it:
 
     clips/a.mp4                       a file
     clips/part-000017.tar/b.mp4       a member of a tar archive; its bytes lie in it in one piece
     clips/train-00003.parquet/41.mp4  row 41; the bytes in its column "video" (or "image")
+    clips/data-00000-of-00002.arrow/7.png  the same, as `save_to_disk` of datasets writes it
 
 What is known of a shard is read once in each process, and again when the shard changes.
 
@@ -28,9 +29,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 # Endings that PyAV and Pillow are asked to read; others in a sample are its caption, or something else.
 IMAGES = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
-_VIDEOS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts"}
-_CAPTION_KEYS = ("caption", "text", "prompt")
-_SHARDS = (".tar", ".parquet")
+VIDEOS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts"}
+CAPTION_KEYS = ("caption", "text", "prompt")
+_TABLES = (".parquet", ".arrow")
+_SHARDS = (".tar", *_TABLES)
 
 
 class Place(NamedTuple):
@@ -57,7 +59,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     place = place_of(path)
     if place is None:
         return open(path, "rb")
-    if place.shard.suffix == ".parquet":
+    if place.shard.suffix in _TABLES:
         return io.BytesIO(_row(place.shard, place.name))
     offset, size_bytes = _member(place)
     return io.BufferedReader(_Part(open(place.shard, "rb"), offset, size_bytes))
@@ -68,7 +70,7 @@ def size_of(path: str | os.PathLike[str]) -> int:
     place = place_of(path)
     if place is None:
         return os.path.getsize(path)
-    return len(_row(*place)) if place.shard.suffix == ".parquet" else _member(place)[1]
+    return len(_row(*place)) if place.shard.suffix in _TABLES else _member(place)[1]
 
 
 def status_of(path: str | os.PathLike[str]) -> os.stat_result:
@@ -85,11 +87,11 @@ def find_samples(folder: Path) -> list[tuple[str, str]]:
     """Every video and image in the shards of a folder, and its caption, in the order of names.
 
     Raises:
-        ValueError: a shard cannot be read, a sample has no caption, or parquet is not installed (pyarrow).
+        ValueError: a shard cannot be read, a sample has no caption, or pyarrow, which reads tables, is not installed.
     """
     found: list[tuple[str, str]] = []
     for shard in sorted(path for path in folder.iterdir() if path.suffix in _SHARDS and path.is_file()):
-        samples = _tar_samples(shard) if shard.suffix == ".tar" else _parquet_samples(shard)
+        samples = _tar_samples(shard) if shard.suffix == ".tar" else _table_samples(shard)
         found += [(f"{shard.name}/{name}", caption) for name, caption in samples]
     return found
 
@@ -161,7 +163,7 @@ def _tar_samples(shard: Path) -> Iterator[tuple[str, str]]:
         key, _, ending = last.partition(".")
         by_key.setdefault(f"{parent}/{key}", {})[f".{ending.lower()}"] = name
     for key, endings in by_key.items():
-        seen = [name for ending, name in endings.items() if ending in _VIDEOS or ending in IMAGES]
+        seen = [name for ending, name in endings.items() if ending in VIDEOS or ending in IMAGES]
         if not seen:
             continue
         if ".txt" in endings:
@@ -169,24 +171,75 @@ def _tar_samples(shard: Path) -> Iterator[tuple[str, str]]:
                 caption = file.read().decode("utf-8", "replace").strip()
         elif ".json" in endings:
             with open_file(shard / endings[".json"]) as file:
-                caption = _caption_in(json.load(file), f"{shard}: {endings['.json']}")
+                caption = caption_in(json.load(file), f"{shard}: {endings['.json']}")
         else:
             raise ValueError(
                 f"{shard}: {seen[0]} has no caption beside it; a sample of WebDataset has {key.lstrip('/')}.txt, or "
-                f"{key.lstrip('/')}.json with a text under {_CAPTION_KEYS[0]!r}"
+                f"{key.lstrip('/')}.json with a text under {CAPTION_KEYS[0]!r}"
             )
         yield seen[0], caption
 
 
-def _caption_in(record: Any, place: str) -> str:
-    values = [record.get(key) for key in _CAPTION_KEYS] if isinstance(record, dict) else []
+def caption_in(record: Any, place: str) -> str:
+    values = [record.get(key) for key in CAPTION_KEYS] if isinstance(record, dict) else []
     texts = [value for value in values if isinstance(value, str)]
     if not texts:
-        raise ValueError(f"{place}: needs a text under one of {', '.join(_CAPTION_KEYS)}")
+        raise ValueError(f"{place}: needs a text under one of {', '.join(CAPTION_KEYS)}")
     return texts[0]
 
 
-# Parquet
+# Tables
+
+
+class _Parquet:
+    """A file of parquet, of which one group of rows is read at a time."""
+
+    def __init__(self, path: str):
+        import pyarrow.parquet
+
+        self._file = pyarrow.parquet.ParquetFile(path)
+        self.schema = self._file.schema_arrow
+        counts = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
+        # The number of rows up to the end of each group.
+        self._ends = list(accumulate(counts)) or [0]
+        self.num_rows = self._ends[-1]
+
+    def cell(self, row: int, column: str) -> Any:
+        group = bisect_right(self._ends, row)
+        values = self._file.read_row_group(group, columns=[column]).column(0)
+        return values[row - (self._ends[group - 1] if group else 0)].as_py()
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self._file.read(columns=[name]).column(0).to_pylist()
+        return values
+
+    def paths(self, column: str) -> list[Any]:
+        """Of files, by the names that they had; their bytes are not read."""
+        return [value and value["path"] for value in self.column(f"{column}.path")]
+
+
+class _Arrow:
+    """A stream of Arrow's batches, whose memory is the file's own pages."""
+
+    def __init__(self, path: str):
+        import pyarrow.ipc
+
+        self._table = pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+        self.schema, self.num_rows = self._table.schema, self._table.num_rows
+
+    def cell(self, row: int, column: str) -> Any:
+        return self._table.column(column)[row].as_py()
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self._table.column(name).to_pylist()
+        return values
+
+    def paths(self, column: str) -> list[Any]:
+        """Of files, by the names that they had; their bytes are not read."""
+        import pyarrow.compute
+
+        values: list[Any] = pyarrow.compute.struct_field(self._table.column(column), "path").to_pylist()
+        return values
 
 
 def _row(shard: Path, name: str) -> bytes:
@@ -196,12 +249,10 @@ def _row(shard: Path, name: str) -> bytes:
 
 @lru_cache(maxsize=8)
 def _row_bytes(path: str, row: int, size_bytes: int, changed_ns: int) -> bytes:
-    file, ends, column = _parquet(path, size_bytes, changed_ns)
-    if row >= ends[-1]:
+    table, column = _table(path, size_bytes, changed_ns)
+    if row >= table.num_rows:
         raise FileNotFoundError(f"{path} has no row {row}")
-    group = bisect_right(ends, row)
-    values = file.read_row_group(group, columns=[column]).column(0)
-    value = values[row - (ends[group - 1] if group else 0)].as_py()
+    value = table.cell(row, column)
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes):
         raise ValueError(
@@ -212,44 +263,43 @@ def _row_bytes(path: str, row: int, size_bytes: int, changed_ns: int) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _parquet(path: str, size_bytes: int, changed_ns: int) -> tuple[Any, list[int], str]:
-    """The open file, the number of rows up to the end of each row group, and the column that has files."""
+def _table(path: str, size_bytes: int, changed_ns: int) -> tuple[_Parquet | _Arrow, str]:
+    """The open file, and the column that has files."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{path} is read by pyarrow, which is not installed; pip install pyarrow")
     import pyarrow
-    import pyarrow.parquet
 
+    is_arrow = Path(path).suffix == ".arrow"
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        table = _Arrow(path) if is_arrow else _Parquet(path)
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is no readable file of parquet ({error})") from error
-    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    columns = [name for name in ("video", "image", "mp4") if name in file.schema_arrow.names]
+        kind = "stream of Arrow" if is_arrow else "file of parquet"
+        raise ValueError(f"{path} is no readable {kind} ({error})") from error
+    columns = [name for name in ("video", "image", "mp4") if name in table.schema.names]
     if not columns:
         raise ValueError(
-            f"{path} has the columns {', '.join(file.schema_arrow.names)}, and none of video, image and mp4; rename one"
+            f"{path} has the columns {', '.join(table.schema.names)}, and none of video, image and mp4; rename one"
         )
-    return file, list(accumulate(counts)) or [0], columns[0]
+    return table, columns[0]
 
 
-def _parquet_samples(shard: Path) -> Iterator[tuple[str, str]]:
+def _table_samples(shard: Path) -> Iterator[tuple[str, str]]:
     status = os.stat(shard)
-    file, _, column = _parquet(os.fspath(shard), status.st_size, status.st_mtime_ns)
-    names = file.schema_arrow.names
-    caption = next((name for name in _CAPTION_KEYS if name in names), None)
+    table, column = _table(os.fspath(shard), status.st_size, status.st_mtime_ns)
+    names = table.schema.names
+    caption = next((name for name in CAPTION_KEYS if name in names), None)
     if caption is None:
         raise ValueError(
-            f"{shard} has the columns {', '.join(names)}, and no caption under one of {', '.join(_CAPTION_KEYS)}; "
+            f"{shard} has the columns {', '.join(names)}, and no caption under one of {', '.join(CAPTION_KEYS)}; "
             "rename one"
         )
-    texts = file.read(columns=[caption]).column(0).to_pylist()
-    nested = file.schema_arrow.field(column).type
+    texts = table.column(caption)
+    nested = table.schema.field(column).type
     has_path = any(nested.field(i).name == "path" for i in range(nested.num_fields))
-    paths = file.read(columns=[f"{column}.path"]).column(0).to_pylist() if has_path else [None] * len(texts)
+    paths = table.paths(column) if has_path else [None] * len(texts)
     for row, (text, path) in enumerate(zip(texts, paths, strict=True)):
-        given = path["path"] if isinstance(path, dict) else path
         # Images are read by another library than videos.
-        ending = Path(given or "").suffix.lower() or (".png" if column == "image" else ".mp4")
+        ending = Path(path or "").suffix.lower() or (".png" if column == "image" else ".mp4")
         if not isinstance(text, str):
             raise ValueError(f"{shard}: row {row} has no text under {caption!r}")
         yield f"{row}{ending}", text

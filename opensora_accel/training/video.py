@@ -1,14 +1,12 @@
-"""Video files and images: which of a folder can be trained on, and exact clips of them.
+"""Video files and images: which of them can be trained on, and exact clips of them.
 
-A folder holds metadata.jsonl and the files that it names. PyAV decodes videos, Pillow images, and Pillow resizes. Every
-way in which a file can be bad (missing, empty, truncated, damaged, too short) ends in one exception, `UnreadableVideo`,
-so that the data loader can set the file aside and go on.
+PyAV decodes videos, Pillow images, and Pillow resizes. Every way in which a file can be bad (missing, empty, truncated,
+damaged, too short) ends in one exception, `UnreadableVideo`, so that the data loader can set the file aside and go on.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import stat
@@ -32,7 +30,8 @@ from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket, bucket_of, cropped_share
 from opensora_accel.training.config import DataConfig
-from opensora_accel.training.shards import IMAGES, find_samples, open_file, place_of, size_of, status_of
+from opensora_accel.training.entries import Entry
+from opensora_accel.training.shards import IMAGES, open_file, place_of, size_of, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -306,20 +305,8 @@ def _cover(picture: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
 
 # The videos of a folder
 
-METADATA_EXAMPLE = '{"file": "clip.mp4", "caption": "a rabbit stretches in a meadow"}'
-
-# Characters; training a tokenizer takes a minute for one word of 300,000 (2 cores, 2026-11).
-_LONGEST_CAPTION = 10_000
 _PROGRESS_FROM_FILES = 200
 _PROBE_THREADS = 8  # opening files waits on storage more than on the processor
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of metadata.jsonl."""
-
-    file: str
-    caption: str
 
 
 @dataclass(frozen=True)
@@ -331,71 +318,6 @@ class Video:
     # None if the file could not be used.
     info: VideoInfo | None
     bucket: Bucket
-
-
-def read_metadata(folder: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of `folder`/metadata.jsonl, in the order of its lines; blank lines are skipped.
-
-    Without that file, every video and image in the folder's shards (`shards.py`), with its caption.
-
-    Raises:
-        FileNotFoundError: there is neither.
-        ValueError: a line is no object with the texts `file` and `caption`, or its file lies outside the folder; the
-            message names file and line.
-    """
-    path = Path(folder) / "metadata.jsonl"
-    if os.fspath(folder) and not path.is_file() and path.parent.is_dir():
-        samples = find_samples(path.parent)
-        if samples:
-            return [Entry(file, _checked(caption, file)) for file, caption in samples]
-    if not os.fspath(folder) or not path.is_file():
-        missing = f"there is no {path}" if os.fspath(folder) else "no folder of videos is given"
-        raise FileNotFoundError(
-            f"{missing}; point --data.folder at a folder with videos and a metadata.jsonl that has one line "
-            f"per video, for example {METADATA_EXAMPLE}, or with shards (.tar of WebDataset, .parquet)"
-        )
-    lines = enumerate(path.read_bytes().splitlines(), start=1)
-    entries = [_parse_line(line, f"{path}:{number}") for number, line in lines if line.strip()]
-    if not entries:
-        raise ValueError(f"{path} names no video; write one line per video, for example {METADATA_EXAMPLE}")
-    return entries
-
-
-def _parse_line(line: bytes, place: str) -> Entry:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
-        raise ValueError(f"{place}: is not a line of JSON ({error}); write {METADATA_EXAMPLE}") from error
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{place}: is a JSON {type(record).__name__}, not an object; write {METADATA_EXAMPLE}"
-        )
-    # As the video folders of Hugging Face's datasets have them.
-    texts = []
-    for name, other in (("file", "file_name"), ("caption", "text")):
-        value = record.get(name, record.get(other))
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{place}: needs a text under {name!r}, has {record!r}; write {METADATA_EXAMPLE}"
-            )
-        texts.append(value)
-    named, caption = texts
-    file = os.path.normpath(named)
-    # By name only: a link inside the folder may well lead to larger storage.
-    if os.path.isabs(file) or file.split(os.sep)[0] == os.pardir or file == os.curdir:
-        raise ValueError(
-            f"{place}: file {named!r} must lie inside the folder; move or link the video into it"
-        )
-    return Entry(file, _checked(caption, place))
-
-
-def _checked(caption: str, place: str) -> str:
-    if len(caption) > _LONGEST_CAPTION:
-        raise ValueError(
-            f"{place}: the caption has {len(caption):,} characters, and {_LONGEST_CAPTION:,} are the most; "
-            "shorten it; what follows the first --text.length tokens is not read anyway"
-        )
-    return caption
 
 
 def index_videos(

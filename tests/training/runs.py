@@ -40,3 +40,11 @@ def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None
             place = place.setdefault(table, {})
         place[key] = value
     return config_from_dict(values, "the test")
+
+
+def losses(config: Any) -> list[float]:
+    """Of the first four steps."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    return [trainer.step()["loss"] for _ in range(4)]

@@ -17,8 +17,8 @@ from opensora_accel.training.data import (
     Portion,
     VideoFolder,
     index_videos,
-    read_metadata,
 )
+from opensora_accel.training.entries import read_entries
 from opensora_accel.training.samples import write_video
 
 NUM_VIDEOS = 7  # does not divide into batches of four: every batch position meets every video
@@ -78,7 +78,7 @@ def test_a_missing_folder_says_how_to_make_one(folder, tmp_path, monkeypatch):
     with pytest.raises(
         FileNotFoundError, match=r'--data\.folder .*metadata\.jsonl .*\{"file": .*"caption": '
     ):
-        read_metadata(folder)
+        read_entries(folder)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, rule):
     good = b'{"file": "sub/..a.mp4", "caption": "good"}\n\n'
     (tmp_path / "metadata.jsonl").write_bytes(good + line + b"\n")
     with pytest.raises(ValueError, match=rf"metadata\.jsonl:3: .*{rule}"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
 
 
 def test_an_empty_list_is_an_error(tmp_path):
     (tmp_path / "metadata.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="names no video; write one line per video"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
 
 
 def test_unusable_files_are_set_aside_with_their_reason(folder):
@@ -116,7 +116,7 @@ def test_unusable_files_are_set_aside_with_their_reason(folder):
     (folder / "2.mp4").unlink()
     write_video(folder / "3.mp4", torch.zeros(4, 16, 32, 3, dtype=torch.uint8), 25)
     config = make_config(folder, num_frames=3, frame_stride=2)
-    usable, quarantined = index_videos(read_metadata(folder), folder, config)
+    usable, quarantined = index_videos(read_entries(folder), folder, config)
     assert [video.file for video in usable] == ["0.mp4", "4.mp4", "5.mp4", "6.mp4"]
     assert usable[0].info.num_frames == 20
     assert list(quarantined) == ["1.mp4", "2.mp4", "3.mp4"]
@@ -195,7 +195,7 @@ def test_batches_have_the_declared_shape_and_say_what_they_show(folder):
 
 def test_start_frames_vary_and_follow_from_seed_and_position(folder):
     config = make_config(folder)
-    videos, _ = index_videos(read_metadata(folder), folder, config)
+    videos, _ = index_videos(read_entries(folder), folder, config)
     clips = [VideoFolder(videos, config, seed=0)[position, 0].frames for position in range(12)]
     again = VideoFolder(videos, config, seed=0)[5, 0].frames
     assert torch.equal(clips[5], again)
@@ -204,7 +204,7 @@ def test_start_frames_vary_and_follow_from_seed_and_position(folder):
 
 def test_a_bad_file_gives_a_sample_with_an_error(folder):
     config = make_config(folder)
-    videos, _ = index_videos(read_metadata(folder), folder, config)
+    videos, _ = index_videos(read_entries(folder), folder, config)
     cut(folder / "2.mp4")
     sample = VideoFolder(videos, config, seed=0)[9, 2]
     assert (sample.position, sample.file, sample.frames) == (9, "2.mp4", None)

@@ -1,11 +1,12 @@
 """Flow matching, its draws, the codecs and the schedule."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from opensora_accel.training.config import CodecConfig, FlowConfig, OptimConfig
+from opensora_accel.training.config import CodecConfig, FlowConfig, OptimConfig, config_from_dict
 from opensora_accel.training.encoders import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.flow import (
     draw_noise,
@@ -67,6 +68,40 @@ def test_the_bell_is_that_of_wans_training():
     heights = (heights - heights.min()) * 1000 / (heights - heights.min()).sum()
     ours = loss_weights(FlowConfig(time_distribution="uniform", weighting="bell"), 5.0, times)
     assert torch.allclose(ours, heights, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("time_range", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.4)])
+@pytest.mark.parametrize("alpha", [1.0, 5.0, 0.4])
+@pytest.mark.parametrize("distribution", ["uniform", "logit-normal"])
+def test_a_range_has_the_distributions_part_that_lies_in_it(distribution, alpha, time_range):
+    others = {"logit_mean": 0.4, "logit_std": 1.3} if distribution == "logit-normal" else {}
+    whole = FlowConfig(time_distribution=distribution, **others)
+    part = dataclasses.replace(whole, time_range=time_range, weighting="bell")
+    first, last = time_range
+    drawn = draw_times(part, alpha, 0, range(4000))
+    assert first <= drawn.min() and drawn.max() <= last, "one beyond would be another expert's"
+    assert drawn.max() - drawn.min() > 0.8 * (last - first)
+    expected = draw_times(whole, alpha, 1, range(20_000))
+    expected = expected[(first <= expected) & (expected <= last)]
+    # The greatest distance of their distributions, which is 0.04 by chance once in ten thousand for 4,000 and 2,500.
+    bound = 2.3 * math.sqrt(1 / len(drawn) + 1 / len(expected))
+    assert kolmogorov(drawn, expected) < bound
+    assert loss_weights(part, alpha, drawn).mean().item() == pytest.approx(1.0, rel=0.05)
+
+
+def kolmogorov(one, other):
+    """The greatest distance of two empirical distributions."""
+    points = torch.cat([one, other]).sort().values
+    shares = [torch.searchsorted(each.sort().values, points, right=True) / len(each) for each in (one, other)]
+    return (shares[0] - shares[1]).abs().max().item()
+
+
+def test_a_range_is_a_lower_and_a_higher_time():
+    with pytest.raises(ValueError, match="a lower and a higher time"):
+        FlowConfig(time_range=(0.875, 0.2))
+    with pytest.raises(ValueError, match="samples no whole clip"):
+        config_from_dict({"flow": {"time_range": [0.875, 1.0]}}, "the test")
+    config_from_dict({"flow": {"time_range": [0.875, 1.0]}, "num_samples": 0}, "the test")
 
 
 def test_draws_depend_on_the_position_alone():

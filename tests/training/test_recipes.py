@@ -1,5 +1,7 @@
 """A recipe is held against the family's own pipeline in diffusers: same weights and noise, same latents and frames."""
 
+import copy
+import dataclasses
 import functools
 import inspect
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from opensora_accel.training.encoders import (
     latent_shape,
     train_tokenizer,
 )
+from opensora_accel.training.flow import draw_times
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes
 from opensora_accel.training.samples import sample_latents
@@ -184,6 +187,27 @@ def test_a_sample_is_the_pipelines(text_encoder, name):
         found = sample_latents(made.objective, noise, CAPTIONS, made.bucket)
     assert (found - noise).abs().max() > 0.1, "the model does something"
     assert (as_given(made, found) - expected).abs().max() < 1e-10
+
+
+def test_experts_have_the_times_that_their_pipeline_gives_them(text_encoder):
+    """Wan 2.2's boundary is one of shifted times: meant before a shift of 12, T2V's 0.875 would be 0.988."""
+    made = setting("WanTransformer3DModel", text_encoder)
+    boundary, called = 0.875, {"transformer": [], "transformer_2": []}
+    made.pipeline.register_modules(transformer_2=copy.deepcopy(made.pipeline.transformer))
+    made.pipeline.register_to_config(boundary_ratio=boundary)
+    for name, times in called.items():
+        getattr(made.pipeline, name).register_forward_pre_hook(
+            lambda _, args, kwargs, times=times: times.append(kwargs["timestep"]), with_kwargs=True
+        )
+    with without_rounding():
+        by_pipeline(made, torch.randn(2, *made.shape, dtype=torch.float64), "latent")
+    alpha = made.objective.time_shift(made.bucket)
+    for name, time_range in (("transformer", (boundary, 1.0)), ("transformer_2", (0.0, boundary))):
+        config = dataclasses.replace(made.objective.config.flow, time_range=time_range)
+        drawn = draw_times(config, alpha, 0, range(500)) * 1000
+        given = torch.cat(called[name])
+        assert len(given) and time_range[0] * 1000 <= given.min() and given.max() <= time_range[1] * 1000
+        assert drawn.min() >= time_range[0] * 1000 and drawn.max() <= time_range[1] * 1000
 
 
 def decoders():

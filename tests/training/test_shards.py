@@ -1,4 +1,4 @@
-"""Clips in tar archives and in parquet: the same frames, sums, entries and losses as from files."""
+"""Clips in tar archives and in tables of Hugging Face: the same frames, sums, entries and losses as from files."""
 
 import dataclasses
 import hashlib
@@ -13,11 +13,12 @@ from PIL import Image
 from opensora_accel import Plan
 from opensora_accel.training.config import DataConfig
 from opensora_accel.training.disk_cache import file_digest
+from opensora_accel.training.entries import read_entries
 from opensora_accel.training.shards import find_samples, open_file, place_of, size_of
 from opensora_accel.training.tiny_run import write_clips
-from opensora_accel.training.video import UnreadableVideo, probe, read_clip, read_metadata
+from opensora_accel.training.video import UnreadableVideo, probe, read_clip
 from tests.tiers import PROVE
-from tests.training.runs import tiny_config
+from tests.training.runs import losses, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def files(tmp_path_factory):
     Image.linear_gradient("L").resize((40, 24)).convert("RGB").save(folder / "5.png")
     with (folder / "metadata.jsonl").open("a") as file:
         file.write(json.dumps({"file": "5.png", "caption": "a picture"}) + "\n")
-    return folder, {entry.file: entry.caption for entry in read_metadata(folder)}
+    return folder, {entry.file: entry.caption for entry in read_entries(folder)}
 
 
 def add(archive, name, data):
@@ -66,14 +67,30 @@ def write_parquet(folder, files):
     return folder
 
 
-WRITE = {"tar": write_tar, "parquet": write_parquet}
+def write_arrow(folder, files):
+    """Two streams of two batches, and what lies beside them, as `save_to_disk` of datasets writes them."""
+    pyarrow, ipc = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.ipc")
+    folder.mkdir()
+    (folder / "state.json").write_text('{"_split": "train"}')
+    (folder / "dataset_info.json").write_text("{}")
+    source, captions = files
+    rows = [{"bytes": (source / name).read_bytes(), "path": name} for name in captions]
+    for number in range(2):
+        part = slice(3 * number, 3 * number + 3)
+        table = pyarrow.table({"video": rows[part], "text": list(captions.values())[part]})
+        with ipc.new_stream(folder / f"data-{number:05d}-of-00002.arrow", table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
+    return folder
+
+
+WRITE = {"tar": write_tar, "parquet": write_parquet, "arrow": write_arrow}
 
 
 @pytest.mark.parametrize("kind", WRITE)
 def test_shards_hold_the_same_clips(files, tmp_path, kind):
     folder = WRITE[kind](tmp_path / kind, files)
     source, captions = files
-    entries = read_metadata(folder)
+    entries = read_entries(folder)
     assert [entry.caption for entry in entries] == list(captions.values())
     for entry, name in zip(entries, captions, strict=True):
         within, file = folder / entry.file, source / name
@@ -98,14 +115,9 @@ def test_a_part_of_a_file_is_a_file(files, tmp_path):
         assert part.seek(2, io.SEEK_CUR) == 10 and part.read(4) == whole[10:14]
 
 
-def losses(config):
-    from opensora_accel.training.loop import Trainer
-
-    trainer = Trainer(config)
-    return [trainer.step()["loss"] for _ in range(4)]
-
-
-@pytest.mark.parametrize("kind", ["tar", pytest.param("parquet", marks=PROVE)])
+@pytest.mark.parametrize(
+    "kind", ["tar", pytest.param("parquet", marks=PROVE), pytest.param("arrow", marks=PROVE)]
+)
 def test_a_run_on_shards_is_the_run_on_files(ranks, files, tmp_path, kind):
     folder = WRITE[kind](tmp_path / kind, files)
 
@@ -121,13 +133,13 @@ def test_a_run_on_shards_is_the_run_on_files(ranks, files, tmp_path, kind):
 def test_shards_that_are_wrong_say_what_is(files, tmp_path):
     (tmp_path / "a.tar").write_bytes(b"no archive" * 100)
     with pytest.raises(ValueError, match=r"a\.tar is no readable tar archive"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
     with pytest.raises(UnreadableVideo, match="no readable tar archive"):
         probe(tmp_path / "a.tar" / "0.mp4")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         add(archive, "0.mp4", b"x")
     with pytest.raises(ValueError, match=r"0\.mp4 has no caption beside it.*0\.txt"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
     with pytest.raises(UnreadableVideo, match=r"has no member 1\.mp4"):
         probe(tmp_path / "a.tar" / "1.mp4")
     with pytest.raises(UnreadableVideo, match=r"cannot be decoded|no video container"):
@@ -136,10 +148,10 @@ def test_shards_that_are_wrong_say_what_is(files, tmp_path):
         add(archive, "0.mp4", b"x")
         add(archive, "0.json", b'{"title": "no caption"}')
     with pytest.raises(ValueError, match="needs a text under one of caption, text, prompt"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
     (tmp_path / "a.tar").unlink()
-    with pytest.raises(FileNotFoundError, match=r"shards \(\.tar of WebDataset, \.parquet\)"):
-        read_metadata(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"shards \(\.tar of WebDataset, \.parquet and \.arrow"):
+        read_entries(tmp_path)
 
 
 def test_parquet_that_is_wrong_says_what_is(tmp_path, monkeypatch):
@@ -150,20 +162,17 @@ def test_parquet_that_is_wrong_says_what_is(tmp_path, monkeypatch):
 
     write({"clip": [b"x"], "text": ["a"]})
     with pytest.raises(ValueError, match="has the columns clip, text, and none of video, image and mp4"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
     write({"video": [b"x"], "title": ["a"]})
     with pytest.raises(ValueError, match="no caption under one of caption, text, prompt"):
-        read_metadata(tmp_path)
+        read_entries(tmp_path)
     write({"video": [{"bytes": None, "path": "/elsewhere/a.mp4"}], "text": ["a"]})
-    (entry,) = read_metadata(tmp_path)
+    (entry,) = read_entries(tmp_path)
     with pytest.raises(UnreadableVideo, match="row 0 has no bytes under 'video'"):
         probe(tmp_path / entry.file)
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match="no readable file of parquet"):
-        read_metadata(tmp_path)
-
-
-def test_names_of_hugging_face_in_metadata(tmp_path):
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.mp4", "text": "a clip"}\n')
-    (entry,) = read_metadata(tmp_path)
-    assert (entry.file, entry.caption) == ("a.mp4", "a clip")
+        read_entries(tmp_path)
+    (tmp_path / "a.parquet").rename(tmp_path / "a.arrow")
+    with pytest.raises(ValueError, match="no readable stream of Arrow"):
+        read_entries(tmp_path)
