@@ -91,9 +91,9 @@ def test_a_ring_of_ulysses_groups_is_compiled_too(ranks, name):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("plan", [Plan(ulysses=2), Plan(ring=2, checkpoint="full")], ids=str)
-def test_every_model_is_compiled(ranks, name, plan):
-    for alone, (_, second, third), errors in ranks(2, graphs, name, plan):
+def test_every_model_is_compiled(ranks, name):
+    """Under one plan: what a ring and checkpointing compile to is that of a few models, above, and takes as long again."""
+    for alone, (_, second, third), errors in ranks(2, graphs, name, Plan(ulysses=2)):
         # Some compute in bf16 what one device does too, and lie further apart; compiling adds nothing to that.
         assert max(errors) < max(CLOSE, 2 * errors[0])
         assert second == third
