@@ -92,7 +92,7 @@ def test_a_ring_of_ulysses_groups_is_compiled_too(ranks, name):
 @pytest.mark.prove
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_is_compiled(ranks, name):
-    """Under one plan: what a ring and checkpointing compile to is that of a few models, above, and takes as long again."""
+    """Under one plan: what a ring and checkpointing compile to is that of few models, above, and takes as long."""
     for alone, (_, second, third), errors in ranks(2, graphs, name, Plan(ulysses=2)):
         # Some compute in bf16 what one device does too, and lie further apart; compiling adds nothing to that.
         assert max(errors) < max(CLOSE, 2 * errors[0])
