@@ -53,7 +53,7 @@ def test_an_unknown_command_or_option(run):
     [
         (
             ["--data.folder", "/nowhere"],
-            "there is no /nowhere/metadata.jsonl; point --data.folder at a folder",
+            "there is no /nowhere; point --data.folder at a folder",
         ),
         (["--plan.ulysses", "2"], "the plan needs 2 ranks"),
         (["--data.height", "26"], "data.height (26) must be a multiple of 4 for the codec; use 24 or 28"),

@@ -130,7 +130,7 @@ class GatedResidual(torch.autograd.Function):
         x_dtype, wide = ctx.options
         needs_x, needs_y, needs_gate = ctx.needs_input_grad[:3]
         wanted = gate if needs_gate else None
-        rows = Rows(y, wanted)
+        rows = Rows(y, wanted, is_light=True)
         dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
         (dgate,) = rows.partials(wide, wanted)
         if needs_y or needs_gate:

@@ -299,7 +299,8 @@ class ModulatedNorm(torch.autograd.Function):
         wanted = [
             t if needed else None for t, needed in zip((scale, shift, weight, bias), needs, strict=True)
         ]
-        rows = Rows(x, *wanted[:2])
+        num_sums = sum(each is not None for each in wanted)
+        rows = Rows(x, *wanted[:2], is_light=scale is None and num_sums <= 1)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         dscale, dshift, dweight, dbias = rows.partials(wide, *wanted)
         rows.launch(

@@ -42,8 +42,8 @@ TL_DTYPES = {
 _TILE = 2048
 # Of a multiprocessor, and how many of those there are where nobody is asked: as in an H100.
 _REGISTERS, _MULTIPROCESSORS = 65536, 132
-# Of a row, in a thread: about so many, and in a backward with 8 warps at most so many.
-_VALUES, _MOST_VALUES = 16, 20
+# Of a row, in a thread: about so many, and in a backward with 8 warps at most so many, of two bytes and of more.
+_VALUES, _MOST_HALVES, _MOST_VALUES = 16, 24, 20
 # Of partial sums, what a program adds up at a time: 395 chunks of 3,072 features are as many programs as 96.
 _SUM_CHUNKS, _SUM_COLUMNS = 128, 32
 # Of a row's pieces: at most 8, and values that are not there.
@@ -63,10 +63,13 @@ class Rows:
     """The rows [N, C] of x [..., C], and the launch of kernels over them.
 
     operands: those whose gradients are summed over the rows that share them; None for one that is not there.
+    is_light: whether a backward holds nothing of a row but x, the gradient and one sum.
     """
 
-    def __init__(self, x: Tensor, *operands: Tensor | None):
+    def __init__(self, x: Tensor, *operands: Tensor | None, is_light: bool = False):
         self.shape, self.device = x.shape, x.device
+        self._has_halves = x.element_size() <= 2
+        self._is_light = is_light and self._has_halves
         *lead, self.num_features = x.shape
         self.num_rows = math.prod(lead)
         # [N0, N1, N2]: further dimensions are folded into the first.
@@ -157,16 +160,19 @@ class Rows:
         num_warps = 1 << (max(1, min(16, values // (32 * _VALUES))).bit_length() - 1)
         # A backward holds so much of a row that one program would fill a multiprocessor's registers, and nothing would
         # run while it waits.
-        if not is_exact and num_warps == 8 and values > 32 * num_warps * _MOST_VALUES:
+        most = _MOST_HALVES if self._has_halves else _MOST_VALUES
+        if not is_exact and num_warps == 8 and values > 32 * num_warps * most:
             num_warps = 16
         return num_warps
 
     def _most_registers(self, num_warps: int) -> int:
         """Of a thread: so many that three programs of 4 warps fit a multiprocessor, two of 8, or one of 16.
 
-        Where a thread has few values four programs of 4 warps do.
+        Where a thread has few values four programs of 4 warps do, and three of 8 that hold little else.
         """
         has_few = self.tile * self._width <= 32 * num_warps * _VALUES
+        if num_warps == 8 and has_few and self._is_light:
+            return 80
         return 168 if num_warps <= 4 and not has_few else 128
 
     def launch(

@@ -61,13 +61,10 @@ def test_every_size_compiles(compiled, function, num_features, order):
 
 # At sizes that models have, of the bandwidth of a copy.
 LEAST = {"RMS norm": 0.9, "adaLN": 0.85, "gated residual": 0.9, "RMS norm, rotary": 0.85}
-# Backward: of long rows, with which one or two programs fill a multiprocessor's registers, and of heads in pairs.
-LEAST_BACKWARD = {
-    ("RMS norm", 4096): 0.85,
-    ("RMS norm", 6144): 0.7,
-    ("adaLN", 6144): 0.7,
-    ("RMS norm, rotary", 128): 0.8,
-}
+# Backward: of heads in pairs.
+LEAST_BACKWARD = {("RMS norm, rotary", 128): 0.8}
+# Bytes of a thread. Without them one program would fill a multiprocessor, on a B200 at 43 % of a copy in place of 75.
+MOST_SPILLED = {("adaLN", 6144, "A100"): 64, ("adaLN", 6144, "B200"): 64}
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -75,12 +72,13 @@ LEAST_BACKWARD = {
 def test_nothing_spills_and_the_forecast_holds(case, gpu):
     for cost in costs(case, gpu):
         # What does not fit into registers would go through memory, where the time is.
-        assert cost.spilled_bytes == 0, cost
+        most = MOST_SPILLED.get((case.name, case.num_features, gpu.name), 0)
+        assert cost.spilled_bytes <= most, cost
         if gpu.name == "H100":
             least = LEAST[case.name.removesuffix(" of halves")]
             if cost.direction == "backward":
                 least = LEAST_BACKWARD.get((case.name, case.num_features), least)
             assert round(cost.share, 2) >= least, cost
             # As much of a row as a program holds, another must fit beside it.
-            if case.num_features in (3072, 5120):
+            if case.num_features > 128:
                 assert cost.programs >= 2, cost
