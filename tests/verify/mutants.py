@@ -41,6 +41,7 @@ _REPRESENTATIVES = (
     "Wan: output not gathered",
     "DDP: over data",
     "trainer: samples by global rank",
+    "trainer: reported loss not summed",
     "loop: a parameter outside of the model",
     "loop: the optimizer before fully_shard",
     "loop: clipped by the norm of a shard",
