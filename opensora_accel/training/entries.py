@@ -125,7 +125,7 @@ def _entry(record: Any, place: str, folder: Path) -> Entry:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: is a JSON {type(record).__name__}, not an object; write {EXAMPLE}")
     named = _text(record, _FILE_KEYS, place)
-    caption = _text(record, CAPTION_KEYS, place)
+    caption = _text(record, CAPTION_KEYS, place, may_be_empty=True)
     file = os.path.normpath(named)
     # By name only: a link inside the folder may well lead to larger storage.
     if os.path.isabs(file):
@@ -137,11 +137,12 @@ def _entry(record: Any, place: str, folder: Path) -> Entry:
     return Entry(file, _checked(caption, place))
 
 
-def _text(record: dict[str, Any], keys: tuple[str, ...], place: str) -> str:
-    """The text under the first of these keys that has one; an empty cell of a table is a file without a name."""
+def _text(record: dict[str, Any], keys: tuple[str, ...], place: str, may_be_empty: bool = False) -> str:
+    """The text under the first of these keys that has one."""
     for key in keys:
         value = record.get(key)
-        if isinstance(value, str) and (value or keys is CAPTION_KEYS):
+        # A table of videos and images has an empty cell in one of two columns.
+        if isinstance(value, str) and (value or may_be_empty):
             return value
     raise ValueError(
         f"{place}: needs a text under {keys[0]!r} (or {', '.join(keys[1:])}), has {record!r}; write {EXAMPLE}"

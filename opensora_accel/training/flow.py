@@ -67,6 +67,7 @@ def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[
         shares = torch.stack([torch.rand((), generator=rng, dtype=torch.float64) for rng in rngs])
     else:
         normal = torch.stack([torch.randn((), generator=rng, dtype=torch.float64) for rng in rngs])
+        # The draws of old runs, to the bit: by way of their shares they would be rounded once more.
         if config.time_range == (0.0, 1.0):
             return shifted((config.logit_mean + config.logit_std * normal).sigmoid(), alpha)
         shares = torch.special.ndtr(normal)

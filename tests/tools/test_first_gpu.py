@@ -262,6 +262,20 @@ def test_short_steps_say_nothing_about_long_ones(monkeypatch):
     assert longest.length_of(found, stack.options) == found["tokens"]
 
 
+def test_steps_that_grow_by_nothing_end_with_the_time_too(monkeypatch):
+    class Even(Straight):
+        seconds = 0.0
+
+        def peak_bytes(self, tokens):
+            self.seconds += 2.0
+            return super().peak_bytes(tokens)
+
+    stack = Even(8, 1)
+    monkeypatch.setattr(longest, "time", argparse.Namespace(monotonic=lambda: stack.seconds))
+    found = longest.search(stack, 7.0)
+    assert found["ended"].startswith("the time ended") and stack.seconds == 6.0
+
+
 def test_steps_are_compared_at_the_length_that_memory_gives_where_the_time_gave_a_shorter_one():
     stack = Straight(256, 500)
     tried = [{"tokens": tokens, "peak_bytes": stack.peak_bytes(tokens)} for tokens in (256, 512)]

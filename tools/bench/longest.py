@@ -141,8 +141,10 @@ def search(stack: Stack, seconds: float) -> dict[str, Any]:
         # the noise of short steps it says nothing, and the next length is one at which there is more of it.
         least = min(each["seconds"] for each in tried)
         if took - least < NOISE * took:
-            tokens = min(tokens, before * 8)
-        elif time.monotonic() + least + (took - least) * (tokens / before) ** 2 > end:
+            tokens, expected = min(tokens, before * 8), took
+        else:
+            expected = least + (took - least) * (tokens / before) ** 2
+        if time.monotonic() + expected > end:
             ended = f"the time ended: {seconds:.0f} s a mode"
             break
     found: dict[str, Any] = {"tokens": fits or None, "ended": ended, "tried": tried}
