@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,9 +41,17 @@ def errors(name: str, plan: Plan, own_checkpointing: bool = False, device: str =
 def compare(found: Found, expected: Found) -> dict[str, float]:
     """Gradients are averaged over the ranks first, as DDP does; a text's is what passed through each rank."""
     group = parallel_states.get_data_parallel_group(get_mixed_dp_pg=True)
+    by_dtype: dict[torch.dtype, Found] = defaultdict(dict)
     for name in sorted(name for name in found if not name.startswith("output ")):
-        dist.all_reduce(found[name], group=group)
-        found[name] /= group.size()
+        by_dtype[found[name].dtype][name] = found[name]
+    for gradients in by_dtype.values():
+        # In one message: hundreds of small ones would take as long as the model.
+        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        parts = flat.split([gradient.numel() for gradient in gradients.values()])
+        for (name, gradient), part in zip(gradients.items(), parts, strict=True):
+            found[name] = part.view_as(gradient)
     return relative_errors(found, expected)
 
 
