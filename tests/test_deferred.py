@@ -154,7 +154,7 @@ def whole_values(plan, folder=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", some(PLANS, PLANS[3], PLANS[4]), ids=str)
+@pytest.mark.parametrize("plan", some(PLANS, PLANS[4]), ids=str)
 @pytest.mark.parametrize("from_files", some([True, False]))
 def test_values_are_those_of_one_device_on_every_mesh(ranks, plan, from_files, tmp_path):
     folder = None

@@ -236,7 +236,6 @@ TRAINED = some(
         Plan(ring=2, ulysses=2, sharding="zero3", checkpoint="selective"),
         OFFLOADED,
     ],
-    ROUNDED,
     OFFLOADED,
 )
 

@@ -259,6 +259,8 @@ class Trainer:
                     self._end_step(is_first=len(losses) == 1)
                     if profiler is None and self._is_due(self.config.sample_every):
                         self.write_samples(tracker)
+                        if self.is_first:
+                            write_run_page(self.output)
                 self.saver.wait()
                 stopping = any_rank(stop.requested) or profiler is not None
             if profiler is not None:
@@ -521,7 +523,6 @@ class Trainer:
             paths = write_comparison(folder, samples)
             if tracker is not None:
                 tracker.clips(self.state.step, samples, paths)
-                write_run_page(self.output)
         # Whoever gets the path, on whichever rank, finds the file written.
         dist.barrier()
         return folder / STRIP

@@ -144,6 +144,7 @@ def with_a_break():
     return max(errors)
 
 
+@PROVE
 def test_without_fullgraph_the_sizes_are_exchanged_between_graphs(ranks):
     assert max(ranks(2, with_a_break)) < 1e-12
 

@@ -23,6 +23,8 @@ from dit_step import Case
 from first_gpu import FAILED, HELD, NOT_RUN
 from gpu_stages import STAGES, Stage
 
+from tests.tiers import some
+
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = [{"claim": "good", "held": True, "value": 1.0}, {"claim": "bad", "held": False, "value": 2.0}]
 HANG = "import time; time.sleep(600)"
@@ -92,7 +94,7 @@ def test_a_stage_that_would_take_all_time_leaves_some_to_those_after_it(tmp_path
     assert found["claim of holds"][0] == HELD
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT]))
 def test_a_run_that_is_stopped_reports_what_there_is(tmp_path, number):
     program = (
         "import sys; from pathlib import Path; from tests.tools.test_first_gpu import *\n"

@@ -394,8 +394,7 @@ def steps_of(name, plan):
     ("name", "plan"),
     [
         *(pytest.param(name, Plan(ulysses=2), marks=() if name == "LTX-2" else PROVE) for name in CASES),
-        ("MMDiT", Plan(tp=2)),
-        pytest.param("MMDiT", Plan(ring=2, tp=2), marks=PROVE),
+        *(pytest.param("MMDiT", Plan(tp=2, ring=ring), marks=PROVE) for ring in (1, 2)),
     ],
     ids=str,
 )
