@@ -134,7 +134,8 @@ def _trained(steps: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, An
 def _curves(steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Those that have a number in any step; of many steps, one in so many for the table."""
     every = max(1, -(-len(steps) // charts.MAX_STEPS))
-    for field, label, what in _CURVES:
+    (loss, *others), experts = _CURVES, _experts(steps)
+    for field, label, what in (loss, *experts, *others):
         points = [{"step": row["step"], field: row.get(field), "warm_up": False} for row in steps]
         if all(point[field] is None for point in points):
             continue
@@ -144,10 +145,16 @@ def _curves(steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             "label": label,
             "axis_label": inside,
             "what": what,
-            "chart": charts.over_steps(points, field, inside, f"run-{field}"),
+            "chart": charts.over_steps(points, field, inside, f"run-{field.replace('/', '-')}"),
             "every": every,
             "points": [(point["step"], point[field]) for point in points[::every]],
         }
+
+
+def _experts(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The losses of two experts, of a run that trains both."""
+    names = [field for field in (steps[0] if steps else {}) if field.startswith("loss/")]
+    return [(name, f"Loss, {name.removeprefix('loss/')} expert", "At its own times alone.") for name in names]
 
 
 def _clips(folder: Path) -> dict[str, Any] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import psutil
@@ -18,6 +20,7 @@ from torch import nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.deferred import deferred_init
+from opensora_accel.documents import read_json
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import add_adapters
@@ -33,6 +36,8 @@ from opensora_accel.training.recipes import RECIPES, Inputs, Recipe, Sizes, patc
 from opensora_accel.training.video import Video
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
+
+logger = logging.getLogger(__name__)
 
 # More take minutes to make, even without their weights.
 _MOST_LAYERS = 1000
@@ -61,6 +66,7 @@ def build_model(
     """
     cls, recipe = model_class(config.model), recipe_of(config.model)
     _check_recipe(recipe, config)
+    _check_times(config)
     # What the codec, the encoder and the conditions decide about the model, whatever its config says.
     derived = derived_arguments(config, codec, text_width)
     arguments = model_arguments(config, codec, text_width)
@@ -199,6 +205,42 @@ def _check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         )
     if config.data.frame_rate and not recipe.takes_frame_rate:
         raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
+
+
+def _check_times(config: TrainConfig) -> None:
+    """Checks the times of a run against those of the pipeline that the model's folder lies in, where that has experts.
+
+    The weights themselves tell nothing: an expert that is trained in the other's range learns, and is asked there by
+    no pipeline.
+
+    Raises:
+        ValueError: it is the expert of other times.
+    """
+    folder = Path(config.model.path)
+    own = {"transformer": 0, "transformer_2": 1}.get(folder.resolve().name) if config.model.path else None
+    index = folder.resolve().parent / "model_index.json"
+    if own is None or not index.is_file():
+        return
+    boundary = read_json(index, dict[str, Any]).get("boundary_ratio")
+    if not isinstance(boundary, float) or not 0 < boundary < 1:
+        return
+    times = ((boundary, 1.0), (0.0, boundary))[own]
+    first, last = config.flow.time_range
+    said = f"{config.model.path} is the expert of the times {times[0]:g} to {times[1]:g}"
+    if (first, last) == (0.0, 1.0):
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s, says %s, and is trained at all times; train it at its own (flow.time_range), or both experts "
+                "(flow.boundary and model.path_2)",
+                said,
+                index,
+            )
+    elif first < times[0] or last > times[1]:
+        raise ValueError(
+            f"{said}, and {first:g} to {last:g} are trained, where its pipeline asks the other one ({index}); set "
+            f"flow.boundary (or flow.time_range) by {boundary:g}, model.path to the folder transformer and "
+            "model.path_2 to transformer_2"
+        )
 
 
 def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:

@@ -85,8 +85,15 @@ class ModelConfig:
     """Arguments of that class, as JSON (a table in the file). Channels and text width follow from the codec."""
     path: str = ""
     """Local folder of a model saved by diffusers, to go on from its weights."""
+    path_2: str = ""
+    """The same of the low-noise expert (transformer_2 of Wan 2.2's pipelines); see flow.boundary."""
 
     def __post_init__(self) -> None:
+        if self.path_2 and not self.path:
+            raise ValueError(
+                "model.path_2 is the second expert of a pair, and model.path has the first; set both, or leave "
+                "model.path_2 out"
+            )
         for name, value in self.config.items():
             # NaN passes each comparison that would refuse a number later.
             items = value if isinstance(value, (list, tuple)) else [value]
@@ -202,7 +209,10 @@ class FlowConfig:
     logit_std: AboveZero = 1.0
     """Its standard deviation."""
     time_range: tuple[UpToOne, UpToOne] = (0.0, 1.0)
-    """Times that are trained, after the shift: all, or one expert's, as 0.875 to 1 for Wan 2.2's of much noise."""
+    """Times that are trained, after the shift: all, or one expert's, as 0.875 to 1 for Wan 2.2's high-noise one."""
+    boundary: Share = 0.0
+    """Trains two experts on the same clips, each with its own optimizer: the high-noise one of model.path from this
+    time to 1, the low-noise one of model.path_2 from 0 to it; Wan 2.2's T2V has 0.875, its I2V 0.9. 0 trains one."""
     weighting: Literal["none", "bell"] = "none"
     """What a time counts in the loss: all the same, or most in the middle and nothing at the ends; 1 in the mean."""
     caption_drop: Share = 0.1
@@ -221,6 +231,10 @@ class FlowConfig:
         if not self.time_range[0] < self.time_range[1]:
             raise ValueError(
                 f"flow.time_range must be a lower and a higher time; got {list(self.time_range)}"
+            )
+        if self.boundary and self.time_range != (0.0, 1.0):
+            raise ValueError(
+                "flow.time_range trains one expert and flow.boundary both; leave one of them out"
             )
 
 
@@ -388,6 +402,13 @@ class TrainConfig:
                 "whole clip; set num_samples to 0 and leave sample_captions out, and sample with both experts in their "
                 "pipeline"
             )
+        if bool(self.model.path_2) != bool(self.flow.boundary and self.model.path):
+            missing = "model.path_2" if self.flow.boundary else "flow.boundary"
+            raise ValueError(
+                f"two experts are trained where model.path, model.path_2 and flow.boundary are set; {missing} is not: "
+                "set it (0.875 for Wan 2.2's T2V, 0.9 for its I2V, and path_2 the folder transformer_2), or leave the "
+                "others out and set flow.time_range, which trains one of them"
+            )
         if self.sample_every and not (self.num_samples or self.sample_captions):
             raise ValueError(
                 "sample_every has nothing to sample: num_samples is 0, and there are no sample_captions; set one of "
@@ -410,6 +431,33 @@ class TrainConfig:
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '
                 f"is {self.plan.offload}; set it to auto, or leave memory_target_gib out"
+            )
+
+    @property
+    def experts(self) -> tuple[TrainConfig, ...]:
+        """Each model's run, as if it were trained alone: this one, or the high-noise and low-noise experts'."""
+        boundary = self.flow.boundary
+        if not boundary:
+            return (self,)
+        model = dataclasses.replace(self.model, path_2="")
+        high, low = (
+            dataclasses.replace(self.flow, boundary=0.0, time_range=times)
+            for times in ((boundary, 1.0), (0.0, boundary))
+        )
+        # Samples take both.
+        alone = dataclasses.replace(
+            self, model=model, flow=high, num_samples=0, sample_captions=(), sample_every=0
+        )
+        path = self.model.path_2
+        return alone, dataclasses.replace(alone, model=dataclasses.replace(model, path=path), flow=low)
+
+    def refuse_two_experts(self, what: str) -> None:
+        """Raises ValueError for what follows or counts one model."""
+        if self.flow.boundary:
+            raise ValueError(
+                f"{what} one model, and flow.boundary trains two; set flow.time_range in place of flow.boundary and "
+                "model.path_2, which makes a run of one of them: its step is half of this run's, and beside it the "
+                "other one's weights, moments and averages take as much memory"
             )
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 from opensora_accel.training.config import FlowConfig
 
 # Models take t in 0…1 as a timestep in 0…1000.
-_TIMESTEPS = 1000
+TIMESTEPS = 1000
 
 
 def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
@@ -108,7 +108,7 @@ def loss_weights(config: FlowConfig, alpha: float, times: Tensor) -> Tensor | No
         return torch.exp(-2 * (t - 0.5).square()) - math.exp(-0.5)
 
     # The middles of a thousand equally likely parts.
-    middles = (torch.arange(_TIMESTEPS, dtype=torch.float64) + 0.5) / _TIMESTEPS
+    middles = (torch.arange(TIMESTEPS, dtype=torch.float64) + 0.5) / TIMESTEPS
     return bell(times) / bell(_times_at(config, alpha, middles)).mean()
 
 
@@ -147,7 +147,7 @@ def flow_loss(
     noisy = (1 - t) * clean + t * noise
     # Before the model is given its work, for which a copy from the host would wait.
     weights = None if weights is None else weights.to(clean.device)
-    velocity = predict(noisy, times.to(clean.device) * _TIMESTEPS)
+    velocity = predict(noisy, times.to(clean.device) * TIMESTEPS)
     error = velocity - (noise - clean)
     # bf16 would round the sum of squares; fp64 stays.
     squares = (error.float() if error.dtype != torch.float64 else error).square()
@@ -165,6 +165,6 @@ def sample(predict: Callable[[Tensor, Tensor], Tensor], noise: Tensor, times: Te
     latents = noise
     for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
         # x_{t'} = x_t + (t' − t)·v, with t' < t: from noise towards the clip.
-        timestep = torch.full((noise.size(0),), now * _TIMESTEPS, dtype=torch.float64, device=noise.device)
+        timestep = torch.full((noise.size(0),), now * TIMESTEPS, dtype=torch.float64, device=noise.device)
         latents = latents + (following - now) * predict(latents, timestep).to(noise.dtype)
     return latents

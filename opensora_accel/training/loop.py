@@ -9,48 +9,36 @@ import math
 import statistics
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from opensora_accel.communications import gather_objects
 from opensora_accel.experimental import experiment
-from opensora_accel.fsdp import forget_rounding, set_last_microbatch
 from opensora_accel.observe import peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
-from opensora_accel.profiler import explain_out_of_memory, profile, write_run_page
+from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
 from opensora_accel.training.config import ProfileOptions, TrainConfig
-from opensora_accel.training.data import Batch, ClipLoader
+from opensora_accel.training.data import ClipLoader
 from opensora_accel.training.encoders import (
     TextEncoder,
     build_codec,
     build_text_encoder,
     train_tokenizer,
 )
+from opensora_accel.training.expert import Expert
 from opensora_accel.training.kept import EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
-from opensora_accel.training.objective import Objective
-from opensora_accel.training.optim import (
-    EMA,
-    FreeAverage,
-    build_optimizer,
-    check_schedule_free,
-    learning_rate,
-    numbers_of,
-    set_learning_rate,
-    set_numbers,
-)
-from opensora_accel.training.output import COMFYUI, CONFIG, LORA, PROFILE, SAMPLES, write_text
+from opensora_accel.training.objective import Encoded, Objective
+from opensora_accel.training.optim import check_schedule_free, set_numbers
+from opensora_accel.training.output import COMFYUI, CONFIG, LORAS, PROFILE, SAMPLES, write_text
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
@@ -60,26 +48,19 @@ from opensora_accel.training.saved_state import (
     Record,
     Saver,
     TrainState,
-    load_state,
+    load_states,
+    record_of_model,
     set_newer_aside,
 )
 from opensora_accel.training.stored import Stored, open_disk_cache
-from opensora_accel.watching import watch
-from shardformer import blocks_of, parallelize, save_lora
-from shardformer.clipping import clip_grad_norm_, total_grad_norm
+from shardformer import parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.engine import weight_dtype
-from shardformer.paths import find
-from shardformer.policy import find_policy
 
 logger = logging.getLogger(__name__)
 
 # How long ranks wait for one another after the first step, in which files are read and kernels compiled: as NCCL does.
 WAITING_S = 600.0
-_MAX_SKIPPED_STEPS = 10
-# Gradient norms that the next one is compared with, and how few of them say nothing yet.
-_NUM_NORMS, _FEWEST_NORMS = 100, 20
-_MAX_SHOWN_FILES = 8
 # Where nobody says how many.
 _PROFILED_STEPS = 20
 
@@ -137,7 +118,9 @@ class Trainer:
                 config.image, config.seed, self.device, self.dtype, outline=self.disk_cache is not None
             )
         # The model takes no memory yet, and the text encoder is gone before it does.
-        model, latent_shapes = build.build_model(config, codec, text.width, self.dtype)
+        first, *others = config.experts
+        model, latent_shapes = build.build_model(first, codec, text.width, self.dtype)
+        width = text.width
         encoder: TextEncoder | StoredCaptions | EmbeddedCaptions = text
         if config.text.cache:
             encoder = EmbeddedCaptions(text, captions, self.device)
@@ -152,7 +135,7 @@ class Trainer:
         plans = {str(bucket): plan for bucket, plan in config.plans.items()}
         model, forward = parallelize(model, config.plan, self.device, plans)
         self.objective = Objective(
-            config,
+            first,
             recipe,
             codec,
             encoder,
@@ -165,35 +148,36 @@ class Trainer:
             self.device,
             self.dtype,
         )
-        # The plan of the batch that ran last, for what is said when memory runs out.
-        self._batch_plan = config.plan
-        optimizer = build_optimizer(model, config.optim)
-        ema: EMA | FreeAverage | None = None
-        if config.optim.schedule == "free":
-            ema = FreeAverage(model, optimizer)
-        elif config.optim.ema_decay:
-            ema = EMA(model, config.optim.ema_decay)
-        self.state = TrainState(model, optimizer, ema)
-        self._saved: tuple[int, Path] | None = None
         self.saver = Saver(self.device)
+        names = ("",) if not others else ("high-noise", "low-noise")
+        self.experts = [Expert(names[0], first, self.objective, self.saver)]
+        for name, alone in zip(names[1:], others, strict=True):
+            model, _ = build.build_model(alone, codec, width, self.dtype)
+            model, forward = parallelize(model, config.plan, self.device, plans)
+            second = self.objective.add_second(alone, model, forward)
+            self.experts.append(Expert(name, alone, second, self.saver))
+        self._saved: tuple[int, Path] | None = None
         if saved is not None and record is not None:
-            set_numbers(optimizer, record.optimizer or [{} for _ in optimizer.param_groups])
-            load_state(saved, record, self.state)
+            load_states(saved, record, [expert.state for expert in self.experts])
+            for expert, of_model in zip(self.experts, record.models, strict=True):
+                optimizer = expert.state.optimizer
+                set_numbers(optimizer, of_model.optimizer or [{} for _ in optimizer.param_groups])
+                expert.norms.extend(of_model.norms)
             self.loader.load_state_dict(dataclasses.asdict(record.data))
             self._saved = self.state.step, saved
         if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation
             self.objective.keep(self.loader.next_clips(batches), self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
-        self.skipped_in_a_row, self._num_trained = 0, 0
-        first = self.state.step + 1
-        self.watch = None
-        if config.watch:
-            # Mistakes of a loop are for loops of other people: the tests hold this one against a single device.
-            self.watch = watch(model, config.plan, every=config.watch, check_steps=0, first_step=first)
-        self._norms = deque[float](record.norms if record else (), maxlen=_NUM_NORMS)
+        for expert in self.experts:
+            expert.start_watching()
         # Tells them from saved states of other runs that lie beside them; kept when a run goes on.
         self._run_id = (record.run if record else None) or uuid.uuid4().hex
+
+    @property
+    def state(self) -> TrainState:
+        """That of the model, or of the first expert."""
+        return self.experts[0].state
 
     def train(self, profiling: ProfileOptions | None = None) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
@@ -211,6 +195,7 @@ class Trainer:
         last = self.config.steps
         profiler: profile | None = None
         if profiling is not None:
+            self.config.refuse_two_experts("a profile follows")
             last = self.state.step + self.num_profiled(profiling)
             peak, source = peak_of(self.device, self.config.plan.precision)
             profiler = profile(
@@ -236,14 +221,12 @@ class Trainer:
             write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
 
         from_first_rank(begin)
-        watching = self.watch or nullcontext()
         with tracker or nullcontext():
-            with StopRequest() as stop, profiler or nullcontext(), watching:
+            with StopRequest() as stop, profiler or nullcontext(), self._watched():
                 while self.state.step < last:
                     started, before = time.perf_counter(), self._cache_counts()
                     # A save that failed beside the training ends it here, on all ranks.
-                    with self._explained():
-                        metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
+                    metrics = self.step(lambda: any_rank(stop.requested or self.saver.failed))
                     seconds = time.perf_counter() - started
                     if metrics is None:
                         self.saver.wait()
@@ -271,6 +254,13 @@ class Trainer:
         show_cache(self.disk_cache, self.output)
         return losses
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for expert in self.experts:
+                stack.enter_context(expert.watch or nullcontext())
+            yield
+
     def num_profiled(self, profiling: ProfileOptions) -> int:
         """How many steps are to be recorded.
 
@@ -287,12 +277,17 @@ class Trainer:
         return min(left, profiling.num_steps or _PROFILED_STEPS)
 
     def _check_trained(self, num_steps: int) -> None:
-        """Fails on all ranks where each of the run's steps was skipped: what would be written was not trained."""
+        """Fails on all ranks where each of a model's steps was skipped: what would be written was not trained."""
         if num_steps and not self._num_trained:
             raise ValueError(
                 f"all {num_steps} steps were skipped, because their gradients were not finite: nothing was trained, "
                 "and no weights are written; look at the clips that the warnings name, or lower --optim.lr"
             )
+
+    @property
+    def _num_trained(self) -> int:
+        """Steps of this process that changed every model."""
+        return min(expert.num_trained for expert in self.experts)
 
     def _is_due(self, every: int) -> bool:
         """Whether something that is done every so many steps (0: never) is done after this one, and not at the end."""
@@ -320,31 +315,13 @@ class Trainer:
         tracker.step(self.state.step, metrics | speed | {"memory_gib": memory_bytes / 2**30} | cached)
         self.offload.show_decisions()
 
-    def _explained(self) -> AbstractContextManager[Any]:
-        """Around a step of a watched run on a GPU: where memory runs out, the error says what filled it and what fits.
-
-        On a CPU that would follow every operator, and the system ends a process without asking.
-        """
-        if self.watch is None or self.device.type != "cuda":
-            return nullcontext()
-        model = self.state.model
-        mlps = [mlp for path in find_policy(model).mlps for _, mlp in find(model, path)]
-        return explain_out_of_memory(
-            model, self.state.optimizer, lambda: self._batch_plan, blocks=blocks_of(model), mlps=mlps
-        )
-
     def _write_results(self, tracker: Tracker | None) -> None:
         """What a whole run leaves beside its saved states: the adapter, and sampled clips."""
         if self.config.lora.rank:
             # The averaged ones, which the samples are made with.
             with self._averaged():
-                path = save_lora(self.state.model, self.output / LORA)
-            if self.is_first:
-                print(f"the adapter for pipelines of diffusers: {path}", flush=True)
-                try:
-                    print(f"for ComfyUI: {write_comfyui_lora(path, path.parent / COMFYUI)}", flush=True)
-                except ValueError as error:  # layers that have no name there
-                    logger.warning("no adapter for ComfyUI: %s", error)
+                for expert, folder in zip(self.experts, LORAS, strict=False):
+                    self._export_adapter(expert, self.output / folder)
         if self.config.num_samples or self.config.sample_captions:
             strip = self.write_samples(tracker)
             if self.is_first:
@@ -352,6 +329,17 @@ class Trainer:
                 print(f"sampled clips{beside}: {strip}", flush=True)
         if self.is_first:
             print(f"the page of the run: {write_run_page(self.output)}", flush=True)
+
+    def _export_adapter(self, expert: Expert, folder: Path) -> None:
+        path = save_lora(expert.state.model, folder)
+        if not self.is_first:
+            return
+        of = f" of the {expert.name} expert" if expert.name else ""
+        print(f"the adapter{of} for pipelines of diffusers: {path}", flush=True)
+        try:
+            print(f"for ComfyUI: {write_comfyui_lora(path, path.parent / COMFYUI)}", flush=True)
+        except ValueError as error:  # layers that have no name there
+            logger.warning("no adapter for ComfyUI: %s", error)
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """One optimizer step over `accumulation` global batches; its loss is the mean over all data ranks.
@@ -364,112 +352,50 @@ class Trainer:
         Raises:
             ValueError: this is the tenth step in a row that was skipped.
         """
-        config, state = self.config.optim, self.state
-        rate = learning_rate(config, state.step, self.config.steps)
-        set_learning_rate(state.optimizer, rate)
+        rates = [expert.begin() for expert in self.experts]
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
-        total, files = torch.zeros((), dtype=torch.float64, device=self.device), list[str]()
+        files, kept = list[str](), list[Encoded]()
         num_tokens, num_clips = 0, Counter[str]()
-        for micro in range(config.accumulation):
-            if interrupted():
-                state.optimizer.zero_grad()
-                self.loader.load_state_dict(position)
-                return None
-            with region("data"):
-                batch = next(self.loader)
-            files += batch.files
-            of_all_ranks = len(batch.files) * self.config.plan.data
-            num_tokens += of_all_ranks * self.num_tokens[batch.bucket]
-            num_clips[str(batch.bucket)] += of_all_ranks
-            total += self._backward(batch, is_last=micro == config.accumulation - 1)
-        own_loss = total.clone()
-        # Equal on all ranks of a sequence group, so the mean over the world is the mean over data ranks.
-        dist.all_reduce(total)
-        whole_norm = total_grad_norm(state.model)
-        # Read at once, and before the optimizer is given its work: the host would wait for that too.
-        loss, norm = torch.stack([total, whole_norm.to(total)]).tolist()
-        if self.watch is not None:
-            self.watch.loss(own_loss, files)
-            self.watch.check(norm)  # before clipping hides a spike
-        clip_grad_norm_(state.model, config.clip_norm, whole_norm)
-        # The norm is equal on all ranks, so that all of them step, or none.
-        reason = self._why_skip(norm)
-        if reason is None:
-            self._norms.append(norm)
-            self.saver.wait_for_copy()
-            state.optimizer.step()
-            self._num_trained += 1
-            if state.ema is not None:
-                state.ema.update()
-        state.optimizer.zero_grad()
-        state.step += 1
-        self.skipped_in_a_row = 0 if reason is None else self.skipped_in_a_row + 1
-        metrics = {
-            "loss": loss / dist.get_world_size(),
-            "grad_norm": norm,
-            "lr": rate,
-            "tokens": num_tokens,
-        }
+        first, *others = self.experts
+        accumulation = self.config.optim.accumulation
+        with first.explained():
+            for micro in range(accumulation):
+                if interrupted():
+                    first.give_up()
+                    self.loader.load_state_dict(position)
+                    return None
+                with region("data"):
+                    batch = next(self.loader)
+                files += batch.files
+                of_all_ranks = len(batch.files) * self.config.plan.data
+                num_tokens += of_all_ranks * self.num_tokens[batch.bucket]
+                num_clips[str(batch.bucket)] += of_all_ranks
+                encoded = self.objective.encode(batch)
+                if others:
+                    kept.append(encoded)
+                first.backward(encoded, is_last=micro == accumulation - 1)
+            found = [first.update(files)]
+        for expert in others:
+            # It is not asked any more whether to stop: the first one has stepped.
+            with expert.explained():
+                for micro, encoded in enumerate(kept):
+                    expert.backward(encoded, is_last=micro == accumulation - 1)
+                found.append(expert.update(files))
+        metrics = found[0]
+        if others:
+            # What a run has one of is the mean; the norm is that over all parameters.
+            metrics = {
+                f"{key}/{expert.name}": value
+                for expert, each in zip(self.experts, found, strict=True)
+                for key, value in each.items()
+            }
+            metrics["loss"] = statistics.fmean(each["loss"] for each in found)
+            metrics["grad_norm"] = math.hypot(*(each["grad_norm"] for each in found))
+        metrics |= {"lr": rates[0], "tokens": num_tokens}
         if self.config.data.buckets:
             metrics |= {f"clips/{size}": count for size, count in num_clips.items()}
-        if self.watch is not None:
-            if self.watch.last_look == state.step:
-                metrics |= {f"grad_norm/{name}": each for name, each in self.watch.block_norms.items()}
-            self.watch.step()
-        if reason is not None:
-            forget_rounding(state.model)
-            self._warn_of_skipped(reason, own_loss, files)
         return metrics
-
-    def _why_skip(self, norm: float) -> str | None:
-        """Why the optimizer must not step with gradients of this norm; None where it may."""
-        if not math.isfinite(norm):
-            return f"its gradient norm is {norm}"
-        factor = self.config.optim.skip_factor
-        if factor and len(self._norms) >= _FEWEST_NORMS and norm > factor * statistics.median(self._norms):
-            times = norm / statistics.median(self._norms)
-            return (
-                f"its gradient norm is {norm:.3g}, {times:.1f} times the median of {len(self._norms)} steps"
-            )
-        return None
-
-    def _warn_of_skipped(self, reason: str, own_loss: Tensor, files: Sequence[str]) -> None:
-        """Names the clips of a step that was skipped; `own_loss` is this rank's, a scalar.
-
-        Communication: an object all-gather.
-
-        Raises:
-            ValueError: on all ranks, where ten steps in a row were skipped.
-        """
-        by_rank = gather_objects((bool(own_loss.isfinite()), list(files)))
-        # The clips of ranks whose loss is not finite are to blame; where all are finite, any may be.
-        blamed = [of_rank for is_finite, of_rank in by_rank if not is_finite] or [of for _, of in by_rank]
-        names = list(dict.fromkeys(file for of_rank in blamed for file in of_rank))
-        shown = ", ".join(names[:_MAX_SHOWN_FILES]) + (", …" if len(names) > _MAX_SHOWN_FILES else "")
-        message = f"step {self.state.step} skipped: {reason}; its clips: {shown}"
-        if self.is_first:
-            logger.warning("%s", message)
-        # One bad batch is no reason to end a run; a run of them will not recover by itself.
-        if self.skipped_in_a_row >= _MAX_SKIPPED_STEPS:
-            raise ValueError(
-                f"{_MAX_SKIPPED_STEPS} steps in a row were skipped ({message}); lower --optim.lr, look at these clips, "
-                "or resume from an earlier saved state"
-            )
-
-    def _backward(self, batch: Batch, is_last: bool) -> Tensor:
-        """Adds the gradients of a batch; its part of the loss."""
-        self._batch_plan = self.objective.plans.get(batch.bucket, self.config.plan)
-        # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
-        forward = self.objective.forward
-        local: AbstractContextManager[Any] = nullcontext()
-        if isinstance(forward, nn.parallel.DistributedDataParallel) and not is_last:
-            local = forward.no_sync()
-        set_last_microbatch(self.state.model, is_last)
-        with local:
-            loss = self.objective.loss(batch) / self.config.optim.accumulation
-            loss.backward()
-        return loss.detach()
 
     def _save_and_say_how_to_go_on(self) -> None:
         step = self.state.step
@@ -492,16 +418,23 @@ class Trainer:
             OSError: on all ranks, where it cannot be written, or the one before could not be.
         """
         folder = self.output / FOLDER / f"step_{self.state.step:06d}"
+        first, *others = (record_of_model(expert.state, expert.norms) for expert in self.experts)
         extra = {
             "run": self._run_id,
             "config": dataclasses.asdict(self.config),
             "data": self.loader.state_dict(),
-            "norms": list(self._norms),
-            "optimizer": numbers_of(self.state.optimizer),
+            "second": others[0] if others else None,
+            **first,
         }
         texts = {TOKENIZER: self.tokenizer_json} if self.tokenizer_json else {}
         with region("save"):
-            self.saver.save(folder, self.state, extra, texts, self.config.keep_checkpoints)
+            self.saver.save(
+                folder,
+                [expert.state for expert in self.experts],
+                extra,
+                texts,
+                self.config.keep_checkpoints,
+            )
         self._saved = self.state.step, folder
         if self.is_first:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -514,10 +447,13 @@ class Trainer:
         Args:
             tracker: rank 0's, which shows them.
         """
-        model = self.state.model.eval()
+        for expert in self.experts:
+            expert.state.model.eval()
         with self._averaged(), torch.no_grad():
-            samples = sample_clips(self.objective, self.loader.videos[: self.config.num_samples])
-        model.train()
+            videos = self.loader.videos[: self.config.num_samples]
+            samples = sample_clips(self.objective, videos, self.config.sample_captions)
+        for expert in self.experts:
+            expert.state.model.train()
         folder = self.output / SAMPLES / f"step_{self.state.step:06d}"
         if self.is_first:
             paths = write_comparison(folder, samples)
@@ -527,10 +463,14 @@ class Trainer:
         dist.barrier()
         return folder / STRIP
 
-    def _averaged(self) -> AbstractContextManager[None]:
-        """Within it the model has the averaged weights, where there are any."""
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within it every model has the averaged weights, where there are any."""
         self.saver.wait_for_copy()
-        return self.state.ema.applied() if self.state.ema is not None else nullcontext()
+        with ExitStack() as stack:
+            for expert in self.experts:
+                stack.enter_context(expert.averaged())
+            yield
 
     def _cache_counts(self) -> dict[str, int]:
         """What this rank has found in the folder so far, and what not; nothing where there is no folder."""

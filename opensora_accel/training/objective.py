@@ -10,10 +10,12 @@ sample's position in the job (`flow.py`), so that the same samples give the same
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +38,7 @@ from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.disk_cache import DiskCache
 from opensora_accel.training.encoders import Codec, LatentShape, TextEncoder, build_codec
 from opensora_accel.training.flow import (
+    TIMESTEPS,
     draw_noise,
     draw_times,
     drop_captions,
@@ -48,6 +51,20 @@ from opensora_accel.training.pictures import PictureEncoder, build_picture_encod
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.stored import Stored
 from shardformer import run_blocks
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch of B clips as every model of the run takes it, whatever its times."""
+
+    bucket: Bucket
+    positions: Sequence[int]
+    captions: Sequence[str]
+    # Latents [B, C, t, h, w].
+    clean: Tensor
+    # Where frames may be given: what is, and bool [B, t], the latent frames that are learned.
+    condition: Condition | None
+    learned: Tensor | None
 
 
 class Objective:
@@ -83,10 +100,23 @@ class Objective:
         self.pictures: PictureEncoder | KeptPictures | None = pictures
         self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
         self.device, self.dtype = device, dtype
+        # That of the second of two experts, which learns the times below this one's.
+        self.second: Objective | None = None
 
-    def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of this data rank's samples, a scalar."""
-        config, seed = self.config.flow, self.config.seed
+    def add_second(self, config: TrainConfig, model: nn.Module, forward: Callable[..., Any]) -> Objective:
+        """That of a second expert, of the same clips and encoders, by its own configuration."""
+        self.second = second = copy.copy(self)
+        second.config, second.model, second.forward = config, model, forward
+        return second
+
+    def at(self, timestep: Tensor) -> Objective:
+        """That of the expert whose velocity a sample takes at this timestep [B]; the boundary is the first one's."""
+        if self.second is None or float(timestep[0]) >= self.config.flow.time_range[0] * TIMESTEPS:
+            return self
+        return self.second
+
+    def encode(self, batch: Batch) -> Encoded:
+        """What no model is needed for, and every model takes."""
         frames = batch.frames.to(self.device)
         condition, learned = None, None
         with region("encode", "clips"):
@@ -94,16 +124,21 @@ class Objective:
             if self.config.conditions.are_used:
                 kinds = self._draw_conditions(batch.bucket, batch.positions)
                 condition, learned = self.encode_condition(kinds, frames, clean, batch.clips)
+        return Encoded(batch.bucket, batch.positions, batch.captions, clean, condition, learned)
+
+    def loss(self, batch: Encoded) -> Tensor:
+        """The mean loss of this data rank's samples, a scalar."""
+        config, seed = self.config.flow, self.config.seed
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         alpha = self.time_shift(batch.bucket)
         times = draw_times(config, alpha, seed, batch.positions)
         return flow_loss(
-            partial(self.predict, bucket=batch.bucket, captions=captions, condition=condition),
-            clean,
-            draw_noise(clean, seed, batch.positions),
+            partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition),
+            batch.clean,
+            draw_noise(batch.clean, seed, batch.positions),
             times.to(self.device),
             weights=loss_weights(config, alpha, times),
-            learned=learned,
+            learned=batch.learned,
         )
 
     def predict(
@@ -210,6 +245,9 @@ class Objective:
             if disk_cache is not None and image.path:
                 in_folder = Stored.pictures(disk_cache, image, self.device)
             self.pictures = KeptPictures(encoder, again, shown, in_memory=image.cache, stored=in_folder)
+        if self.second is not None:
+            # Or it would hold the encoders that are released.
+            self.second.codec, self.second.pictures = self.codec, self.pictures
 
     def _encode(self, frames: Tensor, clips: Sequence[Clip], given: Sequence[Given] | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3] of these clips, and what is shown of each → latents [B, C, t, h, w]."""

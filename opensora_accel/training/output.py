@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 TENSORBOARD = "tensorboard"
 OFFLOAD = "offload.json"
 LORA, COMFYUI = "lora", "comfyui.safetensors"
+# That of the second of two experts beside it.
+LORAS = (LORA, "lora_2")
 PROFILE = "profile"
-WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, LORA, PROFILE, PAGE)
+WRITTEN = (CONFIG, METRICS, TENSORBOARD, OFFLOAD, saved_state.FOLDER, SAMPLES, *LORAS, PROFILE, PAGE)
 _LOCK = ".opensora-accel.lock"
 
 

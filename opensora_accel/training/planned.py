@@ -56,6 +56,7 @@ def job_of(config: TrainConfig) -> Job:
     Raises:
         ValueError, FileNotFoundError: as `planned_sizes` and `frozen_parts`.
     """
+    config.refuse_two_experts("the planner counts")
     sizes = {size.name: size for size in planned_sizes(config)}
 
     def with_batch(name: str, batch: int) -> Workload:

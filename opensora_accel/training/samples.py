@@ -60,9 +60,12 @@ class SampledClip:
         return pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
 
 
-def sample_clips(objective: Objective, videos: Sequence[Video]) -> list[SampledClip]:
-    """A clip for each video's caption and each of `config.sample_captions`; every rank has to call, and gets the same
-    clips. The videos beside them are read on rank 0 alone, unless frames of them are given.
+def sample_clips(
+    objective: Objective, videos: Sequence[Video], others: Sequence[str] = ()
+) -> list[SampledClip]:
+    """A clip for each video's caption and each of the others; every rank has to call, and gets the same clips.
+
+    The videos beside them are read on rank 0 alone, unless frames of them are given.
 
     A video's has the size that the video is trained with. Where frames are given in training, those of the kind with
     the greatest weight are given of the video. Clips of other captions have the size with the most tokens, and nothing
@@ -87,7 +90,7 @@ def sample_clips(objective: Objective, videos: Sequence[Video]) -> list[SampledC
         for number, clip in zip(numbers, sampled, strict=True):
             source = sources[number] if sources else None
             samples[number] = SampledClip(captions[number], clip, source, rates[number], kind)
-    captions = dict(enumerate(config.sample_captions, start=len(videos)))
+    captions = dict(enumerate(others, start=len(videos)))
     if captions:
         bucket = max(objective.num_tokens, key=objective.num_tokens.__getitem__)
         for number, clip in zip(captions, _sample(objective, captions, bucket), strict=True):
@@ -138,11 +141,12 @@ def sample_latents(
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
-        velocity = objective.predict(latents, timestep, bucket, captions, condition)
+        expert = objective.at(timestep)
+        velocity = expert.predict(latents, timestep, bucket, captions, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
             return velocity
-        unconditional = objective.predict(latents, timestep, bucket, [""] * len(captions), condition)
+        unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
         return unconditional + config.guidance * (velocity - unconditional)
 
     return sample(guided, noise, objective.recipe.times(config.sample_steps, objective.time_shift(bucket)))

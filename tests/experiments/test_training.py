@@ -49,7 +49,7 @@ def kept_after_a_skipped_step(config):
     ]
     found = []
     for reason in (None, "it is made up"):
-        trainer._why_skip = lambda _norm, reason=reason: reason
+        trainer.experts[0]._why_skip = lambda _norm, reason=reason: reason
         trainer.step()
         found.append(sum(bool(user._sums._left_out) for user in users))
     return found, len(users)

@@ -37,7 +37,7 @@ def whole(tensor):
 
 
 def first_gradients(trainer):
-    trainer.objective.loss(next(trainer.loader)).backward()
+    trainer.objective.loss(trainer.objective.encode(next(trainer.loader))).backward()
     grads = {
         name.removeprefix("module."): whole(p.grad).clone()
         for name, p in trainer.state.model.named_parameters()
@@ -393,9 +393,9 @@ def not_finite(config):
         for _ in range(10):
             trainer.step()
     trainer.objective.loss = original
-    trainer.skipped_in_a_row = 5
+    trainer.experts[0].skipped_in_a_row = 5
     trainer.step()
-    return trainer.skipped_in_a_row
+    return trainer.experts[0].skipped_in_a_row
 
 
 def all_skipped(config):
@@ -425,11 +425,12 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, folder, tmp_path, fault):
 
 def told_of(config, steps, spoil):
     """What rank 0 tells of 25 steps of which rank 1's loss is spoiled in some; the norms that are remembered."""
-    from opensora_accel.training import loop
+    from opensora_accel.training import expert
+    from opensora_accel.training.loop import Trainer
 
-    trainer, told = loop.Trainer(config), []
-    original, warning = trainer.objective.loss, loop.logger.warning
-    loop.logger.warning = lambda text, *values: told.append(text % values)
+    trainer, told = Trainer(config), []
+    original, warning = trainer.objective.loss, expert.logger.warning
+    expert.logger.warning = lambda text, *values: told.append(text % values)
 
     def loss(batch):
         # One rank's samples alone, as a broken clip is.
@@ -441,8 +442,8 @@ def told_of(config, steps, spoil):
         for _ in range(25):
             trainer.step()
     finally:
-        loop.logger.warning = warning
-    return told, list(trainer._norms)
+        expert.logger.warning = warning
+    return told, list(trainer.experts[0].norms)
 
 
 @pytest.mark.faults
@@ -466,9 +467,9 @@ def test_clips_of_the_rank_whose_loss_is_not_finite_are_named(ranks, folder, tmp
 
 def watched(config, spoil):
     """Trains; what is logged, and the error that ends it, where one does. `spoil(trainer)` is called in each step."""
-    from opensora_accel.training import loop
+    from opensora_accel.training.loop import Trainer
 
-    trainer, told = loop.Trainer(config), []
+    trainer, told = Trainer(config), []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("opensora_accel")

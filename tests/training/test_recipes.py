@@ -210,6 +210,29 @@ def test_experts_have_the_times_that_their_pipeline_gives_them(text_encoder):
         assert drawn.min() >= time_range[0] * 1000 and drawn.max() <= time_range[1] * 1000
 
 
+def test_a_sample_with_two_experts_is_the_pipelines(text_encoder):
+    made = setting("WanTransformer3DModel", text_encoder)
+    objective, boundary = made.objective, 0.875
+    second = copy.deepcopy(objective.model)
+    for parameter in second.parameters():
+        parameter.data.mul_(1.5)
+    made.pipeline.register_modules(transformer_2=second)
+    made.pipeline.register_to_config(boundary_ratio=boundary)
+    both = dataclasses.replace(
+        objective.config, flow=dataclasses.replace(objective.config.flow, boundary=boundary)
+    )
+    objective.config, low = both.experts
+    objective.add_second(low, second, second)
+    noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with without_rounding():
+        expected = by_pipeline(made, noise, "latent")
+        found = sample_latents(objective, noise, CAPTIONS, made.bucket)
+        objective.second = None
+        with_one = sample_latents(objective, noise, CAPTIONS, made.bucket)
+    assert (as_given(made, found) - expected).abs().max() < 1e-10
+    assert (found - with_one).abs().max() > 0.01, "the second one was asked"
+
+
 def decoders():
     return [*((name, None) for name in FAMILIES), ("LTXVideoTransformer3DModel", "denoises")]
 

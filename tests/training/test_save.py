@@ -96,7 +96,7 @@ def test_a_late_copy_takes_what_was_saved(parallel_registry, tmp_path, device):
 
     state = TrainState(model, torch.optim.AdamW(model.parameters()), None, 1)
     with before_the_copy(late), torch.no_grad():
-        saver.save(tmp_path / "state", state, {}, {}, 1)
+        saver.save(tmp_path / "state", [state], {}, {}, 1)
         if on_gpu:
             assert saver._copied.wait(60), "the copies were asked for"
             model(torch.ones(2, 300, device=device))

@@ -19,6 +19,7 @@ from opensora_accel.training.saved_state.folder import (
     MODEL_WEIGHTS,
     NEWEST,
     TOKENIZER,
+    ModelRecord,
     Record,
     find_saved_state,
     list_saved_states,
@@ -26,8 +27,8 @@ from opensora_accel.training.saved_state.folder import (
     run_of,
     set_newer_aside,
 )
-from opensora_accel.training.saved_state.load import load_state
-from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState
+from opensora_accel.training.saved_state.load import load_states
+from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState, record_of_model
 
 __all__ = [
     "AUTO",
@@ -36,13 +37,15 @@ __all__ = [
     "NEWEST",
     "SAVING",
     "TOKENIZER",
+    "ModelRecord",
     "Record",
     "Saver",
     "TrainState",
     "find_saved_state",
     "list_saved_states",
-    "load_state",
+    "load_states",
     "read_record",
+    "record_of_model",
     "run_of",
     "set_newer_aside",
 ]

@@ -10,6 +10,8 @@
     transformer_ema/…                                       the same, averaged
     tokenizer.json
 
+A run of two experts has optimizer_2, transformer_2 and transformer_2_ema beside them.
+
 Ranks on different machines may see different folders, because a listing on a network file system can be old. Each rank
 looks for itself, shows the others what it sees, and all of them take the same saved state or fail together.
 """
@@ -46,6 +48,8 @@ CONFIG = "config.json"
 # Tensors lie in STEM.safetensors, or in several files of that name with numbers.
 WEIGHTS_STEM, OPTIMIZER_STEM = "diffusion_pytorch_model", "optimizer"
 MODEL, AVERAGED = "transformer", "transformer_ema"
+# Of the second of two experts.
+OPTIMIZER_2_STEM, MODEL_2, AVERAGED_2 = "optimizer_2", "transformer_2", "transformer_2_ema"
 MODEL_WEIGHTS = f"{MODEL}/{WEIGHTS_STEM}.safetensors"
 PARTIAL = ".partial"
 _STEP = re.compile(r"step_\d+")
@@ -66,18 +70,30 @@ class DataPosition:
     quarantined: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a saved state says of its run. Sums vouch for the bytes of a file, and not for who wrote it."""
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """What a saved state says of one model's training."""
+
+    ema_updates: Count
+    model_class: str = ""
+    norms: list[Annotated[float, Between(0.0, 1e38)]] = field(default_factory=list)
+    optimizer: list[dict[str, int | Finite]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(ModelRecord):
+    """What it says of its run, and of the first model. Sums vouch for the bytes of a file, not for who wrote it."""
 
     step: Annotated[int, Between(0, 1 << 53)]
     config: dict[str, Any]  # `config_from_dict` looks at the values
     data: DataPosition
-    ema_updates: Count
-    model_class: str = ""
     run: str | None = None
-    norms: list[Annotated[float, Between(0.0, 1e38)]] = field(default_factory=list)
-    optimizer: list[dict[str, int | Finite]] = field(default_factory=list)
+    # Of the second of two experts.
+    second: ModelRecord | None = None
+
+    @property
+    def models(self) -> tuple[ModelRecord, ...]:
+        return (self,) if self.second is None else (self, self.second)
 
 
 def remove_partial(folder: Path) -> None:
@@ -160,15 +176,20 @@ def read_manifest(folder: Path) -> dict[str, str]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{path} lists {name!r}, which is outside of the saved state; {_TAKE_ANOTHER}")
     # Whatever a saved state is read from: without it, or with a file that nobody vouches for, it is none.
-    needed = {
-        STATE: STATE,
-        f"{OPTIMIZER_STEM}.safetensors": OPTIMIZER_STEM,
-        f"{MODEL}/{CONFIG}": f"{MODEL}/{CONFIG}",
-        MODEL_WEIGHTS: f"{MODEL}/{WEIGHTS_STEM}",
-    }
-    unlisted = [name for name, stem in needed.items() if not any(listed.startswith(stem) for listed in sums)]
+    stems = [(OPTIMIZER_STEM, MODEL)]
+    if any(listed.startswith((OPTIMIZER_2_STEM, f"{MODEL_2}/")) for listed in sums):
+        stems.append((OPTIMIZER_2_STEM, MODEL_2))
+    needed = {STATE: STATE}
+    for optimizer, model in stems:
+        needed |= {
+            # optimizer.safetensors or one of several, and not one of optimizer_2.
+            f"{optimizer}.safetensors": rf"{optimizer}[.-]",
+            f"{model}/{CONFIG}": f"{model}/{CONFIG}",
+            f"{model}/{WEIGHTS_STEM}.safetensors": f"{model}/{WEIGHTS_STEM}",
+        }
+    unlisted = [name for name, start in needed.items() if not any(re.match(start, listed) for listed in sums)]
     read = [folder / TOKENIZER, *folder.glob(f"{OPTIMIZER_STEM}*.safetensors")]
-    for model in (MODEL, AVERAGED):
+    for model in (MODEL, AVERAGED, MODEL_2, AVERAGED_2):
         read += [folder / model / CONFIG, *folder.glob(f"{model}/{WEIGHTS_STEM}*")]
     present = [path.relative_to(folder).as_posix() for path in read if os.path.lexists(path)]
     unlisted += [name for name in present if name not in sums and name not in unlisted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,24 +12,43 @@ from torch.distributed.tensor import DTensor
 from opensora_accel.deferred import region_of
 from opensora_accel.training.adapters import saved_weights
 from opensora_accel.training.optim import EMA, new_moment
-from opensora_accel.training.saved_state.folder import AVERAGED, MODEL, OPTIMIZER_STEM, WEIGHTS_STEM, Record
-from opensora_accel.training.saved_state.save import ENTRIES, TrainState, class_name
+from opensora_accel.training.saved_state.folder import WEIGHTS_STEM, ModelRecord, Record
+from opensora_accel.training.saved_state.save import ENTRIES, TrainState, class_name, stems_of
 from opensora_accel.weights import Stored, find_stored
 
 
-def load_state(folder: Path, record: Record, state: TrainState) -> None:
-    """Fills model, optimizer and EMA from a saved state that `read_record` has found whole.
+def load_states(folder: Path, record: Record, states: Sequence[TrainState]) -> None:
+    """Fills models, optimizers and averages from a saved state that `read_record` has found whole.
 
     Communication: none.
 
     Raises:
-        ValueError: the saved state belongs to another model; nothing was changed.
+        ValueError: the saved state belongs to another model, or to a run of more or fewer; nothing was changed.
     """
-    weights = find_stored(folder / MODEL, WEIGHTS_STEM)
-    _check_same_model(folder, record, state.model, weights)
+    if len(states) != len(record.models):
+        raise ValueError(
+            f"{folder} was saved by a run of {len(record.models)} model(s), and this one trains {len(states)} "
+            "(flow.boundary); resume with the saved configuration, or start a new run with its folders transformer "
+            "and transformer_2 as model.path and model.path_2"
+        )
+    stored = []
+    for number, (of_model, state) in enumerate(zip(record.models, states, strict=True)):
+        weights = find_stored(folder / stems_of(number).model, WEIGHTS_STEM)
+        _check_same_model(folder, of_model, state.model, weights)
+        stored.append(weights)
+    for number, (of_model, state) in enumerate(zip(record.models, states, strict=True)):
+        _load_state(folder, number, of_model, state, stored[number])
+        state.step = record.step
+
+
+def _load_state(
+    folder: Path, number: int, record: ModelRecord, state: TrainState, weights: Mapping[str, Stored]
+) -> None:
+    """Of the model of this number, whose weights are found already."""
+    stems = stems_of(number)
     for name, tensor in saved_weights(state.model).items():
         _fill(tensor.detach(), weights[name])
-    moments = find_stored(folder, OPTIMIZER_STEM)
+    moments = find_stored(folder, stems.optimizer)
     fused = state.optimizer.defaults.get("fused")
     for name, parameter in state.model.named_parameters():
         for entry in ENTRIES:
@@ -45,11 +64,11 @@ def load_state(folder: Path, record: Record, state: TrainState) -> None:
                 _fill(entries[entry], stored)
     if isinstance(state.ema, EMA):
         # A run without averages goes on with them from its weights.
-        averaged = find_stored(folder / AVERAGED, WEIGHTS_STEM) if (folder / AVERAGED).is_dir() else weights
+        has_averages = (folder / stems.averaged).is_dir()
+        averaged = find_stored(folder / stems.averaged, WEIGHTS_STEM) if has_averages else weights
         for name, weight in state.ema.weights.items():
             _fill(weight, averaged[name])
         state.ema.num_updates = record.ema_updates
-    state.step = record.step
 
 
 @torch.no_grad()
@@ -62,7 +81,9 @@ def _fill(target: Tensor, stored: Stored) -> None:
         target.copy_(stored.read(target.dtype))
 
 
-def _check_same_model(folder: Path, record: Record, model: nn.Module, weights: Mapping[str, Stored]) -> None:
+def _check_same_model(
+    folder: Path, record: ModelRecord, model: nn.Module, weights: Mapping[str, Stored]
+) -> None:
     mine = {name: tuple(tensor.shape) for name, tensor in saved_weights(model).items()}
     saved = {name: stored.shape for name, stored in weights.items()}
     different = [name for name in {**mine, **saved} if mine.get(name) != saved.get(name)]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,16 @@ from opensora_accel.experimental import experiment
 from opensora_accel.files import retried, sha256_of
 from opensora_accel.offload import allocate_on_host
 from opensora_accel.training.adapters import saved_weights
-from opensora_accel.training.optim import EMA, FreeAverage, is_quantized
+from opensora_accel.training.optim import EMA, FreeAverage, is_quantized, numbers_of
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
     AVERAGED,
+    AVERAGED_2,
     CONFIG,
     MANIFEST,
     MODEL,
+    MODEL_2,
+    OPTIMIZER_2_STEM,
     OPTIMIZER_STEM,
     PARTIAL,
     STATE,
@@ -66,12 +69,27 @@ _POLL_S = 0.05
 
 @dataclass
 class TrainState:
-    """What a run is, beyond its configuration."""
+    """What the training of a model is, beyond its configuration."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     ema: EMA | FreeAverage | None
     step: int = 0
+
+
+class Stems(NamedTuple):
+    """Where a model lies in a saved state."""
+
+    model: str
+    averaged: str
+    # Of files.
+    optimizer: str
+
+
+def stems_of(number: int) -> Stems:
+    """Those of the first model (0) or of the second (1)."""
+    first, second = Stems(MODEL, AVERAGED, OPTIMIZER_STEM), Stems(MODEL_2, AVERAGED_2, OPTIMIZER_2_STEM)
+    return (first, second)[number]
 
 
 @dataclass(frozen=True)
@@ -121,7 +139,12 @@ class Saver:
             self._stream = torch.cuda.Stream()
 
     def save(
-        self, folder: Path, state: TrainState, extra: Mapping[str, Any], texts: Mapping[str, str], keep: int
+        self,
+        folder: Path,
+        states: Sequence[TrainState],
+        extra: Mapping[str, Any],
+        texts: Mapping[str, str],
+        keep: int,
     ) -> None:
         """Starts to write `folder`, and removes all but the newest `keep` that the same run wrote once it is whole.
 
@@ -129,6 +152,7 @@ class Saver:
         `wait_for_copy` has returned.
 
         Args:
+            states: of the run's models, one or two.
             extra: JSON values stored beside the step (configuration, data position, the run's id under "run").
             texts: further files by name.
 
@@ -139,26 +163,24 @@ class Saver:
         """
         # One save at a time, because staged memory and the group belong to the one under way.
         self.wait()
-        tensors = _tensors_of(state)
+        models = {stems_of(number): state.model for number, state in enumerate(states)}
+        tensors = dict[str, dict[str, Tensor]]()
+        for number, state in enumerate(states):
+            tensors |= _tensors_of(state, stems_of(number))
         # Moments come with the first step. From then on places and staged memory stay.
         if _names(tensors) != _names(self._places):
             self._places = {stem: _find_places(entries) for stem, entries in tensors.items()}
             self._staged = {stem: {} for stem in tensors}
-        record = {
-            "step": state.step,
-            "model_class": class_name(state.model),
-            "ema_updates": state.ema.num_updates if state.ema is not None else 0,
-            **extra,
-        }
-        files = {STATE: json.dumps(record, indent=2) + "\n", **texts}
-        for stem, entries in tensors.items():
-            folder_name = stem.partition("/")[0]
-            # Folders of weights are such as `from_pretrained` of diffusers reads; the optimizer's file is
-            # none.
-            if folder_name != OPTIMIZER_STEM:
-                files[f"{folder_name}/{CONFIG}"] = _config_of(state.model)
+        files = {STATE: json.dumps({"step": states[0].step, **extra}, indent=2) + "\n", **texts}
+        for stems, model in models.items():
+            # Folders of weights are such as `from_pretrained` of diffusers reads.
+            for name in (stems.model, stems.averaged):
+                stem = f"{name}/{WEIGHTS_STEM}"
+                if stem not in tensors:
+                    continue
+                files[f"{name}/{CONFIG}"] = _config_of(model)
                 if len(_file_names(stem, self._places[stem])) > 1:
-                    files[f"{stem}.safetensors.index.json"] = _index(stem, entries, self._places[stem])
+                    files[f"{stem}.safetensors.index.json"] = _index(stem, tensors[stem], self._places[stem])
         self._num_saves += 1
         self._copied.clear()
         if self._stream is not None:
@@ -382,13 +404,23 @@ class Saver:
             remove_partial(folder.parent)  # what a full disk has left; nothing, where all went well
 
 
+def record_of_model(state: TrainState, norms: Sequence[float]) -> dict[str, Any]:
+    """The values of a `ModelRecord`; `norms` are those of its latest gradients."""
+    return {
+        "model_class": class_name(state.model),
+        "ema_updates": state.ema.num_updates if state.ema is not None else 0,
+        "norms": list(norms),
+        "optimizer": numbers_of(state.optimizer),
+    }
+
+
 def class_name(model: nn.Module) -> str:
     """Without the class that FSDP makes."""
     return type(model).__name__.removeprefix("FSDP")
 
 
-def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Everything that is saved, by the stem of its files and by name."""
+def _tensors_of(state: TrainState, stems: Stems) -> dict[str, dict[str, Tensor]]:
+    """Everything that is saved of a model, by the stem of its files and by name."""
     weights = saved_weights(state.model)
     # Unlike parameters, they may change in the forward that runs beside the copy.
     weights |= {name: buffer.clone() for name, buffer in state.model.named_buffers() if name in weights}
@@ -398,10 +430,10 @@ def _tensors_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
         for entry in ENTRIES
         if entry in state.optimizer.state.get(parameter, {})
     }
-    tensors = {f"{MODEL}/{WEIGHTS_STEM}": weights, OPTIMIZER_STEM: moments}
+    tensors = {f"{stems.model}/{WEIGHTS_STEM}": weights, stems.optimizer: moments}
     if state.ema is not None:
         # Weights that are not averaged are saved beside those that are: the folder is a whole model.
-        tensors[f"{AVERAGED}/{WEIGHTS_STEM}"] = {**weights, **state.ema.weights}
+        tensors[f"{stems.averaged}/{WEIGHTS_STEM}"] = {**weights, **state.ema.weights}
     return tensors
 
 
