@@ -383,10 +383,13 @@ def describe(
 ) -> str:
     """What is about to run, for a person: three lines, and one for each bucket."""
     size = sum(parameter.numel() for parameter in model.parameters())
+    model_name = f"{type(model).__name__}, {size / 1e6:.2f} M parameters"
+    if config.flow.boundary:
+        model_name = f"two experts that meet at {config.flow.boundary:g}, each a {model_name}"
     plan = config.plan
     degrees = _settings(plan, Plan())
     lines = [
-        f"{type(model).__name__}, {size / 1e6:.2f} M parameters, on {_ranks()}",
+        f"{model_name}, on {_ranks()}",
         f"plan: {degrees or 'one device'}",
     ]
     clips = [

@@ -195,7 +195,6 @@ class Trainer:
         last = self.config.steps
         profiler: profile | None = None
         if profiling is not None:
-            self.config.refuse_two_experts("a profile follows")
             last = self.state.step + self.num_profiled(profiling)
             peak, source = peak_of(self.device, self.config.plan.precision)
             profiler = profile(
@@ -265,8 +264,9 @@ class Trainer:
         """How many steps are to be recorded.
 
         Raises:
-            ValueError: more than the run has left are asked for.
+            ValueError: more than the run has left are asked for, or it trains two models.
         """
+        self.config.refuse_two_experts("a profile follows")
         left = self.config.steps - self.state.step
         if left < 1 or (profiling.num_steps or 0) > left:
             asked = "profile" if profiling.num_steps is None else f"--num-steps {profiling.num_steps}"
