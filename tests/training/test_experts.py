@@ -88,7 +88,7 @@ PLANS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", some([2, 1]))
-@pytest.mark.parametrize("plan", some(PLANS), ids=str)
+@pytest.mark.parametrize("plan", some(PLANS, Plan()), ids=str)
 def test_both_are_bit_for_bit_what_two_runs_make_of_them(ranks, clips, pair, tmp_path, plan, accumulation):
     changes = {"optim.accumulation": accumulation, "optim.skip_factor": 3.0}
     rows, both = ranks(plan.world_size, trained, of_both(clips, tmp_path / "both", pair, plan, **changes))[0]
@@ -103,6 +103,7 @@ def test_both_are_bit_for_bit_what_two_runs_make_of_them(ranks, clips, pair, tmp
     assert all(row["loss"] == sum(row[f"loss/{side}"] for side in NAMES) / 2 for row in rows)
 
 
+@PROVE
 def test_both_are_watched_and_stay_what_they_are(ranks, clips, pair, tmp_path):
     plan, changes = Plan(dp_replicate=2), {"steps": 4}
     _, expected = ranks(2, trained, of_both(clips, tmp_path / "a", pair, plan, **changes))[0]
@@ -174,7 +175,7 @@ def test_a_resumed_run_is_the_run(ranks, clips, pair, tmp_path, after):
             assert all(torch.allclose(each[name], wanted[name], atol=1e-4) for name in wanted)
 
 
-@pytest.mark.slow
+@PROVE
 def test_adapters_of_both_are_what_a_pipeline_loads(ranks, clips, pair, tmp_path):
     from diffusers import WanPipeline, WanTransformer3DModel
 
