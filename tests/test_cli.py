@@ -494,6 +494,7 @@ def test_every_option_is_fuzzed():
         "conditions",
         "image",
         "optim",
+        "validation",
         "plan",
         "model.config",
     }

@@ -40,6 +40,11 @@ _MAX_SAMPLINGS = 6
 _MAX_CLIPS, _MOST_CAPTION_BYTES = 64, 1 << 20
 _CURVES = (
     ("loss", "Loss", "The mean over all data ranks. A step that was skipped has none."),
+    (
+        "validation/loss",
+        "Validation loss",
+        "Of clips that no step trains, at fixed times and noise, with averaged weights.",
+    ),
     ("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping."),
     ("lr", "Learning rate", "Of the step that follows these gradients."),
     ("tokens_per_s", "Tokens per second", "Tokens of all data ranks over the time of a step."),
@@ -133,10 +138,11 @@ def _trained(steps: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, An
 
 def _curves(steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Those that have a number in any step; of many steps, one in so many for the table."""
-    every = max(1, -(-len(steps) // charts.MAX_STEPS))
     (loss, *others), experts = _CURVES, _experts(steps)
     for field, label, what in (loss, *experts, *others):
-        points = [{"step": row["step"], field: row.get(field), "warm_up": False} for row in steps]
+        # Some have a number at some steps alone.
+        points = [{"step": row["step"], field: row[field], "warm_up": False} for row in steps if field in row]
+        every = max(1, -(-len(points) // charts.MAX_STEPS))
         if all(point[field] is None for point in points):
             continue
         # Inside a sentence, where GiB stays what it is.

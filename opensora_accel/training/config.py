@@ -275,6 +275,26 @@ class ConditionsConfig:
 
 
 @options
+class ValidationConfig:
+    """The loss of clips that are held out, at fixed times and noise."""
+
+    num_clips: CountOrNone = 0
+    """Files of data.folder that are not trained, chosen by the seed, of each of which one clip is looked at; 0 holds
+    out none."""
+    every: Count = 500
+    """Steps between two looks; there is one at the end too."""
+    num_times: Annotated[int, Field(ge=1, le=100)] = 4
+    """Times of a look, the middles of so many equal parts."""
+
+    def __post_init__(self) -> None:
+        if not self.num_clips and (self.every, self.num_times) != (500, 4):
+            raise ValueError(
+                "validation.every and validation.num_times are for a run with validation.num_clips; set it, or leave "
+                "them out"
+            )
+
+
+@options
 class OptimConfig:
     """AdamW, its schedule and what surrounds it."""
 
@@ -369,6 +389,7 @@ class TrainConfig:
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionsConfig = field(default_factory=ConditionsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     plan: Plan = field(default_factory=Plan)
     bucket_plans: JsonTable = field(default_factory=dict)
     """Plan settings that batches of a bucket have of their own (checkpoint, offload, mlp_chunks), as JSON (a table each

@@ -18,7 +18,7 @@ import itertools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from opensora_accel.communications import gather_objects
@@ -38,6 +38,7 @@ from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.entries import Entry, read_entries
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
+from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
 from opensora_accel.training.video import (
     UnreadableVideo,
     Video,
@@ -47,8 +48,6 @@ from opensora_accel.training.video import (
 )
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[int, int]  # (position in the job's stream of samples, index of the video)
 
 
 @dataclass(frozen=True)
@@ -91,102 +90,6 @@ class Batch:
     def bucket(self) -> Bucket:
         """That of all of its clips."""
         return self.clips[0].bucket
-
-
-@dataclass(frozen=True)
-class Portion:
-    """The videos of one bucket, by index, and how many of them all data ranks together take in a batch."""
-
-    bucket: Bucket
-    videos: Sequence[int]
-    batch_size: int
-
-
-class GlobalBatchSampler(Sampler[list[Key]]):
-    """Endless batches of keys `(position, video_index)`: this data rank's share of each global batch.
-
-    Every epoch of a portion is a seeded permutation of its videos; batches run across the ends of epochs. A draw
-    depends on (seed, position) alone. `substitute`, where given, maps the index of a video that is set aside to the
-    one that stands in for it. `position` counts the samples of the whole job, and may be set before iterating.
-
-    Raises:
-        ValueError: a batch does not divide among the data ranks.
-    """
-
-    def __init__(
-        self,
-        portions: Sequence[Portion],
-        data_rank: int,
-        data_size: int,
-        seed: int,
-        *,
-        substitute: Callable[[int], int] | None = None,
-    ) -> None:
-        assert portions and all(portion.videos for portion in portions) and 0 <= data_rank < data_size
-        for portion in portions:
-            _check_divides(portion.batch_size, data_size, "--data.batch_size")
-        self.position = 0
-        self._portions, self._seed = portions, seed
-        self._data_rank, self._data_size = data_rank, data_size
-        self._substitute = substitute or (lambda video_index: video_index)
-        # For each portion the epoch that is being read, and the order of its videos.
-        self._orders = {portion.bucket: (-1, torch.empty(0)) for portion in portions}
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for first, portion, place in self._batches():
-            size = portion.batch_size
-            self.position = first + size
-            # Contiguous, so that the samples of all ranks together are those of one rank, in order.
-            share = range(
-                self._data_rank * size // self._data_size, (self._data_rank + 1) * size // self._data_size
-            )
-            yield [(first + n, self._substitute(self._video(portion, place + n))) for n in share]
-
-    def _batches(self) -> Iterator[tuple[int, Portion, int]]:
-        """From `position` on each batch's first position, portion, and first place in the portion's own stream."""
-        portions, position = self._portions, self.position
-        if len(portions) == 1:
-            while True:
-                yield position, portions[0], position
-                position += portions[0].batch_size
-        # An epoch sees each video about once; those of a small portion rather more often than never.
-        counts = [max(1, round(len(portion.videos) / portion.batch_size)) for portion in portions]
-        kinds = torch.repeat_interleave(torch.arange(len(portions)), torch.tensor(counts))
-        num_samples = sum(count * portion.batch_size for count, portion in zip(counts, portions, strict=True))
-        epoch = position // num_samples
-        while True:
-            first, places = epoch * num_samples, [epoch * count for count in counts]
-            rng = generator(self._seed, "buckets", epoch)
-            for kind in kinds[torch.randperm(len(kinds), generator=rng)].tolist():
-                size = portions[kind].batch_size
-                # Where no batch begins the position is that of a job with other batches: the rest of one is skipped.
-                if first >= position:
-                    yield first, portions[kind], places[kind] * size
-                first, places[kind] = first + size, places[kind] + 1
-            epoch += 1
-
-    def _video(self, portion: Portion, place: int) -> int:
-        """The index of the video at a place in the endless stream of a portion."""
-        # Of 8 videos, place 10 is the third one of epoch 1.
-        epoch, at = divmod(place, len(portion.videos))
-        known, order = self._orders[portion.bucket]
-        # A batch may run across the end of an epoch, but never back.
-        if epoch != known:
-            purpose = "order" if len(self._portions) == 1 else f"order of {portion.bucket}"
-            order = torch.randperm(len(portion.videos), generator=generator(self._seed, purpose, epoch))
-            self._orders[portion.bucket] = epoch, order
-        return portion.videos[int(order[at])]
-
-
-def _check_divides(batch_size: int, data_size: int, option: str) -> None:
-    if batch_size % data_size:
-        below = batch_size // data_size * data_size
-        sizes = f"{below} or {below + data_size}" if below > 0 else f"{data_size}"
-        degrees = ", ".join(str(n) for n in range(1, min(batch_size, 1024) + 1) if batch_size % n == 0)
-        raise ValueError(
-            f"the global batch_size ({batch_size}) must be divisible by the number of data ranks "
-            f"({data_size}); use {option} {sizes}, or a data degree of {degrees or 1}"
-        )
 
 
 class VideoFolder(Dataset[Sample]):
@@ -249,6 +152,7 @@ class ClipLoader:
         group: a process group that covers all ranks of the job, or None in a single process. Prefer gloo:
             with NCCL the check after each batch waits for the GPU.
         digests: the clips of a batch have the SHA-256 sums of their files.
+        held_out: so many files, chosen by the seed, are in no batch; `held_out_batches` has a clip of each.
 
     Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
     all-reduce of one number; only after a failure an all-gather of the failures' texts.
@@ -267,11 +171,12 @@ class ClipLoader:
         data_size: int,
         group: dist.ProcessGroup | None,
         digests: bool = False,
+        held_out: int = 0,
     ) -> None:
         # A batch that does not divide must fail here, on all ranks, before the first collective.
-        _check_divides(config.batch_size, data_size, "--data.batch_size")
+        check_divides(config.batch_size, data_size, "--data.batch_size")
         for bucket in config.sizes:
-            _check_divides(bucket.batch_size or data_size, data_size, f"--data.buckets {bucket}:")
+            check_divides(bucket.batch_size or data_size, data_size, f"--data.buckets {bucket}:")
         self.config, self.position = config, 0
         self.quarantined: dict[str, str] = {}
         self._batches: Iterator[list[Sample]] | None = None
@@ -287,6 +192,19 @@ class ClipLoader:
             look_at_folder() if group is None else from_first_rank(look_at_folder, group)
         )
         self._usable = {video.file: video for video in usable}
+        # Of all files, so that one which has gone bad, or was repaired, moves no other to the other side.
+        order = torch.randperm(len(self.entries), generator=generator(seed, "held out", 0)).tolist()
+        self._held_out = [self.entries[index].file for index in order[:held_out]]
+        if held_out and not set(self._usable) - set(self._held_out):
+            raise ValueError(
+                f"validation.num_clips holds out {held_out} of {len(self.entries)} files in {config.folder}, and "
+                "none is left to train on; set it lower, or add clips"
+            )
+        if held_out and not set(self._usable) & set(self._held_out):
+            raise ValueError(
+                f"none of the files that validation.num_clips={held_out} holds out can be read; repair them, set it "
+                "higher, or set another seed, by which they are chosen"
+            )
         self._batch_sizes = {bucket: bucket.batch_size or config.batch_size for bucket in config.sizes}
         self._begin(0, excluded=self._unreadable, quarantined=self._unreadable)
         if self._is_first and self.quarantined:
@@ -308,6 +226,33 @@ class ClipLoader:
     def portions(self) -> list[Portion]:
         """The buckets that have videos, with their batches."""
         return self._portions
+
+    def held_out_batches(self) -> Iterator[tuple[Batch, bool]]:
+        """This data rank's clips of the files that are held out, the same in every look, and whether each counts.
+
+        One at a time, with positions -1, -2, … of the job, which no clip that is trained has. All ranks get as many: a
+        clip that cannot be read, or that this rank has one fewer of, is black and does not count.
+        """
+        videos = [self._usable[file] for file in self._held_out if file in self._usable]
+        folder = VideoFolder(videos, self.config, seed=self._seed, digests=self._digests)
+        for first in range(0, len(videos), self._data_size):
+            number = min(first + self._data_rank, len(videos) - 1)
+            sample, bucket = folder[(-1 - number, number)], videos[number].bucket
+            frames = sample.frames
+            if frames is None:
+                logger.warning("a clip is left out of the validation: %s", sample.error)
+                frames = torch.zeros(bucket.num_frames, bucket.height, bucket.width, 3, dtype=torch.uint8)
+            clip = self._clip(sample.file, sample.position, sample.digest)
+            batch = Batch(frames[None], [sample.caption], [sample.position], [sample.file], [clip])
+            yield batch, sample.frames is not None and number == first + self._data_rank
+
+    def held_out_clips(self) -> dict[int, Clip]:
+        """Those of `held_out_batches`, by position; nothing is read."""
+        videos = [self._usable[file] for file in self._held_out if file in self._usable]
+        numbers = {
+            min(first + self._data_rank, len(videos) - 1) for first in range(0, len(videos), self._data_size)
+        }
+        return {-1 - number: self._clip(videos[number].file, -1 - number) for number in numbers}
 
     def balance(self, tokens: Mapping[Bucket, int]) -> None:
         """From the start of the job on, batches of each bucket have as many clips as the largest has tokens for.
@@ -380,8 +325,8 @@ class ClipLoader:
             return
         if self._is_first:
             logger.warning(
-                "the videos, the seed, the clip length or the buckets are not those of the saved run: "
-                "training goes on at sample %d, in a new order",
+                "the videos, the seed, the clip length, the buckets or what is held out are not those of the saved "
+                "run: training goes on at sample %d, in a new order",
                 state["position"],
             )
         self._begin(state["position"], excluded=self._unreadable, quarantined=self._unreadable)
@@ -399,6 +344,8 @@ class ClipLoader:
             # A file that has gone bad or has been repaired since is in no bucket, or in one: their orders change.
             buckets = {video.file: str(video.bucket) for video in self._usable.values()}
             content += [buckets, [(str(bucket), size) for bucket, size in self._batch_sizes.items()]]
+        if self._held_out:
+            content.append(self._held_out)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _begin(self, position: int, *, excluded: Iterable[str], quarantined: Mapping[str, str]) -> None:
@@ -409,7 +356,7 @@ class ClipLoader:
             # One that has gone bad since the run was saved keeps its place in the order, where another stands in.
             self._usable.get(entry.file) or Video(entry.file, entry.caption, None, self.config.sizes[0])
             for entry in self.entries
-            if entry.file not in self._excluded
+            if entry.file not in self._excluded and entry.file not in self._held_out
         ]
         self._folder = VideoFolder(self._videos, self.config, seed=self._seed, digests=self._digests)
         # Not a method: the sampler would refer back to this loader, and workers that are collected as part

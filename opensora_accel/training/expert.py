@@ -16,8 +16,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -203,6 +203,12 @@ class Expert:
             model, self.state.optimizer, lambda: self._batch_plan, blocks=blocks_of(model), mlps=mlps
         )
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within it the model has the averaged weights, where there are any."""
-        return self.state.ema.applied() if self.state.ema is not None else nullcontext()
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the model is as it is used: in evaluation mode, with averaged weights where there are any."""
+        self.state.model.eval()
+        try:
+            with self.state.ema.applied() if self.state.ema is not None else nullcontext():
+                yield
+        finally:
+            self.state.model.train()

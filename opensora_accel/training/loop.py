@@ -53,6 +53,7 @@ from opensora_accel.training.saved_state import (
     set_newer_aside,
 )
 from opensora_accel.training.stored import Stored, open_disk_cache
+from opensora_accel.training.validation import fixed_times, validation_losses
 from shardformer import parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.engine import weight_dtype
@@ -94,6 +95,7 @@ class Trainer:
             data_size=data_group.size(),
             group=dist.group.WORLD,
             digests=self.disk_cache is not None and bool(config.codec.path or config.image.path),
+            held_out=config.validation.num_clips,
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
@@ -167,7 +169,8 @@ class Trainer:
             self._saved = self.state.step, saved
         if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation
-            self.objective.keep(self.loader.next_clips(batches), self.disk_cache)
+            clips = self.loader.next_clips(batches) | self.loader.held_out_clips()
+            self.objective.keep(clips, self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         for expert in self.experts:
             expert.start_watching()
@@ -236,13 +239,13 @@ class Trainer:
                     if profiler is not None:
                         # Its tokens are those of this rank.
                         profiler.step(**metrics | {"tokens": metrics["tokens"] / self.config.plan.sequence})
+                    if profiler is None:
+                        metrics |= self._validation_if_due()
                     if tracker is not None:
                         self._show_step(tracker, metrics, seconds, before)
                     self._end_step(is_first=len(losses) == 1)
-                    if profiler is None and self._is_due(self.config.sample_every):
-                        self.write_samples(tracker)
-                        if self.is_first:
-                            write_run_page(self.output)
+                    if profiler is None:
+                        self._sample_if_due(tracker)
                 self.saver.wait()
                 stopping = any_rank(stop.requested) or profiler is not None
             if profiler is not None:
@@ -441,19 +444,42 @@ class Trainer:
             self.offload.write()
         return folder
 
+    def _sample_if_due(self, tracker: Tracker | None) -> None:
+        if self._is_due(self.config.sample_every):
+            self.write_samples(tracker)
+            if self.is_first:
+                write_run_page(self.output)
+
+    def _validation_if_due(self) -> dict[str, float]:
+        """The losses of held-out clips, where they are looked at after this step."""
+        config = self.config.validation
+        is_last = self.state.step == self.config.steps
+        if not config.num_clips or not (is_last or self.state.step % config.every == 0):
+            return {}
+        return self.validate()
+
+    def validate(self) -> dict[str, float]:
+        """The losses of held-out clips, with the averaged weights; every rank has to call, and gets the same."""
+        times = fixed_times(self.config.flow.time_range, self.config.validation.num_times)
+        with self._averaged():
+            losses = validation_losses(self.objective, self.loader, times)
+        if self.is_first:
+            by_time = ", ".join(f"{losses[f'validation/t={time:.3f}']:.4f} at {time:.3f}" for time in times)
+            print(
+                f"step {self.state.step}: validation loss {losses['validation/loss']:.4f} ({by_time})",
+                flush=True,
+            )
+        return losses
+
     def write_samples(self, tracker: Tracker | None = None) -> Path:
         """Samples clips into the output, on the averaged weights; every rank has to call.
 
         Args:
             tracker: rank 0's, which shows them.
         """
-        for expert in self.experts:
-            expert.state.model.eval()
         with self._averaged(), torch.no_grad():
             videos = self.loader.videos[: self.config.num_samples]
             samples = sample_clips(self.objective, videos, self.config.sample_captions)
-        for expert in self.experts:
-            expert.state.model.train()
         folder = self.output / SAMPLES / f"step_{self.state.step:06d}"
         if self.is_first:
             paths = write_comparison(folder, samples)
@@ -465,7 +491,7 @@ class Trainer:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Within it every model has the averaged weights, where there are any."""
+        """Within it every model is as it is used: in evaluation mode, with averaged weights where there are any."""
         self.saver.wait_for_copy()
         with ExitStack() as stack:
             for expert in self.experts:

@@ -141,6 +141,18 @@ class Objective:
             learned=batch.learned,
         )
 
+    def loss_at(self, batch: Encoded, time: float) -> Tensor:
+        """The mean loss of these samples at one time, a scalar: with all captions, and without weights of times."""
+        times = torch.full((len(batch.captions),), time, dtype=torch.float64)
+        expert = self.at(times * TIMESTEPS)
+        return flow_loss(
+            partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
+            batch.clean,
+            draw_noise(batch.clean, self.config.seed, batch.positions),
+            times.to(self.device),
+            learned=batch.learned,
+        )
+
     def predict(
         self,
         noisy: Tensor,

@@ -32,6 +32,7 @@ from opensora_accel.training.config import (
     ModelConfig,
     TextConfig,
     TrainConfig,
+    ValidationConfig,
 )
 from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
@@ -110,6 +111,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         conditions=conditions,
         optim=optim,
         bucket_plans={},
+        validation=ValidationConfig(),
     )
 
 
