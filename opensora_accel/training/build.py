@@ -23,7 +23,7 @@ from opensora_accel.deferred import deferred_init
 from opensora_accel.documents import read_json
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
-from opensora_accel.training.adapters import add_adapters
+from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.conditions import check_conditions, num_channels
 from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig
@@ -116,9 +116,34 @@ def build_model(
             load_weights(model, config.model.path)
         except SafetensorError as error:
             raise unloadable(cls, "model.path", config.model.path, error) from error
-    if config.lora.rank:
-        add_adapters(model, config.lora)
+    if config.lora.is_used:
+        adapt(model, config)
     return model, shapes
+
+
+def adapt(model: nn.Module, config: TrainConfig) -> None:
+    """Puts adapters on a model that waits for its values: those of `lora.path`, or new ones.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_adapter` and `add_adapters`, or they are of another model.
+    """
+    saved = saved_adapter(config)
+    add_adapters(model, config.lora if saved is None else saved.config)
+    if saved is not None:
+        saved.fill(model)
+
+
+def saved_adapter(config: TrainConfig) -> SavedAdapter | None:
+    """The adapter that the run goes on from; None where it begins with a new one, or has none.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_adapter`.
+    """
+    import diffusers
+
+    if not config.lora.path:
+        return None
+    return read_adapter(config.lora.path, getattr(diffusers, recipe_of(config.model).pipeline))
 
 
 @contextmanager

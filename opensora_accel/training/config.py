@@ -188,12 +188,26 @@ class LoraConfig:
     """Adapters count alpha / rank times; 0 takes the rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
     """Ends of the names of the layers that get one."""
+    path: str = ""
+    """Local file or folder of an adapter to go on from, as this trainer, diffusers, PEFT and ComfyUI have it; rank,
+    alpha and targets are its own."""
+    path_2: str = ""
+    """The same for the low-noise expert; see flow.boundary."""
 
     def __post_init__(self) -> None:
-        if not self.rank and (self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
+        if self.path and (self.rank or self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
+            raise ValueError(
+                "lora.path brings its own rank, alpha and targets; leave lora.rank, lora.alpha and lora.targets out, "
+                "or leave lora.path out"
+            )
+        if not self.is_used and (self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
             raise ValueError(
                 "lora.alpha and lora.targets are for a run with lora.rank; set it, or leave them out"
             )
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.rank or self.path)
 
 
 @options
@@ -423,13 +437,7 @@ class TrainConfig:
                 "whole clip; set num_samples to 0 and leave sample_captions out, and sample with both experts in their "
                 "pipeline"
             )
-        if bool(self.model.path_2) != bool(self.flow.boundary and self.model.path):
-            missing = "model.path_2" if self.flow.boundary else "flow.boundary"
-            raise ValueError(
-                f"two experts are trained where model.path, model.path_2 and flow.boundary are set; {missing} is not: "
-                "set it (0.875 for Wan 2.2's T2V, 0.9 for its I2V, and path_2 the folder transformer_2), or leave the "
-                "others out and set flow.time_range, which trains one of them"
-            )
+        self._check_experts()
         if self.sample_every and not (self.num_samples or self.sample_captions):
             raise ValueError(
                 "sample_every has nothing to sample: num_samples is 0, and there are no sample_captions; set one of "
@@ -454,23 +462,38 @@ class TrainConfig:
                 f"is {self.plan.offload}; set it to auto, or leave memory_target_gib out"
             )
 
+    def _check_experts(self) -> None:
+        if bool(self.model.path_2) != bool(self.flow.boundary and self.model.path):
+            missing = "model.path_2" if self.flow.boundary else "flow.boundary"
+            raise ValueError(
+                f"two experts are trained where model.path, model.path_2 and flow.boundary are set; {missing} is not: "
+                "set it (0.875 for Wan 2.2's T2V, 0.9 for its I2V, and path_2 the folder transformer_2), or leave the "
+                "others out and set flow.time_range, which trains one of them"
+            )
+        if bool(self.lora.path_2) != bool(self.lora.path and self.flow.boundary):
+            raise ValueError(
+                "lora.path_2 is the adapter of the second of two experts, and lora.path that of the first; with "
+                "flow.boundary set both or none, and without it leave lora.path_2 out"
+            )
+
     @property
     def experts(self) -> tuple[TrainConfig, ...]:
         """Each model's run, as if it were trained alone: this one, or the high-noise and low-noise experts'."""
         boundary = self.flow.boundary
         if not boundary:
             return (self,)
-        model = dataclasses.replace(self.model, path_2="")
+        model, lora = dataclasses.replace(self.model, path_2=""), dataclasses.replace(self.lora, path_2="")
         high, low = (
             dataclasses.replace(self.flow, boundary=0.0, time_range=times)
             for times in ((boundary, 1.0), (0.0, boundary))
         )
         # Samples take both.
         alone = dataclasses.replace(
-            self, model=model, flow=high, num_samples=0, sample_captions=(), sample_every=0
+            self, model=model, lora=lora, flow=high, num_samples=0, sample_captions=(), sample_every=0
         )
-        path = self.model.path_2
-        return alone, dataclasses.replace(alone, model=dataclasses.replace(model, path=path), flow=low)
+        second = dataclasses.replace(model, path=self.model.path_2)
+        lora = dataclasses.replace(lora, path=self.lora.path_2)
+        return alone, dataclasses.replace(alone, model=second, lora=lora, flow=low)
 
     def refuse_two_experts(self, what: str) -> None:
         """Raises ValueError for what follows or counts one model."""

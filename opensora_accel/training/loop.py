@@ -320,7 +320,7 @@ class Trainer:
 
     def _write_results(self, tracker: Tracker | None) -> None:
         """What a whole run leaves beside its saved states: the adapter, and sampled clips."""
-        if self.config.lora.rank:
+        if self.config.lora.is_used:
             # The averaged ones, which the samples are made with.
             with self._averaged():
                 for expert, folder in zip(self.experts, LORAS, strict=False):

@@ -24,7 +24,6 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
-from opensora_accel.training.adapters import add_adapters
 from opensora_accel.training.config import (
     CodecConfig,
     ConditionsConfig,
@@ -87,6 +86,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     optim = dataclasses.replace(
         config.optim, clip_norm=0.0, state="fp32", accumulation=min(2, config.optim.accumulation)
     )
+    saved = build.saved_adapter(config)
     # Of 5 frames, what is given of longer clips is the first or the last.
     given = config.conditions
     conditions = ConditionsConfig(
@@ -112,6 +112,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         optim=optim,
         bucket_plans={},
         validation=ValidationConfig(),
+        lora=config.lora if saved is None else saved.config_by_ends,
     )
 
 
@@ -200,8 +201,8 @@ class TrueSize:
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
-        if self.config.lora.rank:
-            add_adapters(model, self.config.lora)
+        if self.config.lora.is_used:
+            build.adapt(model, self.config)
         return model
 
     def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:

@@ -1,12 +1,18 @@
 """LoRA in the trainer: adapters alone are trained and saved, and what is exported gives the samples of the run."""
 
+import json
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from opensora_accel import Plan
-from opensora_accel.training.adapters import saved_weights
+from opensora_accel.training.adapters import read_adapter, saved_weights
 from tests.tiers import some
 from tests.training.runs import TINY_WAN, tiny_config
 
@@ -90,7 +96,160 @@ def test_adapters_alone_are_trained_and_what_is_exported_predicts_the_same(
     assert torch.allclose(predicted(again), prediction, atol=1e-5)
 
 
-def test_a_saved_state_holds_the_adapters_and_goes_on_bit_for_bit(ranks, clips, base, tmp_path):
+def started(config):
+    """What the model computes before the first step, whole, and the scale of its adapter."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    model = trainer.state.model
+    moved = [name for name, p in model.named_parameters() if p.requires_grad]
+    prediction = predicted(model)
+    losses = trainer.train()
+    return prediction, model.blocks[0].attn1.to_q.scaling["default"], moved, losses
+
+
+@pytest.fixture(scope="module")
+def exported(ranks, clips, tmp_path_factory):
+    """A base, the folder of an adapter that was trained on it, and the prediction with it."""
+    from diffusers import WanTransformer3DModel
+
+    folder = tmp_path_factory.mktemp("exported")
+    torch.manual_seed(0)
+    WanTransformer3DModel(**TINY_WAN, in_channels=48, out_channels=48, text_dim=32).save_pretrained(
+        folder / "base"
+    )
+    prediction = ranks(1, trained, lora_config(clips, folder / "base", folder / "run"))[0][3]
+    return folder / "base", folder / "run" / "lora", prediction
+
+
+def as_peft(lora, folder):
+    """The adapter as PEFT writes it."""
+    folder.mkdir()
+    tensors = load_file(lora / "pytorch_lora_weights.safetensors")
+    named = {name.replace("transformer.", "base_model.model."): each for name, each in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 5.0, "use_dora": False}))
+    return folder
+
+
+def as_musubi(lora, folder):
+    """The adapter as musubi-tuner writes it: names without dots, and an alpha for each layer."""
+    folder.mkdir()
+    named = {}
+    for name, tensor in load_file(lora / "comfyui.safetensors").items():
+        layer, end = re.fullmatch(r"diffusion_model\.(.+?)\.(lora_[AB]\.weight|alpha)", name).groups()
+        end = end.replace("lora_A", "lora_down").replace("lora_B", "lora_up")
+        named[f"lora_unet_{layer.replace('.', '_')}.{end}"] = tensor
+        named.setdefault(f"lora_unet_{layer.replace('.', '_')}.alpha", torch.tensor(2.0))
+    # It has those of all linear layers, and diffusers expects them.
+    for block in range(2):
+        for layer, (before, after) in {"ffn_0": (36, 32), "ffn_2": (32, 36)}.items():
+            stem = f"lora_unet_blocks_{block}_{layer}"
+            named[f"{stem}.lora_down.weight"] = torch.ones(2, before)
+            named[f"{stem}.lora_up.weight"] = torch.ones(after, 2)
+            named[f"{stem}.alpha"] = torch.tensor(1.0)
+    save_file(named, folder / "clips.safetensors")
+    return folder
+
+
+FORMS = {
+    "a folder": lambda lora, _: lora,
+    "a file": lambda lora, _: lora / "pytorch_lora_weights.safetensors",
+    "of ComfyUI": lambda lora, _: lora / "comfyui.safetensors",
+    "of PEFT": as_peft,
+}
+
+
+@pytest.mark.parametrize("plan", some([Plan(ulysses=2), Plan(), PLANS[2]]), ids=str)
+@pytest.mark.parametrize("form", some(FORMS))
+def test_a_run_goes_on_from_an_adapter(ranks, clips, exported, tmp_path, form, plan):
+    base, lora, expected = exported
+    path = FORMS[form](lora, tmp_path / "adapter")
+    changes = {"lora.rank": 0, "lora.alpha": 0.0, "lora.path": str(path), "steps": 2}
+    config = lora_config(clips, base, tmp_path / "run", plan, **changes)
+    prediction, scale, moved, losses = ranks(plan.world_size, started, config)[0]
+    assert torch.allclose(prediction, expected, atol=1e-5) and len(moved) == 2 * 2 * 8 and len(losses) == 2
+    # In ComfyUI's diffusers multiplies the matrices by it.
+    assert scale == (1.0 if form == "of ComfyUI" else 2.5)
+    again = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
+    assert again.keys() == load_file(lora / "pytorch_lora_weights.safetensors").keys()
+
+
+def test_musubi_tuners_names_and_alphas_are_read(exported, tmp_path):
+    from diffusers import WanPipeline
+
+    _, lora, _ = exported
+    comfy = read_adapter(str(lora / "comfyui.safetensors"), WanPipeline)
+    musubi = read_adapter(str(as_musubi(lora, tmp_path / "adapter")), WanPipeline)
+    assert (musubi.rank, musubi.alpha) == (2, 2.0) == (comfy.rank, comfy.alpha)
+    for layer, sides in comfy.matrices.items():
+        expected = sides["B"] @ sides["A"]
+        found = musubi.matrices[layer]["B"] @ musubi.matrices[layer]["A"]
+        assert torch.allclose(found, expected, atol=1e-6), layer
+    # alpha / rank is 1/2.
+    ffn = musubi.matrices["blocks.0.ffn.net.0.proj"]
+    assert torch.allclose(ffn["B"] @ ffn["A"], torch.full((32, 36), 2 * 0.5))
+    assert "attn1.to_q" in musubi.config_by_ends.targets and "blocks.1.attn2.to_v" in musubi.config.targets
+
+
+def refused(config):
+    from opensora_accel.training.loop import Trainer
+
+    with pytest.raises((ValueError, OSError)) as caught:
+        Trainer(config)
+    return str(caught.value)
+
+
+def change_tensors(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+FIRST = "transformer.blocks.0.attn1.to_q.lora_A.weight"
+DAMAGES = {
+    "nothing there": (lambda path: path.unlink(), "is no file of an adapter, and no folder with one"),
+    "half a file": (lambda path: path.write_bytes(path.read_bytes()[:500]), "no whole safetensors file"),
+    "one matrix of two": (lambda p: change_tensors(p, lambda t: t.pop(FIRST)), "have one matrix of two"),
+    "two ranks": (
+        lambda p: change_tensors(
+            p, lambda t: t.update({name: torch.ones(3, t[name].size(1)) for name in [FIRST]})
+        ),
+        "it has the ranks [2, 3]",
+    ),
+    "a DoRA": (lambda p: change_tensors(p, lambda t: t.update({"a.dora_scale": torch.ones(1)})), "is a DoRA"),
+    "another model's": (
+        lambda p: change_tensors(p, lambda t: t.update({FIRST: torch.ones(2, 7)})),
+        "is [2, 7] in",
+    ),
+    "other layers": (
+        lambda p: change_tensors(p, lambda t: t.update({"transformer.x.lora_C.weight": torch.ones(2, 7)})),
+        "are no matrices of a LoRA",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_no_adapter_of_this_model_is_refused(ranks, clips, exported, tmp_path, damage):
+    base, lora, _ = exported
+    change, message = DAMAGES[damage]
+    path = Path(shutil.copytree(lora, tmp_path / "adapter")) / "pytorch_lora_weights.safetensors"
+    (path.parent / "comfyui.safetensors").unlink()
+    change(path)
+    changes = {"lora.rank": 0, "lora.alpha": 0.0, "lora.path": str(path.parent)}
+    (told,) = ranks(1, refused, lora_config(clips, base, tmp_path / "run", **changes))
+    assert message in told and not (tmp_path / "run").exists()
+
+
+def test_an_adapter_brings_its_own_rank(clips, tmp_path):
+    with pytest.raises(ValueError, match=r"lora\.path brings its own rank"):
+        tiny_config(clips, tmp_path, **{"lora.path": "adapter", "lora.rank": 4})
+    with pytest.raises(ValueError, match=r"lora\.path_2 is the adapter of the second"):
+        tiny_config(clips, tmp_path, **{"lora.path": "adapter", "lora.path_2": "other"})
+
+
+@pytest.mark.parametrize("elsewhere", some([False, True]))
+def test_a_saved_state_holds_the_adapters_and_goes_on_bit_for_bit(ranks, clips, base, tmp_path, elsewhere):
     plan = Plan(dp_shard=2, sharding="zero3")
     expected, moved, *_ = ranks(2, trained, lora_config(clips, base, tmp_path / "whole", plan))[0]
     config = lora_config(clips, base, tmp_path / "halves", plan)
@@ -100,8 +259,10 @@ def test_a_saved_state_holds_the_adapters_and_goes_on_bit_for_bit(ranks, clips, 
         with safe_open(path, "pt") as file:
             names |= set(file.keys())
     assert names == moved, "the frozen weights are not saved"
-    second = ranks(2, trained, config, folder)[0][0]
-    assert first + second == expected
+    if not elsewhere:
+        second = ranks(2, trained, config, folder)[0][0]
+        assert first + second == expected
+        return
     # On another Plan, the same adapters.
     other = lora_config(clips, base, tmp_path / "other", Plan(ulysses=2))
     after = ranks(2, trained, other, folder, 2)[0][-1]
