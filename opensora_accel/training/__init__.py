@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from opensora_accel import lazy
 
 if TYPE_CHECKING:
-    from opensora_accel.training.config import OptimConfig, ProfileOptions, TrainConfig, load_config
+    from opensora_accel.training.config import ProfileOptions, TrainConfig, load_config
     from opensora_accel.training.planned import job_of
     from opensora_accel.training.pretrained import in_one_line
+    from opensora_accel.training.sections import OptimConfig
     from opensora_accel.training.tiny_run import proof_of
 
 __all__ = [

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from opensora_accel.deferred import resume_recording
 from opensora_accel.documents import read_text
-from opensora_accel.training.config import LoraConfig
 from opensora_accel.training.pretrained import in_one_line
+from opensora_accel.training.sections import LoraConfig
 from opensora_accel.weights import Stored, fill
 
 # In a folder, as diffusers and PEFT name them.

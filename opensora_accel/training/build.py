@@ -26,13 +26,14 @@ from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.conditions import check_conditions, num_channels
-from opensora_accel.training.config import DataConfig, ModelConfig, TrainConfig
+from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
 from opensora_accel.training.recipes import RECIPES, Inputs, Recipe, Sizes, patches_of
 from opensora_accel.training.sampler import Portion
+from opensora_accel.training.sections import DataConfig, ModelConfig
 from opensora_accel.training.video import Video
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.config import ConditionsConfig
 from opensora_accel.training.flow import generator
+from opensora_accel.training.sections import ConditionsConfig
 
 
 class Condition(NamedTuple):

@@ -9,348 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomllib
-import tyro
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from opensora_accel.documents import read_text
 from opensora_accel.plan import Plan
-from opensora_accel.training.buckets import Bucket, parse_buckets, parse_plans
+from opensora_accel.training.buckets import Bucket, parse_plans
 from opensora_accel.training.options import first_refused, options
+from opensora_accel.training.sections import (
+    CodecConfig,
+    ConditionsConfig,
+    Count,
+    CountOrNone,
+    DataConfig,
+    FlowConfig,
+    ImageConfig,
+    JsonTable,
+    LoraConfig,
+    ModelConfig,
+    NotNegative,
+    OptimConfig,
+    TextConfig,
+    ValidationConfig,
+)
 
-JsonTable = Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")]
-NotNegative = Annotated[float, Field(ge=0)]
-AboveZero = Annotated[float, Field(gt=0)]
-UpToOne = Annotated[float, Field(ge=0, le=1)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
 # diffusers' Wan, SkyReels-V2 and ChronoEdit take the last 512 of all tokens for the text, and the others for pictures.
 _TOKENS_BESIDE_PICTURES = 512
-
-
-@options
-class DataConfig:
-    """Which clips are trained on, and how they are cut."""
-
-    folder: str = ""
-    """Folder with the videos, and their captions in a metadata.jsonl, .csv or .json, beside each file, or in shards."""
-    num_frames: Count = 9
-    """Frames per clip."""
-    frame_stride: Count = 1
-    """Take every n-th frame; 2 halves the frame rate and doubles the time that a clip covers."""
-    height: Count = 48
-    """Height of a clip in pixels; videos are scaled to cover height x width and cropped at the centre."""
-    width: Count = 80
-    """Width of a clip in pixels."""
-    buckets: tuple[str, ...] = ()
-    """Clips of several sizes instead, each FRAMESxHEIGHTxWIDTH, as 33x480x832; 1 frame is for images."""
-    batch_size: Count = 4
-    """Clips per step over all data-parallel ranks together; with buckets, of the one with the largest clips."""
-    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Decoding processes per rank; 0 decodes in the training process."""
-    frame_rate: NotNegative = 0.0
-    """Frames a second of clips, for a model that is told (LTX-Video); 0 takes the first video's, over frame_stride."""
-
-    def __post_init__(self) -> None:
-        parse_buckets(self.buckets)
-        for name, default in (("num_frames", 9), ("height", 48), ("width", 80)):
-            if self.buckets and getattr(self, name) != default:
-                raise ValueError(
-                    f"data.buckets say how large clips are; leave data.{name} out, or leave data.buckets out"
-                )
-
-    @property
-    def sizes(self) -> tuple[Bucket, ...]:
-        """The sizes of clips; one, where there are no buckets."""
-        return parse_buckets(self.buckets) or (
-            Bucket(self.num_frames, self.height, self.width, self.batch_size),
-        )
-
-
-@options
-class ModelConfig:
-    """The transformer that is trained."""
-
-    class_name: str = "WanTransformer3DModel"
-    """Class of diffusers that is built from `config`, one that has a recipe; with `path`, the folder names it."""
-    config: JsonTable = field(default_factory=dict)
-    """Arguments of that class, as JSON (a table in the file). Channels and text width follow from the codec."""
-    path: str = ""
-    """Local folder of a model saved by diffusers, to go on from its weights."""
-    path_2: str = ""
-    """The same of the low-noise expert (transformer_2 of Wan 2.2's pipelines); see flow.boundary."""
-
-    def __post_init__(self) -> None:
-        if self.path_2 and not self.path:
-            raise ValueError(
-                "model.path_2 is the second expert of a pair, and model.path has the first; set both, or leave "
-                "model.path_2 out"
-            )
-        for name, value in self.config.items():
-            # NaN passes each comparison that would refuse a number later.
-            items = value if isinstance(value, (list, tuple)) else [value]
-            for item in items:
-                if isinstance(item, float) and not math.isfinite(item):
-                    raise ValueError(f"model.config.{name} must be a finite number; got {item}")
-        if self.path and self.config:
-            raise ValueError(
-                "model.path brings its own config; leave model.config out, or leave model.path out"
-            )
-
-
-@options
-class CodecConfig:
-    """Pixels to latents: space-to-depth, or a video VAE."""
-
-    patch: Count = 4
-    """Side of the pixel square that becomes one latent position, without a VAE."""
-    path: str = ""
-    """Local folder of a diffusers video VAE (AutoencoderKLWan, …)."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """What the VAE is loaded and computed in."""
-    cache: bool = False
-    """Encode each clip once, keep its latents in host memory, and release the VAE when all of the run are there."""
-
-    def __post_init__(self) -> None:
-        if not self.path and self.dtype != "bf16":
-            raise ValueError("codec.dtype is for a VAE from codec.path; leave it out, or set codec.path")
-        if not self.path and self.cache:
-            raise ValueError("codec.cache is for a VAE from codec.path; leave it out, or set codec.path")
-        if self.path and self.patch != 4:
-            raise ValueError("codec.patch is for a run without a VAE; leave it out, or leave codec.path out")
-
-
-@options
-class TextConfig:
-    """Captions to embeddings: a small T5 with a tokenizer trained on the captions, or a real one."""
-
-    path: str = ""
-    """Local folder with a tokenizer and a T5 or UMT5 encoder."""
-    length: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Tokens per caption; longer ones are cut, shorter ones padded."""
-    width: Annotated[int, Field(ge=8, le=8192)] = 64
-    """Embedding width of the small encoder."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """What the encoder of `path` is loaded and computed in; the small one has the type of the run."""
-    cache: bool = True
-    """Embed all captions at the start, into a file of each machine's TMPDIR, and release the encoder."""
-
-    def __post_init__(self) -> None:
-        if not self.path and self.dtype != "bf16":
-            raise ValueError("text.dtype is for an encoder from text.path; leave it out, or set text.path")
-        if self.path and self.width != 64:
-            raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
-
-
-@options
-class ImageConfig:
-    """The first frame as a CLIP image encoder sees it, which Wan 2.1's image-to-video models take beside latents."""
-
-    path: str = ""
-    """Local folder of a CLIP image encoder (image_encoder of Wan 2.1's); the model then takes its states."""
-    width: Annotated[int, Field(ge=0, le=8192, multiple_of=8)] = 0
-    """Embedding width of a small encoder in its place; 0 has none."""
-    dtype: Literal["bf16", "fp32"] = "fp32"
-    """What the encoder of `path` is loaded and computed in; the small one has the type of the run."""
-    cache: bool = False
-    """Encode each first frame once, and keep its states in host memory."""
-
-    def __post_init__(self) -> None:
-        if self.path and self.width:
-            raise ValueError("image.width is for the small encoder; leave it out, or leave image.path out")
-        if not self.path and self.dtype != "fp32":
-            raise ValueError("image.dtype is for an encoder from image.path; leave it out, or set image.path")
-        if not self.is_used and self.cache:
-            raise ValueError(
-                "image.cache is for a run with image.path or image.width; set one, or leave it out"
-            )
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self.path or self.width)
-
-
-@options
-class LoraConfig:
-    """Adapters that are trained in place of the model."""
-
-    rank: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Rank of the adapters; 0 has none, and trains the model itself."""
-    alpha: NotNegative = 0.0
-    """Adapters count alpha / rank times; 0 takes the rank."""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Ends of the names of the layers that get one."""
-    path: str = ""
-    """Local file or folder of an adapter to go on from, as this trainer, diffusers, PEFT and ComfyUI have it; rank,
-    alpha and targets are its own."""
-    path_2: str = ""
-    """The same for the low-noise expert; see flow.boundary."""
-
-    def __post_init__(self) -> None:
-        if self.path and (self.rank or self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
-            raise ValueError(
-                "lora.path brings its own rank, alpha and targets; leave lora.rank, lora.alpha and lora.targets out, "
-                "or leave lora.path out"
-            )
-        if not self.is_used and (self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
-            raise ValueError(
-                "lora.alpha and lora.targets are for a run with lora.rank; set it, or leave them out"
-            )
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self.rank or self.path)
-
-
-@options
-class FlowConfig:
-    """Flow matching: which times are trained, and how a clip is sampled."""
-
-    shift: AboveZero | Literal["auto", "ltx"] = "auto"
-    """Time shift towards noise; auto grows with resolution and length, as Open-Sora's, ltx as LTX-Video's."""
-    time_distribution: Literal["logit-normal", "uniform"] = "logit-normal"
-    """Distribution of times before the shift."""
-    logit_mean: float = 0.0
-    """Mean of the normal distribution under logit-normal times; above 0 there is more noise."""
-    logit_std: AboveZero = 1.0
-    """Its standard deviation."""
-    time_range: tuple[UpToOne, UpToOne] = (0.0, 1.0)
-    """Times that are trained, after the shift: all, or one expert's, as 0.875 to 1 for Wan 2.2's high-noise one."""
-    boundary: Share = 0.0
-    """Trains two experts on the same clips, each with its own optimizer: the high-noise one of model.path from this
-    time to 1, the low-noise one of model.path_2 from 0 to it; Wan 2.2's T2V has 0.875, its I2V 0.9. 0 trains one."""
-    weighting: Literal["none", "bell"] = "none"
-    """What a time counts in the loss: all the same, or most in the middle and nothing at the ends; 1 in the mean."""
-    caption_drop: Share = 0.1
-    """Share of samples trained without caption, for guidance."""
-    sample_steps: Annotated[int, Field(ge=1, le=10_000)] = 30
-    """Euler steps of a sampled clip."""
-    guidance: float = 1.0
-    """Classifier-free guidance of sampled clips; 1 is none."""
-
-    def __post_init__(self) -> None:
-        if self.time_distribution == "uniform" and (self.logit_mean, self.logit_std) != (0, 1):
-            raise ValueError(
-                'flow.logit_mean and flow.logit_std are for flow.time_distribution="logit-normal"; set it, or leave '
-                "them out"
-            )
-        if not self.time_range[0] < self.time_range[1]:
-            raise ValueError(
-                f"flow.time_range must be a lower and a higher time; got {list(self.time_range)}"
-            )
-        if self.boundary and self.time_range != (0.0, 1.0):
-            raise ValueError(
-                "flow.time_range trains one expert and flow.boundary both; leave one of them out"
-            )
-
-
-@options
-class ConditionsConfig:
-    """Frames of a clip that are given, and of which the rest is learned, each so often as its weight says."""
-
-    t2v: NotNegative = 1.0
-    """Nothing is given but the caption; alone, it trains a model that takes no frames."""
-    i2v_head: NotNegative = 0.0
-    """The first frame."""
-    i2v_tail: NotNegative = 0.0
-    """The last frame."""
-    i2v_loop: NotNegative = 0.0
-    """The first and the last frame."""
-    v2v_head: NotNegative = 0.0
-    """The first 33 frames."""
-    v2v_tail: NotNegative = 0.0
-    """The last 33 frames."""
-    v2v_head_easy: NotNegative = 0.0
-    """The first 65 frames."""
-    v2v_tail_easy: NotNegative = 0.0
-    """The last 65 frames."""
-
-    def __post_init__(self) -> None:
-        if not any(dataclasses.astuple(self)):
-            raise ValueError("all weights of conditions are 0; set one above 0, as conditions.t2v = 1")
-
-    @property
-    def give_first_frame(self) -> bool:
-        """Whether the first frame is given of some clips."""
-        return any((self.i2v_head, self.i2v_loop, self.v2v_head, self.v2v_head_easy))
-
-    @property
-    def are_used(self) -> bool:
-        """Whether the model takes a mask and given frames."""
-        return any(weight for name, weight in dataclasses.asdict(self).items() if name != "t2v")
-
-
-@options
-class ValidationConfig:
-    """The loss of clips that are held out, at fixed times and noise."""
-
-    num_clips: CountOrNone = 0
-    """Files of data.folder that are not trained, chosen by the seed, of each of which one clip is looked at; 0 holds
-    out none."""
-    every: Count = 500
-    """Steps between two looks; there is one at the end too."""
-    num_times: Annotated[int, Field(ge=1, le=100)] = 4
-    """Times of a look, the middles of so many equal parts."""
-
-    def __post_init__(self) -> None:
-        if not self.num_clips and (self.every, self.num_times) != (500, 4):
-            raise ValueError(
-                "validation.every and validation.num_times are for a run with validation.num_clips; set it, or leave "
-                "them out"
-            )
-
-
-@options
-class OptimConfig:
-    """AdamW, its schedule and what surrounds it."""
-
-    lr: NotNegative = 1e-3
-    """Peak learning rate."""
-    betas: tuple[Share, Share] = (0.9, 0.99)
-    """Adam's decay rates."""
-    eps: AboveZero = 1e-8
-    """Adam's epsilon."""
-    state: Literal["fp32", "8bit", "4bit", "fp8"] = "fp32"
-    """How Adam's moments are kept; all but fp32 need torchao (pip install 'opensora-accel[lowbit]')."""
-    weight_decay: NotNegative = 0.01
-    """On matrices only, not on biases and norms."""
-    schedule: Literal["constant", "cosine", "free"] = "cosine"
-    """After the warm-up: constant, cosine down to a tenth of a percent at the last step, or free: AdamW that averages
-    its steps in place of a schedule (pip install 'opensora-accel[schedulefree]'; ema_decay is 0 then)."""
-    warmup_steps: CountOrNone = 50
-    """Steps of linear warm-up."""
-    clip_norm: NotNegative = 1.0
-    """Gradients are scaled down to this norm over all parameters; 0 does not clip."""
-    skip_factor: NotNegative = 0.0
-    """Skip a step whose gradient norm is more than so many times the median of the 100 before; 0 skips none of them."""
-    accumulation: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """Global batches per optimizer step."""
-    ema_decay: Share = 0.999
-    """Decay of the averaged weights that sampling uses; 0 keeps none."""
-
-    def __post_init__(self) -> None:
-        if self.schedule != "free":
-            return
-        if self.ema_decay:
-            raise ValueError(
-                'optim.schedule="free" averages weights by itself, and samples with them; set optim.ema_decay to 0'
-            )
-        if self.state != "fp32":
-            raise ValueError(
-                f'optim.schedule="free" has no moments in {self.state}; set optim.state to fp32, or choose cosine'
-            )
-        if not self.betas[0]:
-            raise ValueError(
-                'optim.schedule="free" divides by the first of optim.betas; set it above 0, as 0.9'
-            )
 
 
 @options

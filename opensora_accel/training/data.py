@@ -33,12 +33,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from opensora_accel.communications import gather_objects
 from opensora_accel.files import retried
 from opensora_accel.training.buckets import Bucket, batch_sizes
-from opensora_accel.training.config import DataConfig
 from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.entries import Entry, read_entries
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import (
     UnreadableVideo,
     Video,

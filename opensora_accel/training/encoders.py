@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora_accel.training.config import CodecConfig, TextConfig
 from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
+from opensora_accel.training.sections import CodecConfig, TextConfig
 
 # How the libraries name the files of weights.
 VAE_STEM, TEXT_STEM = "diffusion_pytorch_model", "model"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from opensora_accel.training.config import FlowConfig
+from opensora_accel.training.sections import FlowConfig
 
 # Models take t in 0…1 as a timestep in 0…1000.
 TIMESTEPS = 1000

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from opensora_accel.communications import gather_objects
 from opensora_accel.experimental import experiment
 from opensora_accel.fsdp import reshard
-from opensora_accel.training.config import OptimConfig
+from opensora_accel.training.sections import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

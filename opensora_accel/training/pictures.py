@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from opensora_accel.documents import read_text
-from opensora_accel.training.config import ImageConfig
 from opensora_accel.training.encoders import PRETRAINED_DTYPES
 from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
+from opensora_accel.training.sections import ImageConfig
 
 IMAGE_STEM = "model"
 # In files of transformers before version 5 every name begins with it.

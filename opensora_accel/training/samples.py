@@ -21,10 +21,10 @@ from torch import Tensor
 from opensora_accel.files import replacing
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.conditions import Condition, weights_of
-from opensora_accel.training.config import DataConfig
 from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import generator, sample
 from opensora_accel.training.objective import Objective
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from opensora_accel.files import sha256_of
 from opensora_accel.training import conditions, encoders, pictures, pretrained, shards, video
-from opensora_accel.training.config import ImageConfig, TextConfig, TrainConfig
+from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache, code_version
 from opensora_accel.training.encoders import TEXT_STEM, VAE_STEM
 from opensora_accel.training.pictures import IMAGE_STEM
 from opensora_accel.training.ranks import from_first_of_machine, from_first_rank
+from opensora_accel.training.sections import ImageConfig, TextConfig
 from opensora_accel.weights import find_stored
 
 T = TypeVar("T")

@@ -24,19 +24,19 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
-from opensora_accel.training.config import (
+from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.encoders import build_codec, latent_shape, text_width
+from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.pictures import picture_shape
+from opensora_accel.training.recipes import Inputs, Sizes
+from opensora_accel.training.sections import (
     CodecConfig,
     ConditionsConfig,
     ImageConfig,
     ModelConfig,
     TextConfig,
-    TrainConfig,
     ValidationConfig,
 )
-from opensora_accel.training.encoders import build_codec, latent_shape, text_width
-from opensora_accel.training.flow import flow_loss
-from opensora_accel.training.pictures import picture_shape
-from opensora_accel.training.recipes import Inputs, Sizes
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
 

@@ -29,8 +29,8 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket, bucket_of, cropped_share
-from opensora_accel.training.config import DataConfig
 from opensora_accel.training.entries import Entry
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.shards import IMAGES, open_file, place_of, size_of, status_of
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from opensora_accel import Plan, init_parallel
 from opensora_accel.experiments.low_bit import check_low_bit, saved_values
 from opensora_accel.fsdp import shard_parameters
-from opensora_accel.training.config import OptimConfig
 from opensora_accel.training.optim import build_optimizer, new_moment, set_learning_rate
+from opensora_accel.training.sections import OptimConfig
 from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 

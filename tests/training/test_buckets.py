@@ -14,10 +14,11 @@ from PIL import Image
 
 from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket, batch_sizes, bucket_of, cropped_share, parse_buckets
-from opensora_accel.training.config import DataConfig, config_from_dict
+from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import ClipLoader
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.tiny_run import TrueSize, proof_meshes
 from opensora_accel.training.tiny_run import tiny_config as tiny_config_of
 from opensora_accel.training.video import Entry, UnreadableVideo, index_videos, probe, read_clip

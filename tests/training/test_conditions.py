@@ -16,9 +16,10 @@ from opensora_accel.training.conditions import (
     mask_of,
     weights_of,
 )
-from opensora_accel.training.config import ConditionsConfig, config_from_dict
+from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.encoders import SpaceToDepth, VideoVAE
 from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError

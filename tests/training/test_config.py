@@ -8,14 +8,8 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 
 from opensora_accel.plan import Plan
-from opensora_accel.training.config import (
-    DataConfig,
-    OptimConfig,
-    TrainConfig,
-    config_from_dict,
-    differences,
-    load_config,
-)
+from opensora_accel.training.config import TrainConfig, config_from_dict, differences, load_config
+from opensora_accel.training.sections import DataConfig, OptimConfig
 from tests.test_layers import ROOT
 
 

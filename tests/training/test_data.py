@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.config import DataConfig, config_from_dict
+from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import ClipLoader, VideoFolder, index_videos
 from opensora_accel.training.entries import read_entries
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video
+from opensora_accel.training.sections import DataConfig
 
 NUM_VIDEOS = 7  # does not divide into batches of four: every batch position meets every video
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from opensora_accel.training.config import CodecConfig, FlowConfig, OptimConfig, config_from_dict
+from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.encoders import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.flow import (
     draw_noise,
@@ -20,6 +20,7 @@ from opensora_accel.training.flow import (
 )
 from opensora_accel.training.optim import EMA, learning_rate
 from opensora_accel.training.recipes.base import even_times
+from opensora_accel.training.sections import CodecConfig, FlowConfig, OptimConfig
 
 CPU = torch.device("cpu")
 

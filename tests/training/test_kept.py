@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from opensora_accel import Plan
 from opensora_accel.training import encoders, stored
 from opensora_accel.training.conditions import KINDS
-from opensora_accel.training.config import ImageConfig, TrainConfig, config_from_dict
+from opensora_accel.training.config import TrainConfig, config_from_dict
 from opensora_accel.training.data import Clip, VideoFolder
 from opensora_accel.training.disk_cache import DiskCache, entries
 from opensora_accel.training.encoders import build_codec, build_text_encoder, train_tokenizer
 from opensora_accel.training.kept import CachedLatents, KeptPictures, StoredCaptions
 from opensora_accel.training.pictures import build_picture_encoder
+from opensora_accel.training.sections import ImageConfig
 from opensora_accel.training.stored import EncoderFiles, Stored, open_disk_cache
 from opensora_accel.training.video import Video, probe
 from tests.tiers import PROVE, some

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training import pictures
-from opensora_accel.training.config import ImageConfig, config_from_dict
+from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.pictures import build_picture_encoder, picture_shape
+from opensora_accel.training.sections import ImageConfig
 from opensora_accel.training.tiny_run import TrueSize, write_clips
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.verify.pool import RankError

@@ -11,7 +11,6 @@ import torch
 
 from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.config import CodecConfig, TextConfig
 from opensora_accel.training.data import Clip
 from opensora_accel.training.encoders import (
     SpaceToDepth,
@@ -21,6 +20,7 @@ from opensora_accel.training.encoders import (
     train_tokenizer,
 )
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions
+from opensora_accel.training.sections import CodecConfig, TextConfig
 from tests.tiers import some
 from tests.training.runs import tiny_config
 from tests.training.test_text import CAPTIONS, saved_encoder

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from opensora_accel import Plan
-from opensora_accel.training.config import OptimConfig
 from opensora_accel.training.optim import (
     FreeAverage,
     build_optimizer,
@@ -17,6 +16,7 @@ from opensora_accel.training.optim import (
     set_numbers,
 )
 from opensora_accel.training.saved_state import read_record
+from opensora_accel.training.sections import OptimConfig
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
 from tests.training.runs import tiny_config

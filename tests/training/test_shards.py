@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from opensora_accel import Plan
-from opensora_accel.training.config import DataConfig
 from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.entries import read_entries
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.shards import find_samples, open_file, place_of, size_of
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.training.video import UnreadableVideo, probe, read_clip

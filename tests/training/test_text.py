@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from opensora_accel.training.config import TextConfig
 from opensora_accel.training.encoders import build_text_encoder, text_width, train_tokenizer
+from opensora_accel.training.sections import TextConfig
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
