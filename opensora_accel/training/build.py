@@ -418,6 +418,12 @@ def describe(
         f"{model_name}, on {_ranks()}",
         f"plan: {degrees or 'one device'}",
     ]
+    if config.validation.num_clips:
+        look = config.validation
+        lines.append(
+            f"validation: {look.num_clips} files are held out, and looked at every {look.every} steps at "
+            f"{look.num_times} times"
+        )
     clips = [
         f"{len(portion.videos)} videos in {config.data.folder}, clips of {portion.bucket.num_frames} × "
         f"{portion.bucket.height} × {portion.bucket.width}, {tokens[portion.bucket]} tokens each, "

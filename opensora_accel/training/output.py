@@ -172,8 +172,12 @@ def check_inputs(config: TrainConfig) -> None:
     inputs = {
         "data.folder": config.data.folder,
         "model.path": config.model.path,
+        "model.path_2": config.model.path_2,
+        "lora.path": config.lora.path,
+        "lora.path_2": config.lora.path_2,
         "codec.path": config.codec.path,
         "text.path": config.text.path,
+        "image.path": config.image.path,
         "cache_folder": config.cache_folder,
     }
     for option, path in inputs.items():

@@ -259,6 +259,7 @@ CARRIERS = {
     "opensora_accel.training.flow",
     "opensora_accel.training.kept",
     "opensora_accel.training.options",
+    "opensora_accel.training.sections",
     "opensora_accel.training.stored",
     "opensora_accel.training.ranks",
     "opensora_accel.plan",

@@ -99,7 +99,7 @@ def test_an_earlier_run_is_moved_inside_a_folder_that_cannot_be_renamed(
     assert steps_of(output / "earlier_1") == [1, 2, 3, 4, 5] and steps_of(output) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("option", ["data.folder", "model.path"])
+@pytest.mark.parametrize("option", some(["data.folder", "model.path", "lora.path", "image.path"], "lora.path"))
 def test_what_a_run_reads_is_not_moved_away_from_it(run, config_file, tmp_path, option):
     assert run("train", "--config", config_file)[0] == 0
     inside = tmp_path / "run" / "checkpoints" / "step_000004" / "transformer"
