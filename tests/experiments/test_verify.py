@@ -36,7 +36,7 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.parametrize("name", some(COMPRESSED, *[*COMPRESSED][::2]))
+@pytest.mark.parametrize("name", some(COMPRESSED, "whole copies", "all-reduce by node"))
 @pytest.mark.parametrize("precision", some(["bf16", "fp32"]))
 def test_what_they_send_is_what_they_promise(name, precision):
     plan = COMPRESSED[name].replace(precision=precision)

@@ -197,7 +197,7 @@ SAVE_KILLS = [(rank, at) for rank, most in ((0, 40), (1, 10)) for at in range(1,
 
 @pytest.mark.parametrize(
     ("rank", "at"),
-    [pytest.param(*kill, marks=() if kill in ((1, 3),) else PROVE) for kill in SAVE_KILLS],
+    [pytest.param(*kill, marks=PROVE) for kill in SAVE_KILLS],
 )
 def test_a_rank_killed_in_a_save(ranks, clips, tmp_path, undisturbed, rank, at, fault):
     config = config_of(clips, tmp_path / "run")
