@@ -233,10 +233,9 @@ class ClipLoader:
         One at a time, with positions -1, -2, … of the job, which no clip that is trained has. All ranks get as many: a
         clip that cannot be read, or that this rank has one fewer of, is black and does not count.
         """
-        videos = [self._usable[file] for file in self._held_out if file in self._usable]
+        videos, share = self._held_out_share()
         folder = VideoFolder(videos, self.config, seed=self._seed, digests=self._digests)
-        for first in range(0, len(videos), self._data_size):
-            number = min(first + self._data_rank, len(videos) - 1)
+        for number, is_own in share:
             sample, bucket = folder[(-1 - number, number)], videos[number].bucket
             frames = sample.frames
             if frames is None:
@@ -244,15 +243,19 @@ class ClipLoader:
                 frames = torch.zeros(bucket.num_frames, bucket.height, bucket.width, 3, dtype=torch.uint8)
             clip = self._clip(sample.file, sample.position, sample.digest)
             batch = Batch(frames[None], [sample.caption], [sample.position], [sample.file], [clip])
-            yield batch, sample.frames is not None and number == first + self._data_rank
+            yield batch, is_own and sample.frames is not None
 
     def held_out_clips(self) -> dict[int, Clip]:
         """Those of `held_out_batches`, by position; nothing is read."""
+        videos, share = self._held_out_share()
+        return {-1 - number: self._clip(videos[number].file, -1 - number) for number, _ in share}
+
+    def _held_out_share(self) -> tuple[list[Video], list[tuple[int, bool]]]:
+        """The videos that are held out; which this data rank has, by number, and whether they are its own to count."""
         videos = [self._usable[file] for file in self._held_out if file in self._usable]
-        numbers = {
-            min(first + self._data_rank, len(videos) - 1) for first in range(0, len(videos), self._data_size)
-        }
-        return {-1 - number: self._clip(videos[number].file, -1 - number) for number in numbers}
+        last = len(videos) - 1
+        numbers = range(self._data_rank, len(videos) + self._data_rank, self._data_size)
+        return videos, [(min(number, last), number <= last) for number in numbers]
 
     def balance(self, tokens: Mapping[Bucket, int]) -> None:
         """From the start of the job on, batches of each bucket have as many clips as the largest has tokens for.

@@ -239,7 +239,7 @@ class Trainer:
                     if profiler is not None:
                         # Its tokens are those of this rank.
                         profiler.step(**metrics | {"tokens": metrics["tokens"] / self.config.plan.sequence})
-                    if profiler is None:
+                    else:
                         metrics |= self._validation_if_due()
                     if tracker is not None:
                         self._show_step(tracker, metrics, seconds, before)
@@ -464,11 +464,9 @@ class Trainer:
         with self._averaged():
             losses = validation_losses(self.objective, self.loader, times)
         if self.is_first:
-            by_time = ", ".join(f"{losses[f'validation/t={time:.3f}']:.4f} at {time:.3f}" for time in times)
-            print(
-                f"step {self.state.step}: validation loss {losses['validation/loss']:.4f} ({by_time})",
-                flush=True,
-            )
+            mean, *by_time = losses.values()
+            each = ", ".join(f"{loss:.4f} at {time:g}" for loss, time in zip(by_time, times, strict=True))
+            print(f"step {self.state.step}: validation loss {mean:.4f} ({each})", flush=True)
         return losses
 
     def write_samples(self, tracker: Tracker | None = None) -> Path:

@@ -61,5 +61,5 @@ def validation_losses(objective: Objective, loader: ClipLoader, times: Sequence[
             "--resume"
         )
     means = [loss / count for loss in losses]
-    by_time = {f"validation/t={time:.3f}": mean for time, mean in zip(times, means, strict=True)}
+    by_time = {f"validation/t={time:g}": mean for time, mean in zip(times, means, strict=True)}
     return {"validation/loss": sum(means) / len(means), **by_time}
