@@ -33,6 +33,7 @@ Source: 1-bit SGD (Seide et al., Interspeech 2014) for the feedback; ZeRO++ (arX
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -46,8 +47,8 @@ BLOCK = 128
 WIRE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # What the largest magnitude of a block becomes.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# Parts of a message start at multiples of it, so that they can be viewed in any dtype.
-_ALIGNMENT = 8
+# Parts of a message start at multiples of it, so that they can be viewed in any dtype, and read 16 bytes at once.
+_ALIGNMENT = 16
 # What rounding to bf16 leaves out at most, as a share.
 _UNIT = 2.0**-8
 
@@ -167,9 +168,9 @@ class CompressedShards:
 
     P = 2 ranks and shards of a weight of 130 elements and a bias of 3, in bf16:
 
-        bias     8 bytes: 3 × 2, and 2 of padding
+        bias     16 bytes: 3 × 2, and 10 of padding
         weight   256 bytes: two blocks, the second of which holds 2 elements and zeros
-        scales   8 bytes
+        scales   16 bytes: 2 × 4, and 8 of padding
 
     Args:
         numels: of each parameter's shard, padding of FSDP2 included.
@@ -205,6 +206,8 @@ class CompressedShards:
         self._parts = tuple(_round_up(part, _ALIGNMENT) for part in parts)
         # [2, N] on the device: where in [n] each block begins, and how many of its numbers there are.
         self._places: Tensor | None = None
+        # What divides all of these.
+        self._step = 1
 
     @property
     def message_bytes(self) -> int:
@@ -251,7 +254,7 @@ class CompressedShards:
 
     def unpack_by_kernel(self, messages: Tensor, output: Tensor) -> None:
         """As `unpack_by_operations` and to the same bits, where Triton is: see `unpack_kernel.py`."""
-        from opensora_accel.experiments.unpack_kernel import unpack_blocks
+        from opensora_accel.experiments.unpack_kernel import WHOLE, unpack_blocks
 
         exact, blocks, scales = self._views(messages)
         self._copy_exact(exact, output)
@@ -264,7 +267,9 @@ class CompressedShards:
             self._places = (
                 torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous().to(output.device)
             )
-        unpack_blocks(output, blocks, scales, *self._places)
+            self._step = WHOLE if math.gcd(*(each for place in places for each in place)) % WHOLE == 0 else 1
+        starts, sizes = self._places
+        unpack_blocks(output, blocks, scales, starts, sizes, self._step)
 
     def unpack_by_operations(self, messages: Tensor, output: Tensor) -> None:
         """Fills `output` [P, n] by the operations of torch, which write a number in fp32 twice on its way."""

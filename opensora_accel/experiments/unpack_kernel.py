@@ -10,6 +10,9 @@ fp8 is read by its bits, so that GPUs without it do as well. A number of e4m3 ha
     fp32   0 00001000 01000000000000000000000    1.25 · 2^(8 − 127)
 
 Numbers below the smallest power come out right as well, since fp32 has such too.
+
+A thread writes 16 bytes at once where every block begins, and ends, at a multiple of 16 numbers, as the blocks of
+linear layers do. Where one does not, nothing is known of any, and a thread writes number by number.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from torch import Tensor
 
 # Blocks that one program takes.
 _TILE = 32
+# What divides the places of blocks that are written 16 bytes at once.
+WHOLE = 16
 
 
 @triton.jit
@@ -46,14 +51,15 @@ def _unpack(
     sizes_ptr,
     num_blocks,
     is_fp8: tl.constexpr,
+    STEP: tl.constexpr,
     T: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     block, rank = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1).to(tl.int64)
     there, within = block < num_blocks, tl.arange(0, BLOCK)[None, :]
-    starts = tl.load(starts_ptr + block, mask=there, other=0)
-    sizes = tl.load(sizes_ptr + block, mask=there, other=0)
+    starts = tl.multiple_of(tl.load(starts_ptr + block, mask=there, other=0), [STEP])
+    sizes = tl.multiple_of(tl.load(sizes_ptr + block, mask=there, other=0), [STEP])
     scales = tl.load(scales_ptr + rank * scales_stride + block, mask=there, other=0.0)
     at = rank * blocks_stride + block.to(tl.int64)[:, None] * BLOCK + within
     value = tl.load(blocks_ptr + at, mask=there[:, None], other=0)
@@ -62,7 +68,9 @@ def _unpack(
     tl.store(output_ptr + rank * output_stride + starts[:, None] + within, out, mask=within < sizes[:, None])
 
 
-def unpack_blocks(output: Tensor, blocks: Tensor, scales: Tensor, starts: Tensor, sizes: Tensor) -> None:
+def unpack_blocks(
+    output: Tensor, blocks: Tensor, scales: Tensor, starts: Tensor, sizes: Tensor, step: int = 1
+) -> None:
     """Writes the numbers of the blocks of P ranks to where each belongs.
 
     Args:
@@ -71,6 +79,7 @@ def unpack_blocks(output: Tensor, blocks: Tensor, scales: Tensor, starts: Tensor
         scales: fp32 [P, N].
         starts: int64 [N], where in n each block begins.
         sizes: int64 [N], how many of its B numbers there are.
+        step: what divides all starts and sizes, as the caller knows: `WHOLE`, or 1.
     """
     (num_ranks, num_blocks), is_fp8 = scales.shape, blocks.dtype == torch.float8_e4m3fn
     if not num_blocks:
@@ -88,6 +97,7 @@ def unpack_blocks(output: Tensor, blocks: Tensor, scales: Tensor, starts: Tensor
             sizes,
             num_blocks,
             is_fp8=is_fp8,
+            STEP=step,
             T=tl.float64 if output.dtype == torch.float64 else tl.float32,
             BLOCK=blocks.size(1) // num_blocks,
             TILE=_TILE,

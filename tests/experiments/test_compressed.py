@@ -172,7 +172,7 @@ def test_messages_hold_every_shard_in_its_place(wire, dtype):
     shards = CompressedShards(numels, exact, dtype, WIRE_DTYPES[wire])
     num_blocks = 2 + 0 + 1 + 6
     parts = [9 * dtype.itemsize, 128 * num_blocks, 4 * num_blocks]
-    assert shards.message_bytes == sum(8 * math.ceil(part / 8) for part in parts)
+    assert shards.message_bytes == sum(16 * math.ceil(part / 16) for part in parts)
     of_ranks = torch.randn(3, sum(numels), generator=torch.Generator().manual_seed(0)).to(dtype)
     messages = torch.stack([shards.pack(of_rank) for of_rank in of_ranks])
     found = torch.full_like(of_ranks, math.nan)

@@ -164,9 +164,9 @@ def gathered(plan, dtype):
     messages = [
         call.input_bytes for call in recorder.calls if call.kind == "all-gather" and call.dtype == "uint8"
     ]
-    # Each part of a message is filled up to a multiple of 8 bytes.
+    # Each part of a message is filled up to a multiple of 16 bytes.
     expected_bytes = sum(
-        8 * math.ceil(exact / 8) + BLOCK * num_blocks + 8 * math.ceil(4 * num_blocks / 8)
+        16 * math.ceil(exact / 16) + BLOCK * num_blocks + 16 * math.ceil(4 * num_blocks / 16)
         for exact, num_blocks in parts.values()
     )
     expected_bytes *= 2 if plan.sharding == "zero3" else 1

@@ -6,15 +6,20 @@ here: the ranks of one machine have no slow link between them, so what is measur
 copying. What it is to buy is simulated by the formulas of `links.py` and `by_node.py`, for links that are named,
 without the time of compressing; those columns are called simulated.
 
-Before the clock starts, each side's result must be within its bound of the plain one's.
+Claim, on a GPU, for one rank alone: what was gathered comes out of its messages at 85 % of the bandwidth of a copy or
+more, in less time than torch's operations take. Cases named unpack need no other rank; the others are left out where
+`--only` names them alone.
+
+Before the clock starts, each side's result must be within its bound of the plain one's; of unpacking, the same bits.
 
     python tools/bench/compressed.py --ranks 4 --megabytes 16
+    python tools/bench/compressed.py --device cuda --only unpack        # one GPU
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -44,6 +49,11 @@ CASES = (
     *("reduce-scatter bf16", "all-reduce bf16", "all-gather int8", "all-gather fp8"),
     *("all-to-all by node", "all-reduce by node", "all-to-all by node, 16 KiB"),
 )
+# What unpacks a block of Wan-14B that 8 ranks hold: the linear layers' weights, by their numbers of elements.
+UNPACKED = {"unpack int8": "int8", "unpack fp8": "fp8"}
+UNPACKED_RANKS = 8
+UNPACKED_NUMELS = [5120 * 5120] * 8 + [5120 * 13824] * 2
+LEAST_SHARE = 0.85
 
 Sides = tuple[Callable[[], Tensor], Callable[[], Tensor], float, dict[str, float]]
 
@@ -187,6 +197,49 @@ def simulated(
     return {"plain_ms": plain_s * 1e3, "ours_ms": ours_s * 1e3, "ratio": plain_s / ours_s}
 
 
+def measure_unpacking(name: str, device: torch.device, options: Any, copied: float | None) -> dict[str, Any]:
+    """The times of both ways to unpack what 8 ranks sent, and the kernel's share of a copy's bandwidth.
+
+    Without a GPU torch's operations run on both sides, and nothing is to be learnt from their times.
+    """
+    small = 64 if options.quick else 1
+    numels = [numel // small // UNPACKED_RANKS for numel in UNPACKED_NUMELS]
+    shards = CompressedShards(numels, [False] * len(numels), torch.bfloat16, WIRE_DTYPES[UNPACKED[name]])
+    message = shards.pack(torch.randn(sum(numels), device=device, dtype=torch.bfloat16))
+    messages = message.repeat(UNPACKED_RANKS, 1)
+    found, expected = (message.new_empty(UNPACKED_RANKS, sum(numels), dtype=torch.bfloat16) for _ in range(2))
+    shards.unpack(messages, found)
+    shards.unpack_by_operations(messages, expected)
+    if not torch.equal(found, expected):
+        raise ValueError(f"{name}: the kernel gives other bits than torch's operations")
+    clocks = {
+        "plain": harness.clock(partial(shards.unpack_by_operations, messages, expected), device),
+        "ours": harness.clock(partial(shards.unpack, messages, found), device),
+    }
+    times = harness.take_turns({side: partial(clock, 1) for side, clock in clocks.items()}, options.rounds)
+    row = {
+        "case": name,
+        "weights": found.numel(),
+        "ratio": harness.ratios(times["plain"], times["ours"]),
+        "times_ms": {side: harness.spread(values) for side, values in times.items()},
+    }
+    if copied:
+        moved = messages.nbytes + found.nbytes
+        row["share_of_copy_bandwidth"] = moved / (row["times_ms"]["ours"]["median"] / 1e3) / copied
+    return row
+
+
+def claims_of_unpacking(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The slower of int8 and fp8 decides; without a GPU, nothing."""
+    on_gpu = [row for row in rows if "share_of_copy_bandwidth" in row]
+    share = min((row["share_of_copy_bandwidth"] for row in on_gpu), default=None)
+    ratio = min((row["ratio"]["median"] for row in on_gpu), default=None)
+    return [
+        make_claim("unpack: share of a copy's bandwidth", share, "at least", LEAST_SHARE),
+        make_claim("unpack: time of torch's operations over the kernel's", ratio, "above", 1.0),
+    ]
+
+
 MEASURED = {
     "case": "case",
     "ours ms": "times_ms.ours",
@@ -198,32 +251,70 @@ MEASURED = {
 }
 
 
+UNPACKING = {
+    "case": "case",
+    "weights": "weights",
+    "kernel ms": "times_ms.ours",
+    "operations ms": "times_ms.plain",
+    "operations over kernel": "ratio",
+    "of a copy": "share_of_copy_bandwidth",
+}
+
+
+def named(cases: Iterable[str], part: str) -> list[str]:
+    """Those with this part in their names."""
+    return [name for name in cases if part in name]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 where a result is beyond its bound, bytes are not those of theory, or a case fails."""
     parser = harness.make_parser("compressed", __doc__, rounds=15)
     parser.add_argument("--ranks", type=int, nargs=1, default=[4], help="processes to start (default: 4)")
     parser.add_argument("--megabytes", type=float, default=16, help="bytes of a rank's tensor (default: 16)")
-    options = harness.parse_options(parser, arguments, {"quick": {"megabytes": 1, "rounds": 3}})
+    usual = {"quick": {"megabytes": 1, "rounds": 3}}
+    options = harness.parse_options(parser, arguments, usual, lambda given: not named(CASES, given.only))
     (num_ranks,) = options.ranks
     if num_ranks % PER_NODE or num_ranks == PER_NODE:
         parser.error(f"--ranks must be several nodes of {PER_NODE}: 4, 6, …; got {num_ranks}")
-    chosen = [name for name in CASES if options.only in name]
-    if not chosen:
-        parser.error(f"--only {options.only!r} is in no case's name; they are {'; '.join(CASES)}")
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    report = Report(options, ranks=num_ranks, backend=backend, megabytes=options.megabytes)
-    common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
-    tasks = [{"label": name, **common} for name in chosen]
-    outcomes = run_tasks(Job("compressed", num_ranks, options.device), tasks)
-    results = [outcome.found for outcome in outcomes if outcome.status == "done"]
-    wrong = sum(not row["bytes_match"] for row in results)
-    claims = [make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0)]
-    report.result |= {"results": results, "claims": claims}
-    report.show(make_table("Measured on this machine, in turns", MEASURED, results))
-    for name in CLUSTERS:
-        columns = {"case": "case", "ours ms": "ours_ms", "plain ms": "plain_ms", "plain over ours": "ratio"}
-        rows = [{"case": row["case"], **row["simulated"][name]} for row in results]
-        report.show(make_table(f"SIMULATED: transfers alone, of 256 MiB a rank, {name}", columns, rows))
+    chosen, unpacked = named(CASES, options.only), named(UNPACKED, options.only)
+    if not chosen and not unpacked:
+        names = "; ".join((*CASES, *UNPACKED))
+        parser.error(f"--only {options.only!r} is in no case's name; they are {names}")
+    if options.device == "cpu" and not options.quick:
+        # Torch's operations would run on both sides, of a GPU's sizes.
+        unpacked = []
+        if not chosen:
+            parser.error("unpacking is timed on a GPU: add --device cuda, or --quick to see that it runs")
+    report, device = Report(options), torch.device(options.device)
+    rows, claims, wrong = list[dict[str, Any]](), list[dict[str, Any]](), 0
+    if unpacked:
+        copied = harness.copy_bytes_per_s(device) if device.type == "cuda" else None
+        rows = [measure_unpacking(name, device, options, copied) for name in unpacked]
+        claims += claims_of_unpacking(rows)
+        report.show(make_table("Weights out of 8 ranks' messages, on one device", UNPACKING, rows))
+    outcomes = []
+    if chosen:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        report.result |= {"ranks": num_ranks, "backend": backend, "megabytes": options.megabytes}
+        common = {"size_bytes": int(options.megabytes * 2**20), "rounds": options.rounds}
+        tasks = [{"label": name, **common} for name in chosen]
+        outcomes = run_tasks(Job("compressed", num_ranks, options.device), tasks)
+        results = [outcome.found for outcome in outcomes if outcome.status == "done"]
+        wrong = sum(not row["bytes_match"] for row in results)
+        claims.append(make_claim("cases that send other bytes than theory", float(wrong), "exactly", 0))
+        report.show(make_table("Measured on this machine, in turns", MEASURED, results))
+        for name in CLUSTERS:
+            columns = {
+                "case": "case",
+                "ours ms": "ours_ms",
+                "plain ms": "plain_ms",
+                "plain over ours": "ratio",
+            }
+            of_cluster = [{"case": row["case"], **row["simulated"][name]} for row in results]
+            title = f"SIMULATED: transfers alone, of 256 MiB a rank, {name}"
+            report.show(make_table(title, columns, of_cluster))
+        rows += results
+    report.result |= {"results": rows, "claims": claims}
     report.finish()
     failed = [(name, found) for name, found in zip(chosen, outcomes, strict=True) if found.status != "done"]
     for name, outcome in failed:

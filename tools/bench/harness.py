@@ -67,17 +67,19 @@ def parse_options(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
     usual: Mapping[str, Mapping[str, Any]],
+    is_alone: Callable[[argparse.Namespace], bool] = lambda given: False,
 ) -> argparse.Namespace:
     """The options; exits on what cannot be, before minutes have gone into measuring.
 
     Args:
         usual: the defaults of a run on "cpu" or "cuda", and of a "quick" one, which replace the parser's own.
+        is_alone: whether what was chosen runs in this process, whatever --ranks says.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # Read twice: the defaults of the second reading depend on what is given in the first.
     given, _ = parser.parse_known_args(arguments)
     ranks = getattr(given, "ranks", [1])
-    num_ranks, num_gpus = max(ranks), torch.cuda.device_count()
+    num_ranks, num_gpus = 1 if is_alone(given) else max(ranks), torch.cuda.device_count()
     device = given.device or ("cuda" if num_gpus >= num_ranks else "cpu")
     if device == "cuda" and num_gpus < num_ranks:
         parser.error(
@@ -152,6 +154,15 @@ def clock(function: Callable[[], Any], device: torch.device) -> Callable[[int], 
         graph.replay()
 
     return lambda calls: time_ms(replay, device, -(-calls // GRAPH_CALLS)) / GRAPH_CALLS
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """What a GPU reads and writes in a second, as it copies 320 MiB."""
+    source = torch.randn(32768, 5120, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copies = clock(lambda: target.copy_(source), device)
+    times = [copies(10) for _ in range(15)]
+    return 2 * source.nbytes / (spread(times)["median"] / 1e3)
 
 
 def take_turns(turns: Mapping[str, Callable[[], float | None]], rounds: int) -> dict[str, list[float]]:

@@ -216,14 +216,6 @@ def make_fused_step(
     return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
 
 
-def copy_bytes_per_s(device: torch.device) -> float:
-    source = torch.randn(32768, 5120, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copies = harness.clock(lambda: target.copy_(source), device)
-    times = [copies(10) for _ in range(15)]
-    return 2 * source.nbytes / (harness.spread(times)["median"] / 1e3)
-
-
 def claims(
     rows: Sequence[Mapping[str, Any]], of_kernels: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
@@ -284,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = harness.parse_options(parser, arguments, {"quick": {"rounds": 2}})
     torch.set_num_threads(1)
     device = torch.device(options.device)
-    copied = copy_bytes_per_s(device) if device.type == "cuda" else None
+    copied = harness.copy_bytes_per_s(device) if device.type == "cuda" else None
     note = "" if copied else "the claims for a GPU were not run: no GPU could be had"
     report, rows = Report(options, note=note, copy_bytes_per_s=copied), list[dict[str, Any]]()
     kernels = list[dict[str, Any]]()
