@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import json
 import logging
 import os
@@ -19,15 +20,23 @@ import torch
 from opensora_accel.verify.pool import RankPool, set_modules_aside
 
 torch.set_num_threads(1)
+# Every test makes and drops Python objects by the thousand, and the search for cycles among them took a tenth of the
+# time. Ranks have it from here; they search after every job.
+gc.set_threshold(20_000, 20, 50)
 
 PRELOAD = [
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.partitioners",
     "diffusers.models.transformers.transformer_wan",
     "opensora_accel.watching.first_steps",
     "opensora_accel.profiler",
     "opensora_accel.training.loop",
     "pytest",
     "shardformer",
+    "tests.experiments.test_late_values",
     "tests.models",
+    "tests.shardformer.conformance",
+    "tests.test_deferred",
     "tests.training.runs",
     "tests.verify.mutants",
     "tests.verify.steps",

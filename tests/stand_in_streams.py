@@ -381,7 +381,8 @@ class Schedule:
         if storage.device.type == "meta" or hasattr(type(tensor), "__tensor_flatten__"):
             return
         self._note_end(storage)
-        for address, (num_bytes, storages, _) in self._pages.items():
+        # A copy: a thread that saves may map pages meanwhile.
+        for address, (num_bytes, storages, _) in list(self._pages.items()):
             if address <= storage.data_ptr() < address + num_bytes:
                 storages.add(storage._cdata)
         kept = []

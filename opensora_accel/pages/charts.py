@@ -97,9 +97,11 @@ class Chart:
     chart.svg("What it shows")
     """
 
-    def __init__(self, height: float, width: float = 8.6):
+    def __init__(self, height: float, width: float = 8.6, is_plain: bool = False):
+        """A plain one has axes and nothing around them: it is laid out by one look, where legends take several."""
+        self.is_plain = is_plain
         with matplotlib.rc_context(_STYLE):
-            self.figure = Figure((width, height), layout="constrained")
+            self.figure = Figure((width, height), layout=None if is_plain else "constrained")
             self.axes: Axes = self.figure.subplots()
 
         # By the name in the legend: colour and hatch.
@@ -158,6 +160,9 @@ class Chart:
         file = io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": prefix}):
             nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+            if self.is_plain:
+                self.figure.tight_layout(pad=0.4)
+                self.figure.set_layout_engine(None)  # or it would be drawn once more, to be laid out
             self.figure.savefig(file, format="svg", metadata=nothing)
         text = file.getvalue()
         text = text[text.index("<svg") :]
@@ -283,7 +288,7 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
 
     Of more than `MAX_STEPS` steps each stretch is its median, in a band from its lowest to its highest.
     """
-    chart = Chart(height=2.4)
+    chart = Chart(height=2.4, is_plain=True)
     known = [(step["step"], step[field], step["warm_up"]) for step in steps if step[field] is not None]
     counted = [(number, value) for number, value, warm_up in known if not warm_up]
     if len(steps) > MAX_STEPS:

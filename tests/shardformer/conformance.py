@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import shardformer
 from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.arguments import change_at, value_at
 from opensora_accel.precision import LiftOperations, lift_casts
-from shardformer.tensor_parallel import full_tensor
+from shardformer.tensor_parallel import full_tensors
 from tests.tolerances import relative_errors
 from tests.video_models import CASES
 from tests.video_models.case import Case, Inputs, change_tensors
@@ -29,13 +29,20 @@ def errors(name: str, plan: Plan, own_checkpointing: bool = False, device: str =
     case = CASES[name]
     inputs = on_device(in_double(case.inputs()), device)
     with LiftOperations():  # Mochi makes its positions in fp32
-        expected = step(fp64_model(case).to(device), case, inputs)
+        expected = of_first_rank(lambda: step(fp64_model(case).to(device), case, inputs), device)
         model = shardformer.shard(fp64_model(case).to(device), plan)
         if own_checkpointing:
             case.enable_checkpointing(model)
         found = step(model, case, inputs)
-    found = {key: full_tensor(model, key, value) for key, value in found.items()}
-    return compare(found, expected)
+    return compare(dict(full_tensors(model, found)), expected)
+
+
+def of_first_rank(make: Callable[[], Found], device: str = "cpu") -> Found:
+    """What `make` returns on the first rank, on all of them: the others need not compute it again."""
+    made = [{name: each.cpu() for name, each in make().items()} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, device=torch.device(device))
+    assert made[0] is not None
+    return {name: each.to(device) for name, each in made[0].items()}
 
 
 def compare(found: Found, expected: Found) -> dict[str, float]:
