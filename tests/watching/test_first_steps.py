@@ -300,9 +300,9 @@ LONG |= {
     "added up in a closure",
 }
 LONG |= {"cleared to 0", "no rate"}
-# For every other name that a mistake is given, the first one that is named so.
+# For every third name that a mistake is given, the first one that is named so.
 FIRST = [*{name: wrong for wrong, _plan, name, _text in reversed(MISTAKES) if wrong not in LONG}.values()][
-    ::2
+    ::3
 ]
 
 
