@@ -25,18 +25,13 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 50)
 
 PRELOAD = [
-    "torch._dynamo.backends.debugging",
-    "torch._functorch.partitioners",
     "diffusers.models.transformers.transformer_wan",
     "opensora_accel.watching.first_steps",
     "opensora_accel.profiler",
     "opensora_accel.training.loop",
     "pytest",
     "shardformer",
-    "tests.experiments.test_late_values",
     "tests.models",
-    "tests.shardformer.conformance",
-    "tests.test_deferred",
     "tests.training.runs",
     "tests.verify.mutants",
     "tests.verify.steps",

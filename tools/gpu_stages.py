@@ -59,45 +59,45 @@ STAGES = (
         "attention takes a fused kernel in bf16: plain, masked and deterministic": "fused kernel",
         "torch prefers the kernel that ring attention takes": "prefers",
     }),
-    Stage("attention-tests", "pytest -n 4 tests/attention/test_kernels.py", limit_s=27, claims={
+    Stage("attention-tests", "pytest -n 4 tests/attention/test_kernels.py", limit_s=32, claims={
         "each attention kernel of torch and flash-attn takes blocks of keys as the definition has them": "add_up",
         "kernels take the log-sum-exp of some rows, as zigzag and striped rings give it": "on_one_device",
     }),
-    Stage("offload-tests", "pytest tests/offload/test_cuda.py -k 'not sanitizer'", limit_s=18, claims={
+    Stage("offload-tests", "pytest tests/offload/test_cuda.py -k 'not sanitizer'", limit_s=20, claims={
         "offload on CUDA streams changes no bit, also with slow copies": "slow_copies",
         "the arena's slabs are page-locked": "page_locked",
         "copies have streams of their own": "streams",
     }),
     Stage("kernel-tests", "pytest -n 14 --dist worksteal -m 'cuda and not prove' "
           "tests/shardformer/modeling/triton/values.py tests/experiments/unpacking.py",
-          limit_s=68, claims={
+          limit_s=69, claims={
         "Triton kernels compiled for the GPU agree with plain operations, values and gradients": ".",
     }),
-    Stage("checkpoint-tests", "pytest -n 8 tests/checkpoint", limit_s=41, claims={
+    Stage("checkpoint-tests", "pytest -n 8 tests/checkpoint", limit_s=40, claims={
         "checkpointing in every mode has the gradients of none on CUDA, bit for bit": "checkpoint",
     }),
-    Stage("model-tests", "pytest -n 14 --maxschedchunk=1 tests/shardformer/test_cuda.py", limit_s=106, claims={
+    Stage("model-tests", "pytest -n 14 --maxschedchunk=1 tests/shardformer/test_cuda.py", limit_s=75, claims={
         "every model of the tests, checkpointed and offloaded on a GPU, has the plain model's gradients": "in_fp64",
         "models whose norms were swapped have them too": "norms",
         "blocks that Inductor compiled for the GPU have those of the plain model's that it compiled": "compiled",
     }),
     Stage("trainer-tests",
           "pytest -n 6 tests/training/test_cuda.py tests/training/test_save.py tests/profiler/test_cuda.py",
-          limit_s=49, claims={
+          limit_s=50, claims={
         "the trainer has the same losses under every plan of one rank over NCCL, and goes on from what it saved":
             "same_losses|goes_on",
         "a step is profiled over NCCL, with times that are known": "profile",
         "saved states are copied on a stream of their own, beside the next step": "late_copy",
     }),
-    Stage("sanitizer", "pytest -n 2 tests/offload/test_cuda.py -k sanitizer", limit_s=33, claims={
+    Stage("sanitizer", "pytest -n 2 tests/offload/test_cuda.py -k sanitizer", limit_s=43, claims={
         "torch's CUDA sanitizer finds no race in the offload engine": "sanitizer",
     }),
-    Stage(**bench("blockwise", "--rounds 5 --simulate 3"), limit_s=23, claims={
+    Stage(**bench("blockwise", "--rounds 5 --simulate 3"), limit_s=30, claims={
         "rings of 2 to 8 simulated ranks are as near to fp64 as one call, with every kernel": "over one call's: ring",
         "Ulysses of 2 to 8 simulated ranks is as near to fp64 as one call": "over one call's: Ulysses",
         "the kernel that is chosen is within 5 % of the fastest": "chosen kernel over the fastest",
     }),
-    Stage(**bench("norms", f"--rounds 5 --only {_NORMS}", f"--only {_NORMS}"), limit_s=89, claims={
+    Stage(**bench("norms", f"--rounds 5 --only {_NORMS}", f"--only {_NORMS}"), limit_s=90, claims={
         "swapped norms are no slower than before": "original over swapped",
         "swapped norms run at 85 % of a copy's bandwidth or more": "^forward: share of a copy",
         "Triton kernels run at 90 % of a copy's bandwidth or more, at 85 % where they modulate or turn": "^kernels",
@@ -106,7 +106,7 @@ STAGES = (
         "weights in int8 and fp8 are unpacked at 85 % of a copy's bandwidth or more": "share of a copy",
         "the kernel unpacks them in less time than torch's operations": "over the kernel",
     }),
-    Stage(**bench("offload", "--hidden 3072 --tokens 12000 --blocks 4 --rounds 3", picture=True), limit_s=29, claims={
+    Stage(**bench("offload", "--hidden 3072 --tokens 12000 --blocks 4 --rounds 3", picture=True), limit_s=34, claims={
         "every way to offload has the gradients of checkpointing alone, bit for bit": "gradients",
         "offload takes at most 1.02 × the step of checkpointing alone": "step time of full.offload",
         "at least 95 % of the copies' time lies beside compute": "hides behind compute",

@@ -33,6 +33,7 @@ Source: 1-bit SGD (Seide et al., Interspeech 2014) for the feedback; ZeRO++ (arX
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -204,10 +205,9 @@ class CompressedShards:
         self._num_exact, self._num_padded = num_exact, num_padded
         parts = (num_exact * dtype.itemsize, num_padded, num_padded // BLOCK * torch.float32.itemsize)
         self._parts = tuple(_round_up(part, _ALIGNMENT) for part in parts)
-        # [2, N] on the device: where in [n] each block begins, and how many of its numbers there are.
-        self._places: Tensor | None = None
-        # What divides all of these.
-        self._step = 1
+        # [2, N] on the device: where in [n] each block begins, and how many of its numbers there are; and what divides
+        # all of these.
+        self._places: tuple[Tensor, int] | None = None
 
     @property
     def message_bytes(self) -> int:
@@ -258,18 +258,17 @@ class CompressedShards:
 
         exact, blocks, scales = self._views(messages)
         self._copy_exact(exact, output)
-        if self._places is None or self._places.device != output.device:
+        if self._places is None or self._places[0].device != output.device:
             places = [
                 (at, min(BLOCK, to.stop - at))
                 for to, _ in self._blocked
                 for at in range(to.start, to.stop, BLOCK)
             ]
-            self._places = (
-                torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous().to(output.device)
-            )
-            self._step = WHOLE if math.gcd(*(each for place in places for each in place)) % WHOLE == 0 else 1
-        starts, sizes = self._places
-        unpack_blocks(output, blocks, scales, starts, sizes, self._step)
+            step = 1 if math.gcd(*itertools.chain.from_iterable(places)) % WHOLE else WHOLE
+            table = torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous()
+            self._places = table.to(output.device), step
+        (starts, sizes), step = self._places
+        unpack_blocks(output, blocks, scales, starts, sizes, step)
 
     def unpack_by_operations(self, messages: Tensor, output: Tensor) -> None:
         """Fills `output` [P, n] by the operations of torch, which write a number in fp32 twice on its way."""

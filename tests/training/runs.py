@@ -7,16 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from opensora_accel import Plan
-from opensora_accel.profiler.run_page import PAGE, SAMPLES, write_run_page
-from opensora_accel.training import loop
-
-
-def _page_of(folder: Path) -> Path:
-    """What runs of the tests write: those that sample nothing have no page, as its curves take longer than they do."""
-    return write_run_page(folder) if (folder / SAMPLES).is_dir() else folder / PAGE
-
-
-loop.write_run_page = _page_of
 
 TINY_WAN = {
     "num_attention_heads": 3,
@@ -54,5 +44,7 @@ def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None
 
 def losses(config: Any) -> list[float]:
     """Of the first four steps."""
-    trainer = loop.Trainer(config)
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
     return [trainer.step()["loss"] for _ in range(4)]
