@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from opensora_accel.observe.fakes import (
         Exchanges,
+        FakeFloats,
         OtherRanks,
         are_settled,
         fake_world,
@@ -101,6 +102,7 @@ __all__ = [
     "CollectiveRecorder",
     "DeviceBytes",
     "Exchanges",
+    "FakeFloats",
     "FlopCounter",
     "ForwardCall",
     "Holders",

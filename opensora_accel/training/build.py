@@ -7,6 +7,7 @@ import difflib
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,8 @@ def build_model(
     source = f"model.path {config.model.path}" if config.model.path else "this model.config"
     try:
         # Without memory: whatever is wrong is found before a large model is made.
-        with torch.device("meta"):
+        without_memory = recipe.without_memory()
+        with without_memory:
             outline = cls.from_config(arguments)
     except Exception as error:  # whatever its constructor raises for values that do not work
         raise ValueError(f"{cls.__name__} cannot be made with {source} ({in_one_line(error)})") from error
@@ -106,10 +108,10 @@ def build_model(
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
     )
-    for bucket, shape in shapes.items():
-        with _named(bucket, config.data):
-            inputs = meta_inputs(config, codec, shape, text_width)
-            _try_shapes(recipe, outline, inputs, source)
+    with without_memory:
+        for bucket, shape in shapes.items():
+            with _named(bucket, config.data):
+                _try_shapes(recipe, outline, inputs_of_one(config, codec, shape, text_width), source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -158,25 +160,25 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
         raise ValueError(f"data.buckets {bucket}: {error}") from error
 
 
-def meta_inputs(config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int) -> Inputs:
-    """What a model is called with for one clip, of latents [C, t, h, w] of this shape; without memory."""
+def inputs_of_one(config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int) -> Inputs:
+    """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
     length = config.text.length
-    with torch.device("meta"):
-        return Inputs(
-            latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:]),
-            timestep=torch.empty(1),
-            text=torch.empty(1, length, text_width),
-            text_mask=torch.empty(1, length, dtype=torch.bool),
-            pictures=torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None,
-            spatial=codec.spatial,
-            temporal=codec.temporal,
-        )
+    return Inputs(
+        latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:]),
+        timestep=torch.empty(1),
+        text=torch.empty(1, length, text_width),
+        text_mask=torch.ones(1, length, dtype=torch.bool),
+        pictures=torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None,
+        spatial=codec.spatial,
+        temporal=codec.temporal,
+    )
 
 
 def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
     """One pass without memory and data: what does not fit is found before there are weights."""
     try:
-        with torch.no_grad():
+        # What is warned of is about a CPU, where the run need not be.
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             outline(**recipe.arguments(inputs), return_dict=False)
     except Exception as error:
         sizes = " × ".join(map(str, inputs.latents.shape[2:]))

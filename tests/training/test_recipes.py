@@ -61,6 +61,12 @@ def ltx_vae(timestep_conditioning=False):
     return vae
 
 
+def mochi_vae():
+    # Its pipeline has 12 channels, 8 pixels and 6 frames written into it.
+    sizes = {name: (32, 32, 32, 32) for name in ("encoder_block_out_channels", "decoder_block_out_channels")}
+    return diffusers.AutoencoderKLMochi(latent_channels=12, layers_per_block=(1, 1, 1, 1, 1), **sizes)
+
+
 # What a pipeline has around the model: its VAE, its scheduler as published, the shift that belongs to it, and a clip.
 FAMILIES = {
     "WanTransformer3DModel": (wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48), {}),
@@ -78,6 +84,7 @@ FAMILIES = {
         (9, 32, 64),
         {"frame_rate": FRAME_RATE},
     ),
+    "MochiTransformer3DModel": (mochi_vae, {"invert_sigmas": True}, 1.0, (7, 32, 48), {}),
 }
 
 
@@ -102,8 +109,10 @@ def exact_scheduler(options, times):
                 # Wan's own code passes these (wan/utils/fm_solvers.py, get_sampling_sigmas), its pipeline none.
                 args, sigmas = (), numpy.linspace(1, 1 / STEPS, STEPS)
             super().set_timesteps(*args, sigmas=sigmas, **kwargs)
-            torch.testing.assert_close(self.sigmas.double(), times, atol=1e-6, rtol=0)
-            self.sigmas, self.timesteps = times, times[:-1] * 1000
+            # Mochi's own time runs from noise to clip.
+            own = 1 - times if self.config.invert_sigmas else times
+            torch.testing.assert_close(self.sigmas.double(), own, atol=1e-6, rtol=0)
+            self.sigmas, self.timesteps = own, own[:-1] * 1000
 
     return Exact(**options)
 
@@ -267,8 +276,9 @@ def test_what_is_encoded_is_decoded(name):
     assert not torch.allclose(latents.double(), raw, atol=0.1), "its statistics do something"
 
 
-def test_text_is_the_pipelines(text_encoder):
-    made = setting("LTXVideoTransformer3DModel", text_encoder)
+@pytest.mark.parametrize("name", ["LTXVideoTransformer3DModel", "MochiTransformer3DModel"])
+def test_text_is_the_pipelines(text_encoder, name):
+    made = setting(name, text_encoder)
     text = made.objective.text
     states, mask = made.pipeline.encode_prompt(
         CAPTIONS, do_classifier_free_guidance=False, max_sequence_length=8

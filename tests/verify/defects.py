@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -210,7 +211,7 @@ class _Altered(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+        if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor takes its operation apart first
         kwargs = kwargs or {}
         in_backward = torch._C._current_graph_task_id() != -1

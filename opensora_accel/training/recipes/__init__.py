@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from opensora_accel.training.recipes import ltx, wan
+from opensora_accel.training.recipes import ltx, mochi, wan
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
 
 __all__ = ["RECIPES", "Inputs", "Recipe", "Sizes", "patches_of"]
 
 # By the class of the model.
-RECIPES: dict[str, Recipe] = {name: module.RECIPE for module in (wan, ltx) for name in module.RECIPE.models}
+RECIPES: dict[str, Recipe] = {
+    name: module.RECIPE for module in (wan, ltx, mochi) for name in module.RECIPE.models
+}

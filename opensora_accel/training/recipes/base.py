@@ -15,6 +15,7 @@ against the family's own pipeline in diffusers: from the same weights and noise 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,10 @@ class Recipe:
     derive: Callable[[Sizes], dict[str, Any]]
     # Whether latents go in, and come out, as tokens [B, t·h·w, C].
     as_tokens: bool = False
+    # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
+    without_memory: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
+    # What its answer is multiplied by: −1 where it points from noise to the clip.
+    sign: float = 1.0
     # Whether its text encoder leaves the padding of a caption out of its attention.
     masks_text: bool = True
     # Whether frames of a clip may be given, in channels behind the latents.
@@ -111,7 +116,7 @@ class Recipe:
         """The model's answer, as it came, as the velocity [B, C, t, h, w]."""
         if self.as_tokens:
             answer = answer.transpose(1, 2).unflatten(2, inputs.latents.shape[2:])
-        return answer
+        return answer if self.sign == 1.0 else self.sign * answer
 
 
 def patches_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
