@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import psutil
@@ -21,7 +20,6 @@ from torch import nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.deferred import deferred_init
-from opensora_accel.documents import read_json
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
@@ -32,7 +30,7 @@ from opensora_accel.training.encoders import Codec, LatentShape, check_multiple,
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
-from opensora_accel.training.recipes import RECIPES, Inputs, Recipe, Sizes, patches_of
+from opensora_accel.training.recipes import RECIPES, Inputs, Recipe, Sizes, check_recipe, patches_of
 from opensora_accel.training.sampler import Portion
 from opensora_accel.training.sections import DataConfig, ModelConfig
 from opensora_accel.training.video import Video
@@ -67,8 +65,7 @@ def build_model(
             clips that do not fit the model, and sizes that this machine has no memory for.
     """
     cls, recipe = model_class(config.model), recipe_of(config.model)
-    _check_recipe(recipe, config)
-    _check_times(config)
+    check_recipe(recipe, config)
     # What the codec, the encoder and the conditions decide about the model, whatever its config says.
     derived = derived_arguments(config, codec, text_width)
     arguments = model_arguments(config, codec, text_width)
@@ -82,17 +79,9 @@ def build_model(
         raise ValueError(f"{cls.__name__} cannot be made with {source} ({in_one_line(error)})") from error
     for argument, needed in derived.items():
         if outline.config[argument] != needed:
-            hint = ""
-            if argument in ("image_dim", "added_kv_proj_dim"):
-                hint = (
-                    " (pictures' states, as Wan 2.1's image-to-video models take them, come from image.path)"
-                )
-            if argument == "in_channels":
-                extra = num_channels(codec.channels, codec.temporal)
-                hint = f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
             raise ValueError(
                 f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
-                f"{hint}; leave model.config.{argument} out, or choose encoders that fit"
+                f"{_hint(argument, codec)}; leave model.config.{argument} out, or choose encoders that fit"
             )
     if config.image.is_used and outline.config.get("pos_embed_seq_len") is not None:
         raise ValueError(
@@ -111,7 +100,8 @@ def build_model(
     with without_memory:
         for bucket, shape in shapes.items():
             with _named(bucket, config.data):
-                _try_shapes(recipe, outline, inputs_of_one(config, codec, shape, text_width), source)
+                inputs = inputs_of_one(config, codec, shape, text_width, outline.config)
+                _try_shapes(recipe, outline, inputs, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
     if config.model.path:
@@ -122,6 +112,18 @@ def build_model(
     if config.lora.is_used:
         adapt(model, config)
     return model, shapes
+
+
+def _hint(argument: str, codec: Codec) -> str:
+    """Where an argument that does not fit may come from."""
+    extra = num_channels(codec.channels, codec.temporal)
+    pictures = " (pictures' states, as Wan 2.1's image-to-video models take them, come from image.path)"
+    return {
+        "image_dim": pictures,
+        "added_kv_proj_dim": pictures,
+        "max_text_seq_length": " (text.length, to which captions are padded)",
+        "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})",
+    }.get(argument, "")
 
 
 def adapt(model: nn.Module, config: TrainConfig) -> None:
@@ -160,7 +162,9 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
         raise ValueError(f"data.buckets {bucket}: {error}") from error
 
 
-def inputs_of_one(config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int) -> Inputs:
+def inputs_of_one(
+    config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int, arguments: Mapping[str, Any]
+) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
     length = config.text.length
     return Inputs(
@@ -171,6 +175,7 @@ def inputs_of_one(config: TrainConfig, codec: Codec, shape: LatentShape, text_wi
         pictures=torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None,
         spatial=codec.spatial,
         temporal=codec.temporal,
+        config=arguments,
     )
 
 
@@ -223,54 +228,6 @@ def _class_name(config: ModelConfig) -> str:
     raise ValueError(f"model class {name!r} cannot be trained here; {choice}")
 
 
-def _check_recipe(recipe: Recipe, config: TrainConfig) -> None:
-    """Raises ValueError where an option is for models of other families."""
-    family = recipe.models[0]
-    if config.conditions.are_used and not recipe.takes_frames:
-        raise ValueError(
-            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose a model that "
-            "takes them, as WanTransformer3DModel"
-        )
-    if config.data.frame_rate and not recipe.takes_frame_rate:
-        raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
-
-
-def _check_times(config: TrainConfig) -> None:
-    """Checks the times of a run against those of the pipeline that the model's folder lies in, where that has experts.
-
-    The weights themselves tell nothing: an expert that is trained in the other's range learns, and is asked there by
-    no pipeline.
-
-    Raises:
-        ValueError: it is the expert of other times.
-    """
-    folder = Path(config.model.path)
-    own = {"transformer": 0, "transformer_2": 1}.get(folder.resolve().name) if config.model.path else None
-    index = folder.resolve().parent / "model_index.json"
-    if own is None or not index.is_file():
-        return
-    boundary = read_json(index, dict[str, Any]).get("boundary_ratio")
-    if not isinstance(boundary, float) or not 0 < boundary < 1:
-        return
-    times = ((boundary, 1.0), (0.0, boundary))[own]
-    first, last = config.flow.time_range
-    said = f"{config.model.path} is the expert of the times {times[0]:g} to {times[1]:g}"
-    if (first, last) == (0.0, 1.0):
-        if dist.get_rank() == 0:
-            logger.warning(
-                "%s, says %s, and is trained at all times; train it at its own (flow.time_range), or both experts "
-                "(flow.boundary and model.path_2)",
-                said,
-                index,
-            )
-    elif first < times[0] or last > times[1]:
-        raise ValueError(
-            f"{said}, and {first:g} to {last:g} are trained, where its pipeline asks the other one ({index}); set "
-            f"flow.boundary (or flow.time_range) by {boundary:g}, model.path to the folder transformer and "
-            "model.path_2 to transformer_2"
-        )
-
-
 def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
     """Frames a second of clips, as a model is told."""
     if config.frame_rate:
@@ -316,6 +273,8 @@ def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dic
         channels=codec.channels,
         input_channels=codec.channels + condition_channels(config, codec),
         text_width=text_width,
+        text_length=config.text.length,
+        temporal=codec.temporal,
         picture_width=picture_shape(config.image)[1] if config.image.is_used else None,
         arguments=all_arguments(config.model),
     )

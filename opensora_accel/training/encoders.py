@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -88,13 +88,16 @@ class VideoVAE:
         for pattern in ("scale_factor_{}", "{}_compression_ratio"):
             names = (pattern.format("spatial"), pattern.format("temporal"))
             spatial, temporal = (config.get(name) or getattr(model, name, None) for name in names)
+            if type(model).__name__ == "AutoencoderKLCogVideoX":
+                # It halves a side from each of its stages to the next, and says so nowhere.
+                spatial = 2 ** (len(config["block_out_channels"]) - 1)
             if isinstance(spatial, int) and isinstance(temporal, int):
                 self.spatial, self.temporal = spatial, temporal
                 break
         else:
             raise ValueError(
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
-                "AutoencoderKLHunyuanVideo and AutoencoderKLLTXVideo"
+                "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi and AutoencoderKLCogVideoX"
             )
 
     def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -214,6 +217,10 @@ def _to_bytes(pixels: Tensor) -> Tensor:
 
 # Captions to embeddings
 
+# The encoder leaves padding out of its attention, and what it gives there becomes zero; it attends to it, and that
+# becomes zero; or it stays, and the model sees it.
+Padding = Literal["unseen", "zeroed", "kept"]
+
 _VOCABULARY = 2048
 _VOCABULARIES = ("tokenizer.json", "spiece.model")
 # Captions, and words, that are looked at.
@@ -224,11 +231,11 @@ class TextEncoder:
     """A frozen T5 encoder and its tokenizer. Nothing is fetched.
 
     Args:
-        is_masked: its attention leaves the padding of a caption out; some families' does not.
+        padding: what is made of the padding of a caption, which differs among families.
     """
 
-    def __init__(self, tokenizer: Any, model: Any, length: int, *, is_masked: bool = True):
-        self.tokenizer, self.length, self.is_masked = tokenizer, length, is_masked
+    def __init__(self, tokenizer: Any, model: Any, length: int, *, padding: Padding = "unseen"):
+        self.tokenizer, self.length, self.padding = tokenizer, length, padding
         self.model = model.eval().requires_grad_(False)
 
     @property
@@ -249,19 +256,23 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Embeddings [B, length, width] of B captions; zero behind the end of a caption, as Wan's pipeline has it."""
+        """Embeddings [B, length, width] of B captions; zero behind the end of a caption, unless padding is kept."""
         states = []
         # One by one, so that the values do not depend on which captions come together.
         for caption in captions:
             ids, mask = (each.to(device) for each in self.tokens(caption))
-            seen = mask if self.is_masked else None
-            of_caption = self.model(input_ids=ids, attention_mask=seen).last_hidden_state
-            states.append(of_caption.to(dtype) * mask.unsqueeze(-1).to(dtype))
+            seen = mask if self.padding == "unseen" else None
+            of_caption = self.model(input_ids=ids, attention_mask=seen).last_hidden_state.to(dtype)
+            states.append(of_caption if self.padding == "kept" else of_caption * mask.unsqueeze(-1).to(dtype))
         return torch.cat(states)
 
     def num_tokens(self, captions: Sequence[str]) -> list[int]:
-        """How many tokens each caption has."""
-        return [int(self.tokens(caption)[1].sum()) for caption in captions]
+        """How many tokens of each caption the model sees: its own, or, where padding is kept, all."""
+        if self.padding == "kept":
+            return [self.length] * len(captions)
+        return list(
+            map(len, self.tokenizer(list(captions), truncation=True, max_length=self.length)["input_ids"])
+        )
 
     def check(self, captions: Iterable[str]) -> None:
         """Checks that the captions say something to the model.
@@ -304,7 +315,7 @@ def build_text_encoder(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    is_masked: bool = True,
+    padding: Padding = "unseen",
     outline: bool = False,
 ) -> TextEncoder:
     """The encoder from `config.path`; without one a small, randomly initialised T5 over `tokenizer_json`.
@@ -313,14 +324,14 @@ def build_text_encoder(
     size is nothing, and so a run in fp64 has no rounding in it.
 
     Args:
-        is_masked: as in `TextEncoder`.
+        padding: as in `TextEncoder`.
         outline: of an encoder from `config.path`, only its tokenizer and sizes; it takes no memory, and cannot compute.
 
     Raises:
         FileNotFoundError, ValueError: `config.path` holds no encoder with its tokenizer.
     """
     if config.path:
-        return _load(config, None if outline else device, is_masked)
+        return _load(config, None if outline else device, padding)
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -344,7 +355,7 @@ def build_text_encoder(
                 dropout_rate=0.0,
             )
         )
-    return TextEncoder(tokenizer, model.to(device, dtype), config.length, is_masked=is_masked)
+    return TextEncoder(tokenizer, model.to(device, dtype), config.length, padding=padding)
 
 
 def train_tokenizer(captions: Sequence[str]) -> str:
@@ -381,7 +392,7 @@ def _description(config: TextConfig) -> dict[str, Any]:
     return description
 
 
-def _load(config: TextConfig, device: torch.device | None, is_masked: bool) -> TextEncoder:
+def _load(config: TextConfig, device: torch.device | None, padding: Padding) -> TextEncoder:
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
     classes: dict[str, Any] = {"t5": T5EncoderModel, "umt5": UMT5EncoderModel}
@@ -412,5 +423,5 @@ def _load(config: TextConfig, device: torch.device | None, is_masked: bool) -> T
         tokenizer,
         load_pretrained(cls, make, "text.path", config.path, TEXT_STEM, dtype, device),
         config.length,
-        is_masked=is_masked,
+        padding=padding,
     )

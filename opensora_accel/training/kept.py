@@ -238,7 +238,7 @@ class StoredCaptions:
     def _rows(self, caption: str, device: torch.device) -> Tensor:
         """[tokens of the caption, width] on the host, in the encoder's type."""
         ids, mask = self.tokens(caption)
-        count = int(mask.sum())
+        (count,) = self.num_tokens([caption])
 
         def encode() -> Tensor:
             return self._encoder.get().encode([caption], device, self.dtype)[0, :count].cpu()
@@ -269,8 +269,7 @@ class EmbeddedCaptions:
         """
         self.length, self.width = encoder.length, encoder.width
         ordered, dtype = sorted(set(captions)), encoder.dtype
-        tokens = encoder.tokenizer(ordered, truncation=True, max_length=self.length)["input_ids"]
-        self._counts = dict(zip(ordered, map(len, tokens), strict=True))
+        self._counts = dict(zip(ordered, encoder.num_tokens(ordered), strict=True))
         ends = list(accumulate(self._counts.values()))
         self._ends = dict(zip(ordered, ends, strict=True))
         shared, place, num_places = _shared_on_machine(ends[-1] * self.width, dtype)

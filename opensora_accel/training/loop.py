@@ -103,7 +103,7 @@ class Trainer:
         recipe = build.recipe_of(config.model)
         build_text = partial(
             build_text_encoder, config.text, self.tokenizer_json, config.seed, self.device, self.dtype,
-            is_masked=recipe.masks_text,
+            padding=recipe.padding,
         )  # fmt: skip
         outline = build_text(outline=self.disk_cache is not None)
         outline.check(captions)
@@ -111,7 +111,7 @@ class Trainer:
         captions.append("")
         text: TextEncoder | StoredCaptions = outline
         if self.disk_cache is not None and config.text.path:
-            stored = Stored.embeddings(self.disk_cache, config.text, self.device, is_masked=recipe.masks_text)
+            stored = Stored.embeddings(self.disk_cache, config.text, self.device, padding=recipe.padding)
             text = StoredCaptions(outline, build_text, captions, stored)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None

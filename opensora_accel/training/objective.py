@@ -40,13 +40,12 @@ from opensora_accel.training.encoders import Codec, LatentShape, TextEncoder, bu
 from opensora_accel.training.flow import (
     TIMESTEPS,
     draw_noise,
-    draw_times,
     drop_captions,
     flow_loss,
-    loss_weights,
     time_shift,
 )
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, KeptPictures, StoredCaptions
+from opensora_accel.training.levels import variance
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.stored import Stored
@@ -131,25 +130,27 @@ class Objective:
         config, seed = self.config.flow, self.config.seed
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         alpha = self.time_shift(batch.bucket)
-        times = draw_times(config, alpha, seed, batch.positions)
+        times = self.recipe.draw_times(config, alpha, seed, batch.positions)
         return flow_loss(
             partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition),
             batch.clean,
             draw_noise(batch.clean, seed, batch.positions),
             times.to(self.device),
-            weights=loss_weights(config, alpha, times),
+            weights=self.recipe.loss_weights(config, alpha, times),
             learned=batch.learned,
         )
 
     def loss_at(self, batch: Encoded, time: float) -> Tensor:
         """The mean loss of these samples at one time, a scalar: with all captions, and without weights of times."""
-        times = torch.full((len(batch.captions),), time, dtype=torch.float64)
+        alpha = self.time_shift(batch.bucket)
+        times = self.recipe.times_at(torch.full((len(batch.captions),), time, dtype=torch.float64), alpha)
         expert = self.at(times * TIMESTEPS)
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
             batch.clean,
             draw_noise(batch.clean, self.config.seed, batch.positions),
             times.to(self.device),
+            weights=None if self.recipe.levels is None else variance(times),
             learned=batch.learned,
         )
 
@@ -176,9 +177,9 @@ class Objective:
         if condition is not None:
             noisy = torch.cat([noisy, condition.channels], dim=1)
         pictures = None if condition is None else condition.pictures
-        inputs = Inputs(
-            noisy, timestep, text, mask, pictures, self.frame_rate, self.codec.spatial, self.codec.temporal
-        )
+        sizes = self.frame_rate, self.codec.spatial, self.codec.temporal
+        config: Any = self.model.config
+        inputs = Inputs(noisy, timestep, text, mask, pictures, *sizes, self.time_shift(bucket), config)
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
             (answer,) = self.forward(**self.recipe.arguments(inputs), return_dict=False)
@@ -186,6 +187,9 @@ class Objective:
 
     def time_shift(self, bucket: Bucket) -> float:
         """α of clips of this size."""
+        # Levels of noise lie where they lie, however long a clip is.
+        if self.recipe.levels is not None and self.config.flow.shift == "auto":
+            return 1.0
         num_frames = self.latent_shapes[bucket][1]
         return time_shift(self.config.flow, self.num_tokens[bucket] // num_frames, num_frames)
 

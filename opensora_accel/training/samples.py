@@ -149,7 +149,9 @@ def sample_latents(
         unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
         return unconditional + config.guidance * (velocity - unconditional)
 
-    return sample(guided, noise, objective.recipe.times(config.sample_steps, objective.time_shift(bucket)))
+    return sample(
+        guided, noise, objective.recipe.sample_times(config.sample_steps, objective.time_shift(bucket))
+    )
 
 
 def _middle(video: Video, config: DataConfig) -> int:

@@ -205,7 +205,8 @@ class FlowConfig:
     """Flow matching: which times are trained, and how a clip is sampled."""
 
     shift: AboveZero | Literal["auto", "ltx"] = "auto"
-    """Time shift towards noise; auto grows with resolution and length, as Open-Sora's, ltx as LTX-Video's."""
+    """Time shift towards noise; auto grows with resolution and length, as Open-Sora's, ltx as LTX-Video's. For a model
+    of noise levels auto is 1, and another number the root of its scheduler's snr_shift_scale."""
     time_distribution: Literal["logit-normal", "uniform"] = "logit-normal"
     """Distribution of times before the shift."""
     logit_mean: float = 0.0
@@ -222,7 +223,7 @@ class FlowConfig:
     caption_drop: Share = 0.1
     """Share of samples trained without caption, for guidance."""
     sample_steps: Annotated[int, Field(ge=1, le=10_000)] = 30
-    """Euler steps of a sampled clip."""
+    """Euler steps of a sampled clip; those of a model of noise levels are DDIM's."""
     guidance: float = 1.0
     """Classifier-free guidance of sampled clips; 1 is none."""
 

@@ -19,7 +19,7 @@ from opensora_accel.files import sha256_of
 from opensora_accel.training import conditions, encoders, pictures, pretrained, shards, video
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache, code_version
-from opensora_accel.training.encoders import TEXT_STEM, VAE_STEM
+from opensora_accel.training.encoders import TEXT_STEM, VAE_STEM, Padding
 from opensora_accel.training.pictures import IMAGE_STEM
 from opensora_accel.training.ranks import from_first_of_machine, from_first_rank
 from opensora_accel.training.sections import ImageConfig, TextConfig
@@ -99,12 +99,12 @@ class Stored:
 
     @classmethod
     def embeddings(
-        cls, cache: DiskCache, config: TextConfig, device: torch.device, *, is_masked: bool = True
+        cls, cache: DiskCache, config: TextConfig, device: torch.device, *, padding: Padding = "unseen"
     ) -> Stored:
         """For embeddings of captions. The common part has all that decides them, but the tokens."""
         made_with = _made_with(device, (encoders, pretrained), ("torch", "transformers"))
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
-        common |= {"is_masked": is_masked}
+        common |= {"padding": padding}
         return cls(cache, EncoderFiles.read("text.path", config.path, TEXT_STEM), common)
 
     def get_or_compute(

@@ -120,7 +120,7 @@ def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
-    derived = {*recipe.derive(Sizes(1, 1, 1, None, build.all_arguments(config))), "pos_embed_seq_len"}
+    derived = {*recipe.derive(Sizes(1, 1, 1, 1, 1, None, build.all_arguments(config))), "pos_embed_seq_len"}
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known}
@@ -218,6 +218,7 @@ class TrueSize:
             pictures=pictures,
             spatial=self.spatial,
             temporal=self.temporal,
+            config=build.all_arguments(self.config.model) | self.arguments,
         )
 
     def step(self, model: nn.Module, run: Run) -> None:

@@ -16,7 +16,7 @@ from shardformer.policy import find_policy
 from tests.shardformer.conformance import fp64_model, in_double, step
 from tests.tiers import PROVE
 from tests.tolerances import relative_errors
-from tests.video_models import CASES
+from tests.video_models import CASES, outlines
 
 ATEN = torch.ops.aten
 
@@ -55,17 +55,17 @@ def refusal(name, plan):
     return str(caught.value)
 
 
-HAVE_SELF_ATTENTION = [name for name, case in CASES.items() if find_policy(case.make()).self_attention]
-
-
-# Each model under one of the modes.
-MODES = list(zip(HAVE_SELF_ATTENTION, itertools.cycle(["full", "selective", "none"]), strict=False))
+def pytest_generate_tests(metafunc):
+    """Each model under one of the modes."""
+    if metafunc.function is test_models_get_the_plain_exchange_s_bits:
+        names = [name for name, model in outlines().items() if find_policy(model).self_attention]
+        modes = list(zip(names, itertools.cycle(["full", "selective", "none"]), strict=False))
+        metafunc.parametrize(
+            ("name", "checkpoint"), [modes[0], *(pytest.param(*each, marks=PROVE) for each in modes[1:])]
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "checkpoint"), [MODES[0], *(pytest.param(*each, marks=PROVE) for each in MODES[1:])]
-)
 def test_models_get_the_plain_exchange_s_bits(ranks, name, checkpoint):
     for plain, overlapped in ranks(3, both_ways, name, Plan(ulysses=3, checkpoint=checkpoint)):
         assert plain.keys() == overlapped.keys()

@@ -252,15 +252,15 @@ def test_an_expert_is_not_trained_in_the_others_range(ranks, clips, pair, tmp_pa
 
 
 def warned(config):
-    from opensora_accel.training import build
     from opensora_accel.training.loop import Trainer
+    from opensora_accel.training.recipes import checks
 
-    told, warning = [], build.logger.warning
-    build.logger.warning = lambda text, *values: told.append(text % values)
+    told, warning = [], checks.logger.warning
+    checks.logger.warning = lambda text, *values: told.append(text % values)
     try:
         Trainer(config)
     finally:
-        build.logger.warning = warning
+        checks.logger.warning = warning
     return told
 
 

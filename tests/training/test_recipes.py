@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import numpy
@@ -23,8 +25,8 @@ from opensora_accel.training.encoders import (
     latent_shape,
     train_tokenizer,
 )
-from opensora_accel.training.flow import draw_times
-from opensora_accel.training.objective import Objective
+from opensora_accel.training.flow import draw_noise, draw_times
+from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes
 from opensora_accel.training.samples import sample_latents
 
@@ -67,10 +69,39 @@ def mochi_vae():
     return diffusers.AutoencoderKLMochi(latent_channels=12, layers_per_block=(1, 1, 1, 1, 1), **sizes)
 
 
-# What a pipeline has around the model: its VAE, its scheduler as published, the shift that belongs to it, and a clip.
+def cogvideox_vae():
+    return diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(4, 4, 4, 4), latent_channels=4, layers_per_block=1, norm_num_groups=2
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a pipeline has around the model."""
+
+    vae: Callable[[], Any]
+    # Its scheduler, as published, and the shift that belongs to it.
+    scheduler: dict[str, Any]
+    shift: float | str
+    # Of a clip.
+    size: tuple[int, int, int]
+    # More arguments of the pipeline.
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # And of the model.
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+LEVELS = {
+    "prediction_type": "v_prediction",
+    "timestep_spacing": "trailing",
+    "rescale_betas_zero_snr": True,
+    "clip_sample": False,
+}
+ROTARY = {"use_rotary_positional_embeddings": True, "sample_height": 4, "sample_width": 6}
+# By the class of the model, and what is published under one.
 FAMILIES = {
-    "WanTransformer3DModel": (wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48), {}),
-    "LTXVideoTransformer3DModel": (
+    "WanTransformer3DModel": Family(wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48)),
+    "LTXVideoTransformer3DModel": Family(
         ltx_vae,
         {
             "use_dynamic_shifting": True,
@@ -84,23 +115,42 @@ FAMILIES = {
         (9, 32, 64),
         {"frame_rate": FRAME_RATE},
     ),
-    "MochiTransformer3DModel": (mochi_vae, {"invert_sigmas": True}, 1.0, (7, 32, 48), {}),
+    "MochiTransformer3DModel": Family(mochi_vae, {"invert_sigmas": True}, 1.0, (7, 32, 48)),
+    "CogVideoXTransformer3DModel, 2B": Family(
+        cogvideox_vae, {**LEVELS, "snr_shift_scale": 3.0}, 3**0.5, (9, 32, 48), config={"sample_frames": 9}
+    ),
+    "CogVideoXTransformer3DModel, 5B": Family(
+        cogvideox_vae, {**LEVELS, "snr_shift_scale": 1.0}, "auto", (9, 32, 48), config=ROTARY
+    ),
+    "CogVideoXTransformer3DModel, 1.5": Family(
+        cogvideox_vae,
+        {**LEVELS, "snr_shift_scale": 1.0},
+        1.0,
+        (13, 32, 48),
+        config={**ROTARY, "patch_size_t": 2, "patch_bias": False},
+    ),
 }
+
+
+def class_of(name):
+    return name.split(",")[0]
 
 
 @pytest.fixture(scope="module")
 def text_encoder():
-    """By whether padding is left out; both of the same weights, in fp64."""
+    """By what is made of padding; all of the same weights, in fp64."""
     config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
     tokenizer = train_tokenizer(CAPTIONS)
     return {
-        is_masked: build_text_encoder(config, tokenizer, 0, CPU, torch.float64, is_masked=is_masked)
-        for is_masked in (True, False)
+        padding: build_text_encoder(config, tokenizer, 0, CPU, torch.float64, padding=padding)
+        for padding in ("unseen", "zeroed", "kept")
     }
 
 
 def exact_scheduler(options, times):
-    """A scheduler of diffusers, held against our times, and then with them: its own are rounded to fp32."""
+    """A scheduler of diffusers. One of flow is held against our times, and gets them: its own are rounded to fp32."""
+    if "prediction_type" in options:
+        return diffusers.CogVideoXDDIMScheduler(**options)
 
     class Exact(FlowMatchEulerDiscreteScheduler):
         @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)
@@ -126,16 +176,16 @@ def without_rounding():
 
 def setting(name, text_encoder, vae=None):
     """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
-    make_vae, scheduler, shift, (num_frames, height, width), given = FAMILIES[name]
-    recipe = RECIPES[name]
+    family, recipe = FAMILIES[name], RECIPES[class_of(name)]
+    num_frames, height, width = family.size
     torch.manual_seed(0)
-    codec = VideoVAE((vae or make_vae)().double())
+    codec = VideoVAE((vae or family.vae)().double())
     config = config_from_dict(
         {
             "data": {"num_frames": num_frames, "height": height, "width": width},
-            "model": {"class_name": name, "config": dict(recipe.tiny)},
+            "model": {"class_name": class_of(name), "config": {**recipe.tiny, **family.config}},
             "text": {"length": 8, "width": 32},
-            "flow": {"shift": shift, "guidance": GUIDANCE, "sample_steps": STEPS},
+            "flow": {"shift": family.shift, "guidance": GUIDANCE, "sample_steps": STEPS},
         },
         "the test",
     )
@@ -146,26 +196,31 @@ def setting(name, text_encoder, vae=None):
         torch.nn.init.normal_(parameter, std=0.1)
     shape = latent_shape(codec, num_frames, height, width)
     (bucket,) = config.data.sizes
-    text = text_encoder[recipe.masks_text]
+    text = text_encoder[recipe.padding]
     tokens = build.tokens_per_sample(shape, model)
-    rate = given.get("frame_rate", 25.0)
+    rate = family.given.get("frame_rate", 25.0)
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
     objective = Objective(config, recipe, codec, text, None, model, model, *around)
-    times = recipe.times(STEPS, objective.time_shift(bucket))
+    times = recipe.sample_times(STEPS, objective.time_shift(bucket))
     parts = {
         "text_encoder": text.model,
         "tokenizer": text.tokenizer,
         "vae": codec.model,
         "transformer": model,
     }
-    pipeline = getattr(diffusers, recipe.pipeline)(**parts, scheduler=exact_scheduler(scheduler, times))
+    pipeline = getattr(diffusers, recipe.pipeline)(
+        **parts, scheduler=exact_scheduler(family.scheduler, times)
+    )
     pipeline.set_progress_bar_config(disable=True)
-    return SimpleNamespace(objective=objective, pipeline=pipeline, bucket=bucket, shape=shape, given=given)
+    return SimpleNamespace(
+        objective=objective, pipeline=pipeline, bucket=bucket, shape=shape, given=family.given
+    )
 
 
 def as_given(made, latents):
     """Latents [B, C, t, h, w] as the model, and its pipeline, have them."""
-    inputs = Inputs(latents, torch.zeros(len(latents)), text=None, text_mask=None)
+    config = made.objective.model.config
+    inputs = Inputs(latents, torch.zeros(len(latents)), text=None, text_mask=None, config=config)
     return made.objective.recipe.arguments(inputs)["hidden_states"]
 
 
@@ -263,9 +318,9 @@ def test_frames_are_the_pipelines(text_encoder, name, kind):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_encoded_is_decoded(name):
     torch.manual_seed(0)
-    make_vae, _, _, size, _ = FAMILIES[name]
-    codec = VideoVAE(make_vae().double())
-    frames = torch.randint(256, (1, *size, 3), dtype=torch.uint8)
+    family = FAMILIES[name]
+    codec = VideoVAE(family.vae().double())
+    frames = torch.randint(256, (1, *family.size, 3), dtype=torch.uint8)
     latents = codec.encode(frames)
     pixels = (frames.double() / 127.5 - 1).permute(0, 4, 1, 2, 3)
     with torch.no_grad():
@@ -276,7 +331,10 @@ def test_what_is_encoded_is_decoded(name):
     assert not torch.allclose(latents.double(), raw, atol=0.1), "its statistics do something"
 
 
-@pytest.mark.parametrize("name", ["LTXVideoTransformer3DModel", "MochiTransformer3DModel"])
+WITH_T5_ALONE = ("LTXVideoTransformer3DModel", "MochiTransformer3DModel", "CogVideoXTransformer3DModel, 5B")
+
+
+@pytest.mark.parametrize("name", WITH_T5_ALONE)
 def test_text_is_the_pipelines(text_encoder, name):
     made = setting(name, text_encoder)
     text = made.objective.text
@@ -284,15 +342,57 @@ def test_text_is_the_pipelines(text_encoder, name):
         CAPTIONS, do_classifier_free_guidance=False, max_sequence_length=8
     )[:2]
     found = text.encode(CAPTIONS, CPU, torch.float64)
+    if text.padding == "kept":
+        assert torch.equal(found, states) and text.num_tokens(CAPTIONS) == [8, 8]
+        return
     assert mask.sum(1).tolist() == text.num_tokens(CAPTIONS) and 0 < mask.sum() < mask.numel()
     assert torch.equal(found[mask], states[mask])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("CogVideoX")])
+def test_levels_of_noise_are_learned_as_their_scheduler_has_them(text_encoder, name):
+    """The loss of a velocity, at a time, is that of v, at a level: of the same noise, as its scheduler adds it."""
+    made = setting(name, text_encoder)
+    objective, scheduler, bucket = made.objective, made.pipeline.scheduler, made.bucket
+    rng = torch.Generator().manual_seed(1)
+    clean = torch.randn(4, *made.shape, dtype=torch.float64, generator=rng)
+    batch = Encoded(bucket, range(4), [CAPTIONS[0]] * 4, clean, None, None)
+    config, called = objective.config.flow, []
+    objective.config = dataclasses.replace(
+        objective.config, flow=dataclasses.replace(config, caption_drop=0.0, time_distribution="uniform")
+    )
+    objective.model.register_forward_pre_hook(lambda _, args, kwargs: called.append(kwargs), with_kwargs=True)
+    with without_rounding():
+        found = objective.loss(batch)
+        (given,) = called
+        levels, noise = given["timestep"], draw_noise(clean, objective.config.seed, range(4))
+        frames = [each.transpose(1, 2) for each in (clean, noise)]
+        torch.testing.assert_close(
+            given["hidden_states"], scheduler.add_noise(*frames, levels), rtol=0, atol=1e-12
+        )
+        (answer,) = objective.model(**given)
+        errors = answer - scheduler.get_velocity(*frames, levels)
+    assert len(set(levels.tolist())) == 4
+    torch.testing.assert_close(found, errors.square().mean(), rtol=1e-12, atol=0)
+
+
+def test_the_last_level_is_noise_alone_and_every_level_is_found_again():
+    levels = RECIPES["CogVideoXTransformer3DModel"].levels
+    for alpha in (1.0, 3**0.5):
+        times = levels.times(alpha)
+        assert times[-1] == 1.0 and (times.diff() > 0).all() and 0 < times[0] < 0.05
+        # As rounded as a step in fp32 has them.
+        assert torch.equal(levels.numbers(times.float(), alpha), torch.arange(1000))
+    assert levels.at(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64), 1.0).tolist() == [
+        levels.times(1.0)[n].item() for n in (0, 500, 999)
+    ]
 
 
 def test_every_recipe_says_what_its_constructor_takes():
     for name, recipe in RECIPES.items():
         parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
         defaults = {key: each.default for key, each in parameters.items()}
-        derived = recipe.derive(Sizes(4, 8, 16, None, defaults))
+        derived = recipe.derive(Sizes(4, 8, 16, 32, 4, None, defaults))
         assert set(derived) <= set(parameters)
         assert recipe.models[0] != name or set(recipe.tiny) <= set(parameters)
         call = inspect.signature(getattr(diffusers, name).forward).parameters
@@ -306,6 +406,18 @@ def test_an_option_of_another_family_is_refused():
     for name, tables, message in (
         ("WanTransformer3DModel", {"data": {"frame_rate": 24.0}}, "not told the frame rate"),
         ("LTXVideoTransformer3DModel", {"conditions": {"i2v_head": 1.0}}, "takes no frames that are given"),
+        (
+            "CogVideoXTransformer3DModel",
+            {"flow": {"weighting": "bell"}},
+            "of which flow.weighting knows nothing",
+        ),
+        (
+            "CogVideoXTransformer3DModel",
+            {"flow": {"time_range": [0.0, 0.5]}, "num_samples": 0},
+            "flow.time_range knows nothing",
+        ),
+        ("CogVideoXTransformer3DModel", {"flow": {"shift": "ltx"}}, "is LTX-Video's"),
+        ("CogVideoXTransformer3DModel", {"flow": {"sample_steps": 1001}}, "is more; use fewer"),
     ):
         with pytest.raises(ValueError, match=message):
             build.build_model(config(name, **tables), SpaceToDepth(4, torch.float32), 32, torch.float32)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
+from torch import nn
+
 from tests.video_models.allegro import ALLEGRO
 from tests.video_models.anyflow import ANYFLOW
 from tests.video_models.authors import AUTHORS
@@ -49,3 +54,12 @@ CASES: dict[str, Case] = {
     **IMAGE_MODELS,
 }
 """By the name that tables and tests show."""
+
+
+@functools.cache
+def outlines() -> dict[str, nn.Module]:
+    """Every case's model without memory, for tables of tests. To be asked for when tests are collected, not on import:
+    ranks import the files of tests too, and it takes a second.
+    """
+    with torch.device("meta"):
+        return {name: case.make() for name, case in CASES.items()}

@@ -14,15 +14,19 @@ against the family's own pipeline in diffusers: from the same weights and noise 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from opensora_accel.training.flow import shifted
+from opensora_accel.training.encoders import Padding
+from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
+from opensora_accel.training.levels import NoiseLevels, as_noisy, as_velocity, variance
+from opensora_accel.training.sections import FlowConfig
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class Inputs:
 
     # Noisy, [B, C, t, h, w]; where frames are given, with their channels behind.
     latents: Tensor
-    # [B], 0 for a clip and 1000 for noise.
+    # [B], 0 for a clip and 1000 for noise; for a model of noise levels, as it is called, the number of the level.
     timestep: Tensor
-    # [B, L, width], zero behind the end of a caption.
+    # [B, L, width], behind the end of a caption as the recipe's `padding` says.
     text: Tensor
     # Bool [B, L], false behind the end of a caption; None where the model is not told.
     text_mask: Tensor | None
@@ -44,6 +48,10 @@ class Inputs:
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int = 8
     temporal: int = 4
+    # The time shift of clips of this size.
+    alpha: float = 1.0
+    # What the model was made with.
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,11 @@ class Sizes:
     # Of latents, and of what goes into the model: with the channels of frames that are given.
     channels: int
     input_channels: int
-    # Width of text states.
+    # Width of text states, and how many there are of a caption.
     text_width: int
+    text_length: int
+    # Frames per latent frame.
+    temporal: int
     # Width of picture states; None where there are none.
     picture_width: int | None
     # The constructor's arguments that are given, with its defaults for the others.
@@ -78,14 +89,16 @@ class Recipe:
     call: Mapping[str, str | Callable[[Inputs], Any]]
     # Arguments of the model's constructor that must fit the encoders.
     derive: Callable[[Sizes], dict[str, Any]]
-    # Whether latents go in, and come out, as tokens [B, t·h·w, C].
-    as_tokens: bool = False
+    # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens [B, t·h·w, C].
+    layout: Literal["clip", "frames", "tokens"] = "clip"
+    # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.
+    levels: NoiseLevels | None = None
     # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
     without_memory: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
     # What its answer is multiplied by: −1 where it points from noise to the clip.
     sign: float = 1.0
-    # Whether its text encoder leaves the padding of a caption out of its attention.
-    masks_text: bool = True
+    # What is made of the padding of a caption.
+    padding: Padding = "unseen"
     # Whether frames of a clip may be given, in channels behind the latents.
     takes_frames: bool = False
     # Whether it is told the frame rate.
@@ -101,9 +114,18 @@ class Recipe:
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """What the model's forward is called with, `hidden_states` first."""
+        if self.levels is not None:
+            times = inputs.timestep / TIMESTEPS
+            inputs = dataclasses.replace(
+                inputs,
+                latents=as_noisy(inputs.latents, times),
+                timestep=self.levels.numbers(times, inputs.alpha),
+            )
         latents = inputs.latents
-        if self.as_tokens:
+        if self.layout == "tokens":
             latents = latents.flatten(2).transpose(1, 2)
+        elif self.layout == "frames":
+            latents = latents.transpose(1, 2)
         found = {
             name: getattr(inputs, source) if isinstance(source, str) else source(inputs)
             for name, source in self.call.items()
@@ -114,9 +136,33 @@ class Recipe:
 
     def velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
         """The model's answer, as it came, as the velocity [B, C, t, h, w]."""
-        if self.as_tokens:
+        if self.layout == "tokens":
             answer = answer.transpose(1, 2).unflatten(2, inputs.latents.shape[2:])
+        elif self.layout == "frames":
+            answer = answer.transpose(1, 2)
+        if self.levels is not None:
+            return as_velocity(answer, inputs.latents, inputs.timestep / TIMESTEPS)
         return answer if self.sign == 1.0 else self.sign * answer
+
+    def draw_times(self, config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
+        """The times [B] that these samples are trained at."""
+        if self.levels is None:
+            return draw_times(config, alpha, seed, positions)
+        # What is drawn says how far up the levels; the shift lies in their times.
+        return self.levels.at(draw_times(config, 1.0, seed, positions), alpha)
+
+    def times_at(self, shares: Tensor, alpha: float) -> Tensor:
+        """The times [B] that are looked at in a validation, so many shares [B], each in 0…1, of the way to noise."""
+        return shares if self.levels is None else self.levels.at(shares, alpha)
+
+    def loss_weights(self, config: FlowConfig, alpha: float, times: Tensor) -> Tensor | None:
+        """What each of `times` [B] counts in the loss, [B]; None where all count 1."""
+        # A model of noise levels learns v, whose error counts the same at every level.
+        return loss_weights(config, alpha, times) if self.levels is None else variance(times)
+
+    def sample_times(self, num_steps: int, alpha: float) -> Tensor:
+        """The times that a sample passes, [num_steps + 1] from 1 to 0."""
+        return (self.times if self.levels is None else self.levels.sampled)(num_steps, alpha)
 
 
 def patches_of(config: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -1,0 +1,107 @@
+"""What a run may ask of a family's model, by its recipe and by the pipeline that its folder lies in."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from opensora_accel.documents import read_json
+from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.levels import NUM_LEVELS
+from opensora_accel.training.recipes.base import Recipe
+from opensora_accel.training.sections import FlowConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
+    """Checks a run against the family of its model, and the pipeline that the model's folder lies in.
+
+    Raises:
+        ValueError: an option is for models of other families, or for other weights.
+    """
+    family = recipe.models[0]
+    if config.conditions.are_used and not recipe.takes_frames:
+        raise ValueError(
+            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose a model that "
+            "takes them, as WanTransformer3DModel"
+        )
+    if config.data.frame_rate and not recipe.takes_frame_rate:
+        raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
+    if recipe.levels is not None:
+        _check_levels(family, config)
+        _check_shift(config)
+    _check_times(config)
+
+
+def _check_levels(family: str, config: TrainConfig) -> None:
+    """Raises ValueError where an option is for models of flow."""
+    flow, default = config.flow, FlowConfig()
+    for name in ("time_range", "boundary", "weighting"):
+        if getattr(flow, name) != getattr(default, name):
+            raise ValueError(
+                f"{family} is trained at {NUM_LEVELS} levels of noise, of which flow.{name} knows nothing; leave it out"
+            )
+    if flow.shift == "ltx":
+        raise ValueError(f'flow.shift="ltx" is LTX-Video\'s; leave it out, or give {family} a number')
+    if flow.sample_steps > NUM_LEVELS:
+        raise ValueError(
+            f"{family} has {NUM_LEVELS} levels of noise, and flow.sample_steps ({flow.sample_steps}) is more; use fewer"
+        )
+
+
+def _check_shift(config: TrainConfig) -> None:
+    """Checks the shift of a model of noise levels against that of the pipeline that its folder lies in.
+
+    Raises:
+        ValueError: its levels have more noise, or less.
+    """
+    path = Path(config.model.path).resolve().parent / "scheduler" / "scheduler_config.json"
+    if not config.model.path or not path.is_file():
+        return
+    scale = read_json(path, dict[str, Any]).get("snr_shift_scale")
+    shift = 1.0 if config.flow.shift == "auto" else float(config.flow.shift)
+    if isinstance(scale, (int, float)) and scale > 0 and abs(shift**2 / scale - 1) > 0.01:
+        raise ValueError(
+            f"{config.model.path} was trained with a time shift of {scale**0.5:.5g}, the root of the snr_shift_scale "
+            f"in {path}, and this run has {shift:g}; set flow.shift to {scale**0.5:.5g}"
+        )
+
+
+def _check_times(config: TrainConfig) -> None:
+    """Checks the times of a run against those of the pipeline that the model's folder lies in, where that has experts.
+
+    The weights themselves tell nothing: an expert that is trained in the other's range learns, and is asked there by
+    no pipeline.
+
+    Raises:
+        ValueError: it is the expert of other times.
+    """
+    folder = Path(config.model.path)
+    own = {"transformer": 0, "transformer_2": 1}.get(folder.resolve().name) if config.model.path else None
+    index = folder.resolve().parent / "model_index.json"
+    if own is None or not index.is_file():
+        return
+    boundary = read_json(index, dict[str, Any]).get("boundary_ratio")
+    if not isinstance(boundary, float) or not 0 < boundary < 1:
+        return
+    times = ((boundary, 1.0), (0.0, boundary))[own]
+    first, last = config.flow.time_range
+    said = f"{config.model.path} is the expert of the times {times[0]:g} to {times[1]:g}"
+    if (first, last) == (0.0, 1.0):
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s, says %s, and is trained at all times; train it at its own (flow.time_range), or both experts "
+                "(flow.boundary and model.path_2)",
+                said,
+                index,
+            )
+    elif first < times[0] or last > times[1]:
+        raise ValueError(
+            f"{said}, and {first:g} to {last:g} are trained, where its pipeline asks the other one ({index}); set "
+            f"flow.boundary (or flow.time_range) by {boundary:g}, model.path to the folder transformer and "
+            "model.path_2 to transformer_2"
+        )

@@ -1,0 +1,91 @@
+"""Every family that has a recipe: adapters that its own pipeline loads, and runs that go on bit by bit."""
+
+import inspect
+
+import diffusers
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from opensora_accel import Plan
+from opensora_accel.training import build
+from opensora_accel.training.encoders import SpaceToDepth
+from opensora_accel.training.recipes import RECIPES
+from tests.tiers import some
+from tests.training.runs import tiny_config
+
+CAPTION = "a gradient of colour number 0"
+# A class of each; Wan's own is in all other tests.
+FAMILIES = [
+    name for name, recipe in RECIPES.items() if name == recipe.models[0] and not name.startswith("Wan")
+]
+
+
+def config_of(name, clips, output, plan=None, **changes):
+    changes = {"model": {"class_name": name, "config": dict(RECIPES[name].tiny)}, "steps": 4, **changes}
+    return tiny_config(clips, output, plan, **changes)
+
+
+def whole(tensor):
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def trained(config, saved=None):
+    """Losses and weights, from the beginning or from where a run was saved."""
+    from opensora_accel.training.loop import Trainer
+    from opensora_accel.training.saved_state import read_record
+
+    trainer = Trainer(config, saved, read_record(saved) if saved else None)
+    losses = trainer.train()
+    return losses, {name: whole(p) for name, p in trainer.state.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", some(FAMILIES, "CogVideoXTransformer3DModel"))
+def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, name):
+    plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")
+    config = config_of(name, clips, tmp_path / "run", plan, save_every=2)
+    losses, weights = ranks(2, trained, config)[0]
+    again, found = ranks(2, trained, config, tmp_path / "run" / "checkpoints" / "step_000002")[0]
+    assert again == losses[2:] and len(again) == 2
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def adapted(config):
+    """Velocities of the run's model, of a model that its pipeline has loaded the adapter into, and without it."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    trainer.train()
+    objective, (bucket,) = trainer.objective, config.data.sizes
+    noise = torch.randn(1, *objective.latent_shapes[bucket], generator=torch.Generator().manual_seed(1))
+
+    @torch.no_grad()
+    def velocity():
+        return objective.predict(noise, torch.tensor([500.0]), bucket, [CAPTION])
+
+    with trainer.state.ema.applied():
+        of_run = velocity()
+    recipe, cls = build.recipe_of(config.model), build.model_class(config.model)
+    model = objective.model = objective.forward = cls.from_pretrained(config.model.path)
+    without = velocity()
+    pipeline_class = getattr(diffusers, recipe.pipeline)
+    parts = [name for name in inspect.signature(pipeline_class.__init__).parameters if name != "self"]
+    pipeline_class(**dict.fromkeys(parts) | {"transformer": model}).load_lora_weights(f"{config.output}/lora")
+    return of_run, velocity(), without
+
+
+@pytest.mark.parametrize("name", some(FAMILIES, "CogVideoXTransformer3DModel"))
+def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_path, name):
+    fresh = config_of(name, clips, tmp_path / "run")
+    torch.manual_seed(0)
+    cls = build.model_class(fresh.model)
+    base = cls(**build.model_arguments(fresh, SpaceToDepth(4, torch.float32), 32))
+    for parameter in base.parameters():
+        # Some begin at zero, and would hide an adapter behind them.
+        torch.nn.init.normal_(parameter, std=0.1)
+    base.save_pretrained(tmp_path / "base")
+    options = {"lora.rank": 2, "optim.lr": 0.1, "optim.warmup_steps": 0, "optim.ema_decay": 0.5}
+    config = config_of(name, clips, tmp_path / "run", model={"path": str(tmp_path / "base")}, **options)
+    of_run, loaded, without = ranks(1, adapted, config)[0]
+    error, effect = (loaded - of_run).abs().max(), (of_run - without).abs().max()
+    assert effect > 1e-3 and error < 1e-3 * effect
