@@ -183,7 +183,9 @@ def test_a_diffusers_vae_from_a_folder(tmp_path):
         ("AutoencoderKLWan", (16, 8, 4)),
         ("AutoencoderKLHunyuanVideo", (16, 8, 4)),
         ("AutoencoderKLLTXVideo", (128, 32, 8)),
-        ("AutoencoderKLCogVideoX", None),
+        ("AutoencoderKLCogVideoX", (16, 8, 4)),
+        ("AutoencoderKLMochi", (12, 8, 6)),
+        ("AutoencoderKLTemporalDecoder", None),
     ],
 )
 def test_compression_of_the_vaes_of_diffusers(name, expected):
