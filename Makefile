@@ -18,6 +18,8 @@ export OMP_NUM_THREADS ?= 1
 # Nothing is fetched from a hub, and the ranks of one machine talk over loopback.
 export HF_HUB_OFFLINE ?= 1
 export GLOO_SOCKET_IFNAME ?= $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
+# Tests are run by many processes, which are to find them compiled.
+export PYTHONDONTWRITEBYTECODE :=
 # A file's tests share their ranks and stay together. They are for a CPU; those for a GPU are run by `make gpu`.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 LAUNCH := $(BIN)/torchrun --standalone --local-addr 127.0.0.1
