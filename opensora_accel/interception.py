@@ -21,6 +21,7 @@ import torch
 
 # Above autograd; it was reserved for torchdistx, which is archived. torch's bindings know it by this name only.
 _KEY: Any = "DeferredInit"
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @lru_cache(maxsize=1)
@@ -53,13 +54,20 @@ def _call(
     operator = getattr(getattr(torch.ops, namespace), name).default
     with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
         result = function(operator, *args, **kwargs)
-    return operator.redispatch(keys.remove(_key()), *args, **kwargs) if result is NotImplemented else result
+    if result is not NotImplemented:
+        return result
+    others = keys.remove(_key(_KEY))
+    # A trace switches torch's dispatcher in Python on. That begins anew with an operator that others are made of, and
+    # so would come here again, and again.
+    if others.has(_key("PythonDispatcher")) and operator.has_kernel_for_dispatch_key(_COMPOSITE):
+        others = others.remove(_key("PythonDispatcher"))
+    return operator.redispatch(others, *args, **kwargs)
 
 
-@lru_cache(maxsize=1)
-def _key() -> Any:
-    """The key as torch's sets of keys take it; torch's bindings have no name for it there."""
-    return torch._C._parse_dispatch_key(_KEY)
+@lru_cache(maxsize=2)
+def _key(name: str) -> Any:
+    """The key as torch's sets of keys take it; torch's bindings have no name for some of them there."""
+    return torch._C._parse_dispatch_key(name)
 
 
 def switched_on() -> Any:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from opensora_accel import checkpoint as ck
 from opensora_accel.checkpoint import selective
+from shardformer.modeling import attention
 from tests.checkpoint import steps
 from tests.checkpoint.steps import Block, assert_identical, blocks, data, gradients, run
 
@@ -156,8 +157,12 @@ class PartCompiled(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_compiled_part_of_a_block(mode):
+@pytest.mark.parametrize(
+    ("mode", "other_is_sharded"), [("full", False), ("selective", False), ("selective", True)]
+)
+def test_a_compiled_part_of_a_block(mode, other_is_sharded):
+    if other_is_sharded:
+        attention._install()  # from then on torch's attention is looked at, wherever it is called
     results = []
     for checkpointed in (False, True):
         torch._dynamo.reset()
