@@ -27,7 +27,7 @@ from opensora_accel.training.encoders import (
 )
 from opensora_accel.training.flow import draw_noise, draw_times
 from opensora_accel.training.objective import Encoded, Objective
-from opensora_accel.training.recipes import RECIPES, Inputs, Sizes
+from opensora_accel.training.recipes import RECIPES, Inputs, Sizes, check_recipe
 from opensora_accel.training.samples import sample_latents
 
 CPU = torch.device("cpu")
@@ -421,3 +421,12 @@ def test_an_option_of_another_family_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             build.build_model(config(name, **tables), SpaceToDepth(4, torch.float32), 32, torch.float32)
+
+
+def test_a_shift_that_weights_were_not_trained_with_is_refused(tmp_path):
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"snr_shift_scale": 3.0}')
+    recipe, model = RECIPES["CogVideoXTransformer3DModel"], {"path": str(tmp_path / "transformer")}
+    with pytest.raises(ValueError, match=r"this run has 1; set flow.shift to 1.7321"):
+        check_recipe(recipe, config_from_dict({"model": model}, "the test"))
+    check_recipe(recipe, config_from_dict({"model": model, "flow": {"shift": 1.73205}}, "the test"))
