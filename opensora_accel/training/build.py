@@ -24,9 +24,10 @@ from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
 from opensora_accel.training.buckets import Bucket, batch_sizes
+from opensora_accel.training.captions import TextShape
+from opensora_accel.training.codec import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.conditions import check_conditions, num_channels
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.encoders import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
@@ -51,7 +52,7 @@ def local_device() -> torch.device:
 
 
 def build_model(
-    config: TrainConfig, codec: Codec, text_width: int, dtype: torch.dtype
+    config: TrainConfig, codec: Codec, texts: Sequence[TextShape], dtype: torch.dtype
 ) -> tuple[nn.Module, dict[Bucket, LatentShape]]:
     """The transformer, which waits for its weights, and the latent shape of a clip of each size.
 
@@ -67,8 +68,8 @@ def build_model(
     cls, recipe = model_class(config.model), recipe_of(config.model)
     check_recipe(recipe, config)
     # What the codec, the encoder and the conditions decide about the model, whatever its config says.
-    derived = derived_arguments(config, codec, text_width)
-    arguments = model_arguments(config, codec, text_width)
+    derived = derived_arguments(config, codec, texts)
+    arguments = model_arguments(config, codec, texts)
     source = f"model.path {config.model.path}" if config.model.path else "this model.config"
     try:
         # Without memory: whatever is wrong is found before a large model is made.
@@ -100,7 +101,7 @@ def build_model(
     with without_memory:
         for bucket, shape in shapes.items():
             with _named(bucket, config.data):
-                inputs = inputs_of_one(config, codec, shape, text_width, outline.config)
+                inputs = inputs_of_one(config, codec, shape, texts, outline.config)
                 _try_shapes(recipe, outline, inputs, source)
     with deferred_init(config.seed):
         model = cls.from_config(arguments)
@@ -121,6 +122,7 @@ def _hint(argument: str, codec: Codec) -> str:
     return {
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,
+        "image_condition_type": " (first frames that are given are not trained in this family yet)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
         "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})",
     }.get(argument, "")
@@ -163,15 +165,18 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
 
 
 def inputs_of_one(
-    config: TrainConfig, codec: Codec, shape: LatentShape, text_width: int, arguments: Mapping[str, Any]
+    config: TrainConfig,
+    codec: Codec,
+    shape: LatentShape,
+    texts: Sequence[TextShape],
+    arguments: Mapping[str, Any],
 ) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
-    length = config.text.length
     return Inputs(
         latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:]),
         timestep=torch.empty(1),
-        text=torch.empty(1, length, text_width),
-        text_mask=torch.ones(1, length, dtype=torch.bool),
+        texts=[torch.empty(1, *each) for each in texts],
+        text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
         pictures=torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None,
         spatial=codec.spatial,
         temporal=codec.temporal,
@@ -237,14 +242,16 @@ def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
     return rates[0] if rates else 25.0
 
 
-def model_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
+def model_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
     """The arguments that the model is made with.
 
     Raises:
         ValueError: its class does not take one of them, or not with this value.
     """
-    given = given_arguments(config.model)
-    return given if config.model.path else {**derived_arguments(config, codec, text_width), **given}
+    given, recipe = given_arguments(config.model), recipe_of(config.model)
+    if config.model.path:
+        return given
+    return {**recipe.fresh, **derived_arguments(config, codec, texts), **given}
 
 
 def given_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -267,13 +274,12 @@ def all_arguments(config: ModelConfig) -> dict[str, Any]:
     return {name: each.default for name, each in parameters.items()} | given_arguments(config)
 
 
-def derived_arguments(config: TrainConfig, codec: Codec, text_width: int) -> dict[str, Any]:
+def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
     """Arguments that follow from the encoders, and whether frames are given."""
     sizes = Sizes(
         channels=codec.channels,
         input_channels=codec.channels + condition_channels(config, codec),
-        text_width=text_width,
-        text_length=config.text.length,
+        texts=texts,
         temporal=codec.temporal,
         picture_width=picture_shape(config.image)[1] if config.image.is_used else None,
         arguments=all_arguments(config.model),

@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications import gather_objects
+from opensora_accel.training.captions import TextEncoder
+from opensora_accel.training.codec import Codec
 from opensora_accel.training.conditions import Given
 from opensora_accel.training.data import Clip
-from opensora_accel.training.encoders import Codec, TextEncoder
 from opensora_accel.training.pictures import PictureEncoder
 from opensora_accel.training.stored import Stored
 
@@ -220,14 +221,14 @@ class StoredCaptions:
         self, outline: TextEncoder, build: Callable[[], TextEncoder], needed: Iterable[str], stored: Stored
     ):
         """`needed` are the captions that will be asked for; once all are stored, the encoder is released."""
-        self.tokenizer, self.tokens, self.length = outline.tokenizer, outline.tokens, outline.length
-        self.width, self.dtype, self.num_tokens = outline.width, outline.dtype, outline.num_tokens
+        self.tokenizer, self.tokens, self.shape = outline.tokenizer, outline.tokens, outline.shape
+        self.dtype, self.num_tokens = outline.dtype, outline.num_tokens
         self._encoder = OnDemand(lambda: stored.files.unchanged(build))
         self._needed, self._stored = set(needed), stored
 
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Embeddings [B, length, width] of B captions; zero behind the end of a caption."""
-        states = torch.zeros(len(captions), self.length, self.width, dtype=dtype)
+        states = torch.zeros(len(captions), *self.shape, dtype=dtype)
         for padded, caption in zip(states, captions, strict=True):
             rows = self._rows(caption, device)
             padded[: len(rows)] = rows
@@ -267,14 +268,14 @@ class EmbeddedCaptions:
         Raises:
             OSError: on all ranks, where TMPDIR has no room on one of their machines.
         """
-        self.length, self.width = encoder.length, encoder.width
+        self.shape = encoder.shape
         ordered, dtype = sorted(set(captions)), encoder.dtype
         self._counts = dict(zip(ordered, encoder.num_tokens(ordered), strict=True))
         ends = list(accumulate(self._counts.values()))
         self._ends = dict(zip(ordered, ends, strict=True))
-        shared, place, num_places = _shared_on_machine(ends[-1] * self.width, dtype)
+        shared, place, num_places = _shared_on_machine(ends[-1] * self.shape.width, dtype)
         # One row for each token of each caption.
-        self._rows = shared.view(-1, self.width)
+        self._rows = shared.view(-1, self.shape.width)
         for caption in ordered[place::num_places]:
             states = encoder.encode([caption], device, dtype)[0]
             self._rows_of(caption).copy_(states[: self._counts[caption]])
@@ -282,7 +283,7 @@ class EmbeddedCaptions:
 
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Embeddings [B, length, width] of B captions; zero behind the end of a caption."""
-        states = torch.zeros(len(captions), self.length, self.width, dtype=dtype)
+        states = torch.zeros(len(captions), *self.shape, dtype=dtype)
         for padded, caption in zip(states, captions, strict=True):
             padded[: self._counts[caption]] = self._rows_of(caption)
         return states.to(device)
@@ -294,6 +295,9 @@ class EmbeddedCaptions:
     def _rows_of(self, caption: str) -> Tensor:
         end = self._ends[caption]
         return self._rows[end - self._counts[caption] : end]
+
+
+CaptionSource = TextEncoder | StoredCaptions | EmbeddedCaptions
 
 
 def _shared_on_machine(num_elements: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:

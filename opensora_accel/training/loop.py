@@ -25,22 +25,19 @@ from opensora_accel.parallel_states import get_data_parallel_group, init_paralle
 from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
+from opensora_accel.training.captions import TextEncoder, build_text_encoder, train_tokenizer
+from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import ClipLoader
-from opensora_accel.training.encoders import (
-    TextEncoder,
-    build_codec,
-    build_text_encoder,
-    train_tokenizer,
-)
 from opensora_accel.training.expert import Expert
-from opensora_accel.training.kept import EmbeddedCaptions, StoredCaptions, free_unused
+from opensora_accel.training.kept import CaptionSource, EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
 from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.optim import check_schedule_free, set_numbers
 from opensora_accel.training.output import COMFYUI, CONFIG, LORAS, PROFILE, SAMPLES, write_text
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
+from opensora_accel.training.recipes import Recipe
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
@@ -99,20 +96,8 @@ class Trainer:
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
-        # With a folder of what they computed, encoders may not be needed at all: loaded is what is asked for.
         recipe = build.recipe_of(config.model)
-        build_text = partial(
-            build_text_encoder, config.text, self.tokenizer_json, config.seed, self.device, self.dtype,
-            padding=recipe.padding,
-        )  # fmt: skip
-        outline = build_text(outline=self.disk_cache is not None)
-        outline.check(captions)
-        # A dropped caption, and the other half of guidance, is the empty one.
-        captions.append("")
-        text: TextEncoder | StoredCaptions = outline
-        if self.disk_cache is not None and config.text.path:
-            stored = Stored.embeddings(self.disk_cache, config.text, self.device, padding=recipe.padding)
-            text = StoredCaptions(outline, build_text, captions, stored)
+        texts = self._texts(recipe, captions)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None
         if config.image.is_used:
@@ -121,12 +106,12 @@ class Trainer:
             )
         # The model takes no memory yet, and the text encoder is gone before it does.
         first, *others = config.experts
-        model, latent_shapes = build.build_model(first, codec, text.width, self.dtype)
-        width = text.width
-        encoder: TextEncoder | StoredCaptions | EmbeddedCaptions = text
+        shapes = [text.shape for text in texts]
+        model, latent_shapes = build.build_model(first, codec, shapes, self.dtype)
+        encoders: list[CaptionSource] = [*texts]
         if config.text.cache:
-            encoder = EmbeddedCaptions(text, captions, self.device)
-        del text, outline
+            encoders = [EmbeddedCaptions(text, captions, self.device) for text in texts]
+        del texts
         free_unused()
         # The tokens of a clip of each size.
         self.num_tokens = {
@@ -140,7 +125,7 @@ class Trainer:
             first,
             recipe,
             codec,
-            encoder,
+            encoders,
             pictures,
             model,
             forward,
@@ -154,7 +139,7 @@ class Trainer:
         names = ("",) if not others else ("high-noise", "low-noise")
         self.experts = [Expert(names[0], first, self.objective, self.saver)]
         for name, alone in zip(names[1:], others, strict=True):
-            model, _ = build.build_model(alone, codec, width, self.dtype)
+            model, _ = build.build_model(alone, codec, shapes, self.dtype)
             model, forward = parallelize(model, config.plan, self.device, plans)
             second = self.objective.add_second(alone, model, forward)
             self.experts.append(Expert(name, alone, second, self.saver))
@@ -502,6 +487,26 @@ class Trainer:
             return {}
         counts = self.disk_cache.counts
         return {"cache_hits": counts.hits, "cache_misses": counts.misses}
+
+    def _texts(self, recipe: Recipe, captions: list[str]) -> list[TextEncoder | StoredCaptions]:
+        """The family's encoders of captions; the empty one is added to these."""
+        config, cache = self.config.text, self.disk_cache
+        texts: list[TextEncoder | StoredCaptions] = []
+        for number in range(len(recipe.text)):
+            build = partial(
+                build_text_encoder,
+                config, self.tokenizer_json, self.config.seed, self.device, self.dtype, recipe.text, number,
+            )  # fmt: skip
+            # With a folder of what it computed, an encoder may not be needed at all: loaded is what is asked for.
+            outline = build(outline=cache is not None)
+            outline.check(captions)
+            texts.append(outline)
+            if cache is not None and config.path:
+                stored = Stored.embeddings(cache, config, self.device, recipe.text, number)
+                texts[number] = StoredCaptions(outline, build, [*captions, ""], stored)
+        # A dropped caption, and the other half of guidance, is the empty one.
+        captions.append("")
+        return texts
 
     def _tokenizer(self, saved: Path | None) -> str:
         """The tokenizer of the saved state, or one trained on all captions, as rank 0 has it."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from opensora_accel.communications import gather_objects
 from opensora_accel.regions import region
 from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
     KINDS,
     Condition,
@@ -36,7 +37,6 @@ from opensora_accel.training.conditions import (
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.disk_cache import DiskCache
-from opensora_accel.training.encoders import Codec, LatentShape, TextEncoder, build_codec
 from opensora_accel.training.flow import (
     TIMESTEPS,
     draw_noise,
@@ -44,7 +44,7 @@ from opensora_accel.training.flow import (
     flow_loss,
     time_shift,
 )
-from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions, KeptPictures, StoredCaptions
+from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictures
 from opensora_accel.training.levels import variance
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
@@ -81,7 +81,7 @@ class Objective:
         config: TrainConfig,
         recipe: Recipe,
         codec: Codec,
-        text: TextEncoder | StoredCaptions | EmbeddedCaptions,
+        texts: Sequence[CaptionSource],
         pictures: PictureEncoder | None,
         model: nn.Module,
         forward: Callable[..., Any],
@@ -91,7 +91,7 @@ class Objective:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self.config, self.recipe, self.text, self.frame_rate = config, recipe, text, frame_rate
+        self.config, self.recipe, self.texts, self.frame_rate = config, recipe, texts, frame_rate
         # Parsed once: every forward asks.
         self.plans = config.plans
         self.model, self.forward = model, forward
@@ -161,25 +161,31 @@ class Objective:
         bucket: Bucket,
         captions: Sequence[str],
         condition: Condition | None = None,
+        guidance: float = 1.0,
     ) -> Tensor:
         """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B].
 
         Args:
             bucket: of all B clips.
             condition: what is given of the clips, where the model takes it.
+            guidance: what a model is told that was distilled from guided ones.
         """
         with region("encode", "captions"):
-            text = self.text.encode(captions, self.device, self.dtype)
-            mask = None
-            if self.recipe.takes_text_mask:
-                ends = torch.tensor(self.text.num_tokens(captions))
-                mask = (torch.arange(text.size(1)) < ends[:, None]).to(self.device)
+            texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
+            masks = [
+                (torch.arange(text.size(1)) < torch.tensor(each.num_tokens(captions))[:, None]).to(
+                    self.device
+                )
+                for each, text in zip(self.texts, texts, strict=True)
+            ]
         if condition is not None:
             noisy = torch.cat([noisy, condition.channels], dim=1)
         pictures = None if condition is None else condition.pictures
         sizes = self.frame_rate, self.codec.spatial, self.codec.temporal
         config: Any = self.model.config
-        inputs = Inputs(noisy, timestep, text, mask, pictures, *sizes, self.time_shift(bucket), config)
+        inputs = Inputs(
+            noisy, timestep, texts, masks, pictures, *sizes, self.time_shift(bucket), guidance, config
+        )
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
             (answer,) = self.forward(**self.recipe.arguments(inputs), return_dict=False)

@@ -19,8 +19,12 @@ import torch
 from torch import Tensor
 
 from opensora_accel.documents import read_text
-from opensora_accel.training.encoders import PRETRAINED_DTYPES
-from opensora_accel.training.pretrained import load_pretrained, read_description, unloadable
+from opensora_accel.training.pretrained import (
+    PRETRAINED_DTYPES,
+    load_pretrained,
+    read_description,
+    unloadable,
+)
 from opensora_accel.training.sections import ImageConfig
 
 IMAGE_STEM = "model"

@@ -15,8 +15,9 @@ from torch import nn
 from opensora_accel.plan import Plan
 from opensora_accel.planner import Frozen, Job, Residents, Workload, choose, workload_of_model
 from opensora_accel.training import build
+from opensora_accel.training.captions import build_text_encoder, text_paths
+from opensora_accel.training.codec import VideoVAE, build_codec
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.encoders import VideoVAE, build_codec, build_text_encoder
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.tiny_run import TrueSize
 
@@ -129,8 +130,11 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
     cpu, dtype = torch.device("cpu"), torch.float32
     parts: dict[str, tuple[nn.Module, str]] = {}
     if config.text.path and not config.text.cache:
-        text = build_text_encoder(config.text, "", config.seed, cpu, dtype, outline=True)
-        parts["text encoder"] = text.model, f"text.path {config.text.path} in {config.text.dtype}"
+        taken = build.recipe_of(config.model).text
+        for number, (option, path) in enumerate(text_paths(config.text, taken)):
+            text = build_text_encoder(config.text, "", config.seed, cpu, dtype, taken, number, outline=True)
+            kind = ("text encoder", "second text encoder")[number]
+            parts[kind] = text.model, f"{option} {path} in {config.text.dtype}"
     codec = build_codec(config.codec, cpu, dtype, outline=True)
     if isinstance(codec, VideoVAE):
         parts["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"

@@ -20,6 +20,8 @@ from opensora_accel.weights import fill, find_stored, missing_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+PRETRAINED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 def read_description(option: str, folder: str | Path, what: str) -> dict[str, Any]:
     """The config.json of a folder. `what` says which folder `option` needs.

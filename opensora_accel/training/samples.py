@@ -137,11 +137,14 @@ def sample_latents(
     condition: Condition | None = None,
 ) -> Tensor:
     """The latents that the model makes of noise [N, C, t, h, w] by N captions, of that shape."""
-    config = objective.config.flow
+    config, recipe = objective.config.flow, objective.recipe
 
     def guided(latents: Tensor, timestep: Tensor) -> Tensor:
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
         expert = objective.at(timestep)
+        arguments: Any = expert.model.config
+        if recipe.embeds_guidance(arguments):
+            return expert.predict(latents, timestep, bucket, captions, condition, config.guidance)
         velocity = expert.predict(latents, timestep, bucket, captions, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
@@ -149,9 +152,7 @@ def sample_latents(
         unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
         return unconditional + config.guidance * (velocity - unconditional)
 
-    return sample(
-        guided, noise, objective.recipe.sample_times(config.sample_steps, objective.time_shift(bucket))
-    )
+    return sample(guided, noise, recipe.sample_times(config.sample_steps, objective.time_shift(bucket)))
 
 
 def _middle(video: Video, config: DataConfig) -> int:

@@ -123,7 +123,9 @@ class TextConfig:
     """Captions to embeddings: a small T5 with a tokenizer trained on the captions, or a real one."""
 
     path: str = ""
-    """Local folder with a tokenizer and a T5 or UMT5 encoder."""
+    """Local folder with a tokenizer and the family's encoder: T5, UMT5, or HunyuanVideo's LLaMA."""
+    path_2: str = ""
+    """The same of the second encoder, of families that have two, as HunyuanVideo's CLIP."""
     length: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens per caption; longer ones are cut, shorter ones padded."""
     width: Annotated[int, Field(ge=8, le=8192)] = 64
@@ -138,6 +140,8 @@ class TextConfig:
             raise ValueError("text.dtype is for an encoder from text.path; leave it out, or set text.path")
         if self.path and self.width != 64:
             raise ValueError("text.width is for the small encoder; leave it out, or leave text.path out")
+        if self.path_2 and not self.path:
+            raise ValueError("text.path_2 is the second of two encoders; set text.path to the first")
 
 
 @options

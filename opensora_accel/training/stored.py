@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from opensora_accel.files import sha256_of
-from opensora_accel.training import conditions, encoders, pictures, pretrained, shards, video
+from opensora_accel.training import captions, codec, conditions, pictures, pretrained, shards, video
+from opensora_accel.training.captions import TEXT_STEM, TextStates, text_paths
+from opensora_accel.training.codec import VAE_STEM
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache, code_version
-from opensora_accel.training.encoders import TEXT_STEM, VAE_STEM, Padding
 from opensora_accel.training.pictures import IMAGE_STEM
 from opensora_accel.training.ranks import from_first_of_machine, from_first_rank
 from opensora_accel.training.sections import ImageConfig, TextConfig
@@ -68,7 +70,7 @@ class Stored:
     @classmethod
     def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
         """For latents. The common part has all that decides them, but the video, the first frame and the size."""
-        modules = (video, shards, encoders, conditions, pretrained)
+        modules = (video, shards, codec, conditions, pretrained)
         made_with = _made_with(device, modules, ("torch", "diffusers", "av", "pillow", "numpy"))
         made_with["versions"] |= {name: list(number) for name, number in av.library_versions.items()}
         common = {
@@ -99,13 +101,23 @@ class Stored:
 
     @classmethod
     def embeddings(
-        cls, cache: DiskCache, config: TextConfig, device: torch.device, *, padding: Padding = "unseen"
+        cls,
+        cache: DiskCache,
+        config: TextConfig,
+        device: torch.device,
+        taken: Sequence[TextStates] = (TextStates(),),
+        number: int = 0,
     ) -> Stored:
-        """For embeddings of captions. The common part has all that decides them, but the tokens."""
-        made_with = _made_with(device, (encoders, pretrained), ("torch", "transformers"))
+        """For embeddings of captions. The common part has all that decides them, but the tokens.
+
+        Args:
+            taken: which states, of each of the family's encoders.
+            number: which of them, 0 or 1.
+        """
+        made_with = _made_with(device, (captions, pretrained), ("torch", "transformers"))
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
-        common |= {"padding": padding}
-        return cls(cache, EncoderFiles.read("text.path", config.path, TEXT_STEM), common)
+        common |= {"taken": dataclasses.asdict(taken[number])}
+        return cls(cache, EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM), common)
 
     def get_or_compute(
         self, key: Mapping[str, Any], about: str, compute: Callable[[], Tensor]

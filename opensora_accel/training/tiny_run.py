@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,9 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
+from opensora_accel.training.captions import TextShape, text_shapes
+from opensora_accel.training.codec import build_codec, latent_shape
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.encoders import build_codec, latent_shape, text_width
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.recipes import Inputs, Sizes
@@ -120,7 +121,8 @@ def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
-    derived = {*recipe.derive(Sizes(1, 1, 1, 1, 1, None, build.all_arguments(config))), "pos_embed_seq_len"}
+    sizes = Sizes(1, 1, [TextShape(1, 1)] * len(recipe.text), 1, None, build.all_arguments(config))
+    derived = {*recipe.derive(sizes), "pos_embed_seq_len"}
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known}
@@ -182,7 +184,7 @@ class TrueSize:
     temporal: int
     # Clips of all data ranks together.
     batch_size: int
-    text_width: int
+    texts: Sequence[TextShape]
 
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
@@ -191,13 +193,13 @@ class TrueSize:
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
-        width = text_width(config.text)
-        arguments = build.model_arguments(config, codec, width)
+        texts = text_shapes(config.text, build.recipe_of(config.model).text)
+        arguments = build.model_arguments(config, codec, texts)
         extra = build.condition_channels(config, codec)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
         compression = codec.spatial, codec.temporal
-        return cls(config, plan, arguments, latents, extra, *compression, batch_size, width)
+        return cls(config, plan, arguments, latents, extra, *compression, batch_size, texts)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -208,13 +210,13 @@ class TrueSize:
     def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:
         """What the model is called with for so many clips; drawn at random."""
         channels, *sizes = self.latents
-        image, length = self.config.image, self.config.text.length
+        image = self.config.image
         pictures = torch.randn(batch, *picture_shape(image), dtype=dtype) if image.is_used else None
         return Inputs(
             latents=torch.randn(batch, channels + self.condition_channels, *sizes, dtype=dtype),
             timestep=torch.rand(batch),
-            text=torch.randn(batch, length, self.text_width, dtype=dtype),
-            text_mask=torch.ones(batch, length, dtype=torch.bool),
+            texts=[torch.randn(batch, *each, dtype=dtype) for each in self.texts],
+            text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in self.texts],
             pictures=pictures,
             spatial=self.spatial,
             temporal=self.temporal,

@@ -8,6 +8,7 @@ import torch
 
 from opensora_accel import Plan
 from opensora_accel.training.buckets import parse_buckets
+from opensora_accel.training.codec import SpaceToDepth, VideoVAE
 from opensora_accel.training.conditions import (
     KINDS,
     check_conditions,
@@ -17,7 +18,6 @@ from opensora_accel.training.conditions import (
     weights_of,
 )
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.encoders import SpaceToDepth, VideoVAE
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof

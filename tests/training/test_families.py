@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel import Plan
 from opensora_accel.training import build
-from opensora_accel.training.encoders import SpaceToDepth
+from opensora_accel.training.captions import text_shapes
+from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.recipes import RECIPES
 from tests.tiers import some
 from tests.training.runs import tiny_config
@@ -78,8 +79,8 @@ def adapted(config):
 def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_path, name):
     fresh = config_of(name, clips, tmp_path / "run")
     torch.manual_seed(0)
-    cls = build.model_class(fresh.model)
-    base = cls(**build.model_arguments(fresh, SpaceToDepth(4, torch.float32), 32))
+    cls, texts = build.model_class(fresh.model), text_shapes(fresh.text, RECIPES[name].text)
+    base = cls(**build.model_arguments(fresh, SpaceToDepth(4, torch.float32), texts))
     for parameter in base.parameters():
         # Some begin at zero, and would hide an adapter behind them.
         torch.nn.init.normal_(parameter, std=0.1)

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from opensora_accel.training.codec import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.encoders import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.flow import (
     draw_noise,
     draw_times,

@@ -14,18 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import encoders, stored
+from opensora_accel.training import captions, codec, stored
+from opensora_accel.training.captions import build_text_encoder, train_tokenizer
+from opensora_accel.training.codec import build_codec
 from opensora_accel.training.conditions import KINDS
 from opensora_accel.training.config import TrainConfig, config_from_dict
 from opensora_accel.training.data import Clip, VideoFolder
 from opensora_accel.training.disk_cache import DiskCache, entries
-from opensora_accel.training.encoders import build_codec, build_text_encoder, train_tokenizer
 from opensora_accel.training.kept import CachedLatents, KeptPictures, StoredCaptions
 from opensora_accel.training.pictures import build_picture_encoder
-from opensora_accel.training.sections import ImageConfig
+from opensora_accel.training.recipes import RECIPES
+from opensora_accel.training.sections import ImageConfig, TextConfig
 from opensora_accel.training.stored import EncoderFiles, Stored, open_disk_cache
 from opensora_accel.training.video import Video, probe
 from tests.tiers import PROVE, some
+from tests.training.language import saved_pair
 from tests.training.runs import tiny_config
 from tests.training.test_disk_cache import rewrite_in_place
 from tests.training.test_pictures import saved_image_encoder
@@ -81,9 +84,7 @@ def materials(tmp_path_factory):
     # Another tokenizer, which gives other tokens, and one whose files alone differ.
     for name in ("text_words", "text_copy"):
         shutil.copytree(folder / "text_a", folder / name)
-    tokenizer = built(
-        encoders.TextConfig(width=32), train_tokenizer([word[::-1] for word in WORDS])
-    ).tokenizer
+    tokenizer = built(TextConfig(width=32), train_tokenizer([word[::-1] for word in WORDS])).tokenizer
     tokenizer.save_pretrained(folder / "text_words")
     settings = folder / "text_copy" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "of_no_meaning": 1}))
@@ -328,7 +329,7 @@ def test_a_video_that_changes_while_it_is_read_is_not_stored(materials, tmp_path
 
 def test_weights_that_change_during_a_run_end_it(materials, tmp_path):
     folder = shutil.copytree(materials[0] / "vae_a", tmp_path / "vae")
-    files = EncoderFiles.read("codec.path", str(folder), encoders.VAE_STEM)
+    files = EncoderFiles.read("codec.path", str(folder), codec.VAE_STEM)
     os.utime(folder / "config.json")
     assert files.unchanged(lambda: 3) == 3, "the content is the same"
     change_a_weight(folder)
@@ -369,14 +370,14 @@ def train(config):
     """Losses, models that were loaded before sampling and after it, rows of metrics, and how long it took."""
     from opensora_accel.training.loop import Trainer
 
-    loaded, load = [], encoders.load_pretrained
+    loaded, load = [], codec.load_pretrained
 
-    def watched(cls, make, option, folder, stem, dtype, device):
+    def watched(cls, make, option, folder, stem, dtype, device, **options):
         if device is not None:
             loaded.append(cls.__name__)
-        return load(cls, make, option, folder, stem, dtype, device)
+        return load(cls, make, option, folder, stem, dtype, device, **options)
 
-    encoders.load_pretrained = watched
+    codec.load_pretrained = captions.load_pretrained = watched
     sampled, write_samples = [], Trainer.write_samples
 
     def samples(self, tracker):
@@ -388,7 +389,8 @@ def train(config):
     try:
         losses = Trainer(config).train()
     finally:
-        encoders.load_pretrained, Trainer.write_samples = load, write_samples
+        codec.load_pretrained = captions.load_pretrained = load
+        Trainer.write_samples = write_samples
     rows = [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
     return losses, sampled, loaded, rows, time.perf_counter() - started
 
@@ -435,6 +437,34 @@ def test_a_warm_run_is_the_same_to_the_bit_and_loads_nothing(ranks, small_run, p
         assert memory[0] or sum(row["cache_hits"] for row in rows) == own
     (line_of_cold, line_of_warm) = (cache / "runs.jsonl").read_text().splitlines()
     assert json.loads(line_of_warm)["misses"] == 0 < json.loads(line_of_cold)["stored"]
+
+
+def test_states_of_two_encoders_are_kept_each_by_its_own_key(ranks, clips, tmp_path):
+    name, cache = "HunyuanVideoTransformer3DModel", tmp_path / "cache"
+    recipe = RECIPES[name]
+    captions = [f"a gradient of colour number {n}" for n in range(5)]
+    saved_pair(
+        tmp_path, recipe.text, captions, built(TextConfig(width=32), train_tokenizer(captions)).tokenizer
+    )
+
+    def losses(run, **changes):
+        changes = {
+            "model": {"class_name": name, "config": dict(recipe.tiny)},
+            "text": {
+                "path": f"{tmp_path}/text_encoder",
+                "path_2": f"{tmp_path}/text_encoder_2",
+                "length": 48,
+            },
+            "steps": 2,
+            **changes,
+        }
+        losses, _, loaded, *_ = ranks(1, train, tiny_config(clips, tmp_path / run, **changes))[0]
+        return losses, loaded
+
+    plain, loaded = losses("plain")
+    assert loaded == ["LlamaModel", "CLIPTextModel"]
+    assert losses("cold", cache_folder=str(cache)) == (plain, loaded)
+    assert losses("warm", cache_folder=str(cache), **{"text.cache": False}) == (plain, [])
 
 
 @PROVE

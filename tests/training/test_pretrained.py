@@ -11,14 +11,9 @@ import torch
 
 from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.captions import TextEncoder, build_text_encoder, train_tokenizer
+from opensora_accel.training.codec import SpaceToDepth, build_codec
 from opensora_accel.training.data import Clip
-from opensora_accel.training.encoders import (
-    SpaceToDepth,
-    TextEncoder,
-    build_codec,
-    build_text_encoder,
-    train_tokenizer,
-)
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions
 from opensora_accel.training.sections import CodecConfig, TextConfig
 from tests.tiers import some
@@ -226,16 +221,16 @@ def test_the_text_encoder_is_released_and_training_goes_on_the_same(ranks, clips
 
 def losses_with_vae(config, saved=None):
     """Losses of 4 steps, how often the VAE was loaded, whether it is alive after each step, and after sampling."""
-    from opensora_accel.training import encoders
+    from opensora_accel.training import codec
     from opensora_accel.training.loop import Trainer
 
-    made, build = [], encoders.VideoVAE.__init__
+    made, build = [], codec.VideoVAE.__init__
 
     def watched(self, model):
         build(self, model)
         made.append(weakref.ref(model))
 
-    encoders.VideoVAE.__init__ = watched
+    codec.VideoVAE.__init__ = watched
     try:
         trainer = Trainer(config)
         losses, alive = [], []
@@ -245,7 +240,7 @@ def losses_with_vae(config, saved=None):
         trainer.write_samples()
         alive.append(any(model() is not None for model in made))
     finally:
-        encoders.VideoVAE.__init__ = build
+        codec.VideoVAE.__init__ = build
     return losses, alive, len(made)
 
 

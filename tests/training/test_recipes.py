@@ -17,18 +17,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training import build
+from opensora_accel.training.captions import TextShape, build_text_encoder, train_tokenizer
+from opensora_accel.training.codec import SpaceToDepth, VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.encoders import (
-    SpaceToDepth,
-    VideoVAE,
-    build_text_encoder,
-    latent_shape,
-    train_tokenizer,
-)
 from opensora_accel.training.flow import draw_noise, draw_times
 from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes, check_recipe
 from opensora_accel.training.samples import sample_latents
+from tests.training.language import clip, llama
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a rabbit looks up", "two birds"]
@@ -75,6 +71,11 @@ def cogvideox_vae():
     )
 
 
+def hunyuan_video_vae():
+    sizes = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+    return diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, **sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """What a pipeline has around the model."""
@@ -89,6 +90,8 @@ class Family:
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     # And of the model.
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Tokens of a caption: with a template, room for the caption behind it.
+    length: int = 8
 
 
 LEVELS = {
@@ -129,6 +132,12 @@ FAMILIES = {
         (13, 32, 48),
         config={**ROTARY, "patch_size_t": 2, "patch_bias": False},
     ),
+    "HunyuanVideoTransformer3DModel": Family(
+        hunyuan_video_vae, {"shift": 7.0}, 7.0, (9, 32, 48), config={"guidance_embeds": True}, length=48
+    ),
+    "HunyuanVideoTransformer3DModel, not distilled": Family(
+        hunyuan_video_vae, {"shift": 7.0}, 7.0, (9, 32, 48), {"true_cfg_scale": GUIDANCE}, length=48
+    ),
 }
 
 
@@ -136,15 +145,18 @@ def class_of(name):
     return name.split(",")[0]
 
 
-@pytest.fixture(scope="module")
-def text_encoder():
-    """By what is made of padding; all of the same weights, in fp64."""
+@functools.cache
+def encoders(name):
+    """What a family's captions are encoded by, in fp64."""
+    torch.manual_seed(0)
     config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
-    tokenizer = train_tokenizer(CAPTIONS)
-    return {
-        padding: build_text_encoder(config, tokenizer, 0, CPU, torch.float64, padding=padding)
-        for padding in ("unseen", "zeroed", "kept")
+    length, taken = FAMILIES[name].length, RECIPES[class_of(name)].text
+    small = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float64, taken)
+    kinds = {
+        "llama": lambda each: llama(each, length, CAPTIONS),
+        "clip_text_model": lambda each: clip(each, small.tokenizer),
     }
+    return [kinds.get(each.encoders[0], lambda _: small)(each) for each in taken]
 
 
 def exact_scheduler(options, times):
@@ -174,7 +186,7 @@ def without_rounding():
         yield
 
 
-def setting(name, text_encoder, vae=None):
+def setting(name, vae=None):
     """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
     family, recipe = FAMILIES[name], RECIPES[class_of(name)]
     num_frames, height, width = family.size
@@ -184,30 +196,27 @@ def setting(name, text_encoder, vae=None):
         {
             "data": {"num_frames": num_frames, "height": height, "width": width},
             "model": {"class_name": class_of(name), "config": {**recipe.tiny, **family.config}},
-            "text": {"length": 8, "width": 32},
+            "text": {"length": family.length, "width": 32},
             "flow": {"shift": family.shift, "guidance": GUIDANCE, "sample_steps": STEPS},
         },
         "the test",
     )
-    arguments = build.model_arguments(config, codec, 32)
+    texts = encoders(name)
+    arguments = build.model_arguments(config, codec, [text.shape for text in texts])
     model = build.model_class(config.model)(**arguments).double().eval()
     for parameter in model.parameters():
         # Some begin at zero, and would hide what is wrong before them.
         torch.nn.init.normal_(parameter, std=0.1)
     shape = latent_shape(codec, num_frames, height, width)
     (bucket,) = config.data.sizes
-    text = text_encoder[recipe.padding]
     tokens = build.tokens_per_sample(shape, model)
     rate = family.given.get("frame_rate", 25.0)
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
-    objective = Objective(config, recipe, codec, text, None, model, model, *around)
+    objective = Objective(config, recipe, codec, texts, None, model, model, *around)
     times = recipe.sample_times(STEPS, objective.time_shift(bucket))
-    parts = {
-        "text_encoder": text.model,
-        "tokenizer": text.tokenizer,
-        "vae": codec.model,
-        "transformer": model,
-    }
+    parts = {"vae": codec.model, "transformer": model}
+    for text, number in zip(texts, ("", "_2"), strict=False):
+        parts |= {f"text_encoder{number}": text.model, f"tokenizer{number}": text.tokenizer}
     pipeline = getattr(diffusers, recipe.pipeline)(
         **parts, scheduler=exact_scheduler(family.scheduler, times)
     )
@@ -220,7 +229,8 @@ def setting(name, text_encoder, vae=None):
 def as_given(made, latents):
     """Latents [B, C, t, h, w] as the model, and its pipeline, have them."""
     config = made.objective.model.config
-    inputs = Inputs(latents, torch.zeros(len(latents)), text=None, text_mask=None, config=config)
+    nothing = [torch.zeros(len(latents), 1, 1)] * 2
+    inputs = Inputs(latents, torch.zeros(len(latents)), nothing, nothing, config=config)
     return made.objective.recipe.arguments(inputs)["hidden_states"]
 
 
@@ -236,15 +246,15 @@ def by_pipeline(made, noise, output_type):
         num_inference_steps=STEPS,
         guidance_scale=GUIDANCE,
         latents=as_given(made, noise),
-        max_sequence_length=8,
+        max_sequence_length=made.objective.config.text.length,
         output_type=output_type,
         **made.given,
     ).frames
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_sample_is_the_pipelines(text_encoder, name):
-    made = setting(name, text_encoder)
+def test_a_sample_is_the_pipelines(name):
+    made = setting(name)
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
         expected = by_pipeline(made, noise, "latent")
@@ -253,9 +263,9 @@ def test_a_sample_is_the_pipelines(text_encoder, name):
     assert (as_given(made, found) - expected).abs().max() < 1e-10
 
 
-def test_experts_have_the_times_that_their_pipeline_gives_them(text_encoder):
+def test_experts_have_the_times_that_their_pipeline_gives_them():
     """Wan 2.2's boundary is one of shifted times: meant before a shift of 12, T2V's 0.875 would be 0.988."""
-    made = setting("WanTransformer3DModel", text_encoder)
+    made = setting("WanTransformer3DModel")
     boundary, called = 0.875, {"transformer": [], "transformer_2": []}
     made.pipeline.register_modules(transformer_2=copy.deepcopy(made.pipeline.transformer))
     made.pipeline.register_to_config(boundary_ratio=boundary)
@@ -274,8 +284,8 @@ def test_experts_have_the_times_that_their_pipeline_gives_them(text_encoder):
         assert drawn.min() >= time_range[0] * 1000 and drawn.max() <= time_range[1] * 1000
 
 
-def test_a_sample_with_two_experts_is_the_pipelines(text_encoder):
-    made = setting("WanTransformer3DModel", text_encoder)
+def test_a_sample_with_two_experts_is_the_pipelines():
+    made = setting("WanTransformer3DModel")
     objective, boundary = made.objective, 0.875
     second = copy.deepcopy(objective.model)
     for parameter in second.parameters():
@@ -302,9 +312,9 @@ def decoders():
 
 
 @pytest.mark.parametrize(("name", "kind"), decoders())
-def test_frames_are_the_pipelines(text_encoder, name, kind):
+def test_frames_are_the_pipelines(name, kind):
     vae = None if kind is None else lambda: ltx_vae(timestep_conditioning=True)
-    made = setting(name, text_encoder, vae)
+    made = setting(name, vae)
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
         expected = by_pipeline(made, noise, "np")
@@ -335,24 +345,37 @@ WITH_T5_ALONE = ("LTXVideoTransformer3DModel", "MochiTransformer3DModel", "CogVi
 
 
 @pytest.mark.parametrize("name", WITH_T5_ALONE)
-def test_text_is_the_pipelines(text_encoder, name):
-    made = setting(name, text_encoder)
-    text = made.objective.text
+def test_text_is_the_pipelines(name):
+    made = setting(name)
+    (text,) = made.objective.texts
     states, mask = made.pipeline.encode_prompt(
         CAPTIONS, do_classifier_free_guidance=False, max_sequence_length=8
     )[:2]
     found = text.encode(CAPTIONS, CPU, torch.float64)
-    if text.padding == "kept":
+    if text.taken.padding == "kept":
         assert torch.equal(found, states) and text.num_tokens(CAPTIONS) == [8, 8]
         return
     assert mask.sum(1).tolist() == text.num_tokens(CAPTIONS) and 0 < mask.sum() < mask.numel()
     assert torch.equal(found[mask], states[mask])
 
 
+def test_states_in_a_template_and_of_the_whole_are_the_pipelines():
+    made = setting("HunyuanVideoTransformer3DModel")
+    captions, length = [*CAPTIONS, ""], made.objective.config.text.length
+    states, pooled, mask = made.pipeline.encode_prompt(captions, max_sequence_length=length)
+    first, second = made.objective.texts
+    found = first.encode(captions, CPU, torch.float64)
+    assert mask.sum(1).tolist() == first.num_tokens(captions) and 0 < mask.sum() < mask.numel()
+    assert torch.equal(found[mask.bool()], states[mask.bool()])
+    assert not torch.equal(found[0], found[1]), "the captions are seen"
+    assert torch.equal(second.encode(captions, CPU, torch.float64).squeeze(1), pooled)
+    assert second.num_tokens(captions) == [1, 1, 1] and second.shape == (1, 24)
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("CogVideoX")])
-def test_levels_of_noise_are_learned_as_their_scheduler_has_them(text_encoder, name):
+def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
     """The loss of a velocity, at a time, is that of v, at a level: of the same noise, as its scheduler adds it."""
-    made = setting(name, text_encoder)
+    made = setting(name)
     objective, scheduler, bucket = made.objective, made.pipeline.scheduler, made.bucket
     rng = torch.Generator().manual_seed(1)
     clean = torch.randn(4, *made.shape, dtype=torch.float64, generator=rng)
@@ -392,7 +415,7 @@ def test_every_recipe_says_what_its_constructor_takes():
     for name, recipe in RECIPES.items():
         parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
         defaults = {key: each.default for key, each in parameters.items()}
-        derived = recipe.derive(Sizes(4, 8, 16, 32, 4, None, defaults))
+        derived = recipe.derive(Sizes(4, 8, [TextShape(32, 16)] * len(recipe.text), 4, None, defaults))
         assert set(derived) <= set(parameters)
         assert recipe.models[0] != name or set(recipe.tiny) <= set(parameters)
         call = inspect.signature(getattr(diffusers, name).forward).parameters
@@ -420,7 +443,9 @@ def test_an_option_of_another_family_is_refused():
         ("CogVideoXTransformer3DModel", {"flow": {"sample_steps": 1001}}, "is more; use fewer"),
     ):
         with pytest.raises(ValueError, match=message):
-            build.build_model(config(name, **tables), SpaceToDepth(4, torch.float32), 32, torch.float32)
+            build.build_model(
+                config(name, **tables), SpaceToDepth(4, torch.float32), [TextShape(16, 32)], torch.float32
+            )
 
 
 def test_a_shift_that_weights_were_not_trained_with_is_refused(tmp_path):

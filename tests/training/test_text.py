@@ -1,13 +1,23 @@
 """Captions become the same embeddings in every run; a real encoder is read from a folder."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from opensora_accel.training.encoders import build_text_encoder, text_width, train_tokenizer
+from opensora_accel.training.captions import (
+    TextEncoder,
+    TextShape,
+    TextStates,
+    build_text_encoder,
+    text_shapes,
+    train_tokenizer,
+)
+from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import TextConfig
+from tests.training.language import saved_pair
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
@@ -68,12 +78,46 @@ def test_a_local_encoder(tmp_path, kind, layout):
     model = saved_encoder(kind, tmp_path / encoder, tmp_path / tokenizer)
     config = TextConfig(path=f"{tmp_path}/{given}", length=12, dtype="fp32")
     loaded = built(config, "")
-    assert loaded.width == text_width(config) == 32 and type(loaded.model) is type(model)
+    assert [loaded.shape] == text_shapes(config, [TextStates()]) == [TextShape(12, 32)]
+    assert type(loaded.model) is type(model)
     ids = loaded.tokenizer(CAPTIONS[:1], return_tensors="pt")["input_ids"]
     expected = model(input_ids=ids).last_hidden_state
     found = loaded.encode(CAPTIONS[:1], CPU, torch.float32)
     assert torch.allclose(found[:, : ids.size(1)], expected, atol=1e-6)
     loaded.check(CAPTIONS)
+
+
+def test_two_encoders_of_a_pipelines_folder(tmp_path):
+    taken = RECIPES["HunyuanVideoTransformer3DModel"].text
+    pair = saved_pair(
+        tmp_path, taken, CAPTIONS, built(TextConfig(width=32), train_tokenizer(CAPTIONS)).tokenizer
+    )
+    folders = {"path": f"{tmp_path}/text_encoder", "path_2": f"{tmp_path}/text_encoder_2"}
+    config = TextConfig(**folders, length=48, dtype="fp32")
+    assert text_shapes(config, taken) == [TextShape(48, 32), TextShape(1, 24)]
+    for number, expected in enumerate(pair):
+        found = build_text_encoder(config, "", 0, CPU, torch.float32, taken, number)
+        found.check(CAPTIONS)
+        assert found.shape == expected.shape and found.num_tokens(CAPTIONS) == expected.num_tokens(CAPTIONS)
+        states = [each.encode(CAPTIONS, CPU, torch.float32) for each in (found, expected)]
+        assert torch.equal(*states) and not torch.equal(states[0][0], states[0][1])
+    for wrong, which, message in (
+        (
+            {"path_2": ""},
+            taken,
+            r"two encoders; set text\.path_2 to the folder of the second, of type clip_text_",
+        ),
+        ({}, taken[:1], r"states of one encoder; leave text\.path_2 out"),
+        ({"path": folders["path_2"]}, taken, r"text\.path .* holds a 'clip_text_model' .* takes is llama"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            text_shapes(TextConfig(**{**folders, **wrong}), which)
+    # Of another encoder: the template has fewer tokens than there are before the caption.
+    short = dataclasses.replace(taken[0], template="{}")
+    with pytest.raises(ValueError, match=r"makes 0 tokens of a template that has more than 95"):
+        TextEncoder(pair[0].tokenizer, pair[0].model, 48, short).check(CAPTIONS)
+    with pytest.raises(ValueError, match=r"text\.path_2 is the second of two encoders; set text\.path"):
+        TextConfig(path_2="x")
 
 
 @pytest.mark.parametrize("folder", ["encoder", "text_encoder"])
@@ -83,7 +127,8 @@ def test_an_encoder_without_tokenizer_files_is_refused(tmp_path, kind, folder):
     saved_encoder(kind, tmp_path / folder, None)
     (tmp_path / folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
     with pytest.raises(
-        FileNotFoundError, match=r"has no tokenizer: there is no tokenizer\.json or spiece\.model"
+        FileNotFoundError,
+        match=r"has no tokenizer: there is no tokenizer\.json or spiece\.model or vocab\.json",
     ):
         built(TextConfig(path=str(tmp_path / folder)), "")
 
@@ -171,7 +216,9 @@ def test_no_code_of_a_folder_is_run(tmp_path):
 
 
 def test_a_folder_without_an_encoder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no config\.json; give the local folder of a T5"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no config\.json; give the local folder of an encoder of type t5 or umt5"
+    ):
         built(TextConfig(path=str(tmp_path)), "")
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ValueError, match="holds a 'clip' model"):

@@ -67,7 +67,7 @@ def measured(config, steps=2):
     by_hand = {}
     if config.plan.world_size == 1:
         objective = trainer.objective
-        model, text = objective.model, objective.text
+        model, text = objective.model, objective.texts[0]
         for batch, counts in trainer.loader.held_out_batches():
             assert counts
             clean = objective.codec.encode(batch.frames).double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opensora_accel.training.recipes import cogvideox, ltx, mochi, wan
+from opensora_accel.training.recipes import cogvideox, hunyuan_video, ltx, mochi, wan
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
 from opensora_accel.training.recipes.checks import check_recipe
 
@@ -10,5 +10,7 @@ __all__ = ["RECIPES", "Inputs", "Recipe", "Sizes", "check_recipe", "patches_of"]
 
 # By the class of the model.
 RECIPES: dict[str, Recipe] = {
-    name: module.RECIPE for module in (wan, ltx, mochi, cogvideox) for name in module.RECIPE.models
+    name: module.RECIPE
+    for module in (wan, ltx, mochi, cogvideox, hunyuan_video)
+    for name in module.RECIPE.models
 }

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opensora_accel.training.encoders import Padding
+from opensora_accel.training.captions import TextShape, TextStates
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
 from opensora_accel.training.levels import NoiseLevels, as_noisy, as_velocity, variance
 from opensora_accel.training.sections import FlowConfig
@@ -37,10 +37,10 @@ class Inputs:
     latents: Tensor
     # [B], 0 for a clip and 1000 for noise; for a model of noise levels, as it is called, the number of the level.
     timestep: Tensor
-    # [B, L, width], behind the end of a caption as the recipe's `padding` says.
-    text: Tensor
-    # Bool [B, L], false behind the end of a caption; None where the model is not told.
-    text_mask: Tensor | None
+    # [B, L, width] of each of the family's encoders, behind the end of a caption as the recipe's `text` says.
+    texts: Sequence[Tensor]
+    # Bool [B, L] of each, false behind the end of a caption.
+    text_masks: Sequence[Tensor]
     # States of first frames, [B, N, width], where the model takes them.
     pictures: Tensor | None = None
     # Frames a second.
@@ -50,8 +50,20 @@ class Inputs:
     temporal: int = 4
     # The time shift of clips of this size.
     alpha: float = 1.0
+    # How far a sample is guided by its caption, which a model that was distilled is told; 1 is not at all.
+    guidance: float = 1.0
     # What the model was made with.
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> Tensor:
+        """That of the first encoder."""
+        return self.texts[0]
+
+    @property
+    def text_mask(self) -> Tensor:
+        """That of the first encoder."""
+        return self.text_masks[0]
 
 
 @dataclass(frozen=True)
@@ -61,9 +73,8 @@ class Sizes:
     # Of latents, and of what goes into the model: with the channels of frames that are given.
     channels: int
     input_channels: int
-    # Width of text states, and how many there are of a caption.
-    text_width: int
-    text_length: int
+    # Of the states of a caption, of each encoder.
+    texts: Sequence[TextShape]
     # Frames per latent frame.
     temporal: int
     # Width of picture states; None where there are none.
@@ -97,20 +108,24 @@ class Recipe:
     without_memory: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
     # What its answer is multiplied by: −1 where it points from noise to the clip.
     sign: float = 1.0
-    # What is made of the padding of a caption.
-    padding: Padding = "unseen"
+    # What it takes of a caption, from each of its encoders.
+    text: tuple[TextStates, ...] = (TextStates(),)
     # Whether frames of a clip may be given, in channels behind the latents.
     takes_frames: bool = False
     # Whether it is told the frame rate.
     takes_frame_rate: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
     times: Callable[[int, float], Tensor] = even_times
+    # Of the model's config: it was distilled from guided answers, and is told by how much they are to be guided.
+    guidance_embeds: str = ""
+    # Arguments of a model that begins without weights, where they differ from its class's defaults.
+    fresh: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def takes_text_mask(self) -> bool:
-        return "text_mask" in self.call.values()
+    def embeds_guidance(self, config: Mapping[str, Any]) -> bool:
+        """Whether a model with this config is told the strength of guidance, in place of two calls."""
+        return bool(self.guidance_embeds and config[self.guidance_embeds])
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """What the model's forward is called with, `hidden_states` first."""

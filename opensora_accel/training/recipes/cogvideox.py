@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opensora_accel.training.captions import TextStates
 from opensora_accel.training.levels import NoiseLevels
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 
@@ -48,9 +49,9 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     return {
         "in_channels": sizes.input_channels,
         "out_channels": sizes.channels,
-        "text_embed_dim": sizes.text_width,
+        "text_embed_dim": sizes.texts[0].width,
         # Its captions are as long as its positions, of which the padding has some too.
-        "max_text_seq_length": sizes.text_length,
+        "max_text_seq_length": sizes.texts[0].length,
         "temporal_compression_ratio": sizes.temporal,
     }
 
@@ -65,7 +66,7 @@ RECIPE = Recipe(
     },
     derive=_derive,
     layout="frames",
-    padding="kept",
+    text=(TextStates(padding="kept"),),
     levels=NoiseLevels(0.00085, 0.012),
     tiny={
         "num_layers": 2,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_accel.training.captions import TextStates
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, even_times
 
 # How much noise is left before the last step of a sample: its scheduler's `shift_terminal`.
@@ -30,7 +31,7 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     return {
         "in_channels": sizes.input_channels,
         "out_channels": sizes.channels,
-        "caption_channels": sizes.text_width,
+        "caption_channels": sizes.texts[0].width,
         # A token is one latent position here, as in all that is published.
         "patch_size": 1,
         "patch_size_t": 1,
@@ -53,7 +54,7 @@ RECIPE = Recipe(
     },
     derive=_derive,
     layout="tokens",
-    padding="zeroed",
+    text=(TextStates(padding="zeroed"),),
     takes_frame_rate=True,
     times=_times,
     tiny={"num_layers": 2, "num_attention_heads": 3, "attention_head_dim": 12},

@@ -46,7 +46,7 @@ RECIPE = Recipe(
         "in_channels": sizes.input_channels,
         # None is as many as go in.
         "out_channels": None if sizes.arguments["out_channels"] is None else sizes.channels,
-        "text_embed_dim": sizes.text_width,
+        "text_embed_dim": sizes.texts[0].width,
     },
     # It looks up which tokens of a caption are there, and names the device to autocast: meta knows neither.
     without_memory=lambda: observe.FakeFloats(),

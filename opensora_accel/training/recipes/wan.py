@@ -13,7 +13,7 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     return {
         "in_channels": sizes.input_channels,
         "out_channels": sizes.channels,
-        "text_dim": sizes.text_width,
+        "text_dim": sizes.texts[0].width,
         "image_dim": sizes.picture_width,
         "added_kv_proj_dim": None if sizes.picture_width is None else width,
     }

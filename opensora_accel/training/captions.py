@@ -1,0 +1,368 @@
+"""What the model sees of a caption: states of one frozen encoder, or of two. `TextStates` says which, for each family.
+
+HunyuanVideo asks a language model to describe a video, and takes what that thinks of the caption, two layers before its
+end; and what CLIP makes of the caption as a whole:
+
+    "…Describe the video by…: user: a rabbit yawns" → 95 + 7 tokens → states of the last 7, [7, 4096]
+    "a rabbit yawns"                                → 5 tokens      → one state, [1, 768]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opensora_accel.training.pretrained import (
+    PRETRAINED_DTYPES,
+    load_pretrained,
+    read_description,
+    unloadable,
+)
+from opensora_accel.training.sections import TextConfig
+
+# How transformers names the files of weights.
+TEXT_STEM = "model"
+_VOCABULARY = 2048
+_VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
+# Captions, and words, that are looked at.
+_TOLD_APART = 1000
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """Which states of which encoder a family takes of a caption."""
+
+    # Types of models, as transformers names them; each does.
+    encoders: tuple[str, ...] = ("t5", "umt5")
+    # What the encoder reads, with the caption in place of {}.
+    template: str = "{}"
+    # Tokens of the template before the caption, of which no states are taken.
+    skipped: int = 0
+    # The layer whose output is taken, −2 the last but one; None is what the encoder gives, behind its last norm.
+    layer: int | None = None
+    # One state for the whole caption, in place of one for each token.
+    pooled: bool = False
+    # Tokens of a caption; None is `text.length`.
+    length: int | None = None
+    # The encoder leaves padding out of its attention, and what it gives there becomes zero; it attends to it, and that
+    # becomes zero; or it stays, and the model sees it.
+    padding: Literal["unseen", "zeroed", "kept"] = "unseen"
+
+    @property
+    def of_small_encoder(self) -> TextStates:
+        """Those of an encoder that is drawn: it has learned no template."""
+        return TextStates(pooled=self.pooled, length=self.length, padding=self.padding)
+
+
+class TextShape(NamedTuple):
+    """How many states a caption has, with padding, and how wide they are."""
+
+    length: int
+    width: int
+
+
+class TextEncoder:
+    """A frozen encoder and its tokenizer. Nothing is fetched.
+
+    Args:
+        taken: which states the model takes.
+        num_tokens: to which captions are cut and padded, without what `taken.skipped` counts.
+        option: that names it, for messages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: Any,
+        num_tokens: int,
+        taken: TextStates = TextStates(),
+        option: str = "text.path",
+    ):
+        self.tokenizer, self.taken, self.option = tokenizer, taken, option
+        self.model = model.eval().requires_grad_(False)
+        self._num_tokens = taken.skipped + num_tokens
+
+    @property
+    def shape(self) -> TextShape:
+        length = 1 if self.taken.pooled else self._num_tokens - self.taken.skipped
+        return TextShape(length, _width_of(self.model.config))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, and what its embeddings have without loss."""
+        return self.model.dtype
+
+    def tokens(self, caption: str) -> tuple[Tensor, Tensor]:
+        """What the model is given for a caption: ids [1, L] and a mask [1, L] that is 0 behind its end."""
+        tokens = self.tokenizer(
+            [self.taken.template.format(caption)],
+            padding="max_length",
+            # Some tokenizers are saved with the other side, for a model that is to go on writing.
+            padding_side="right",
+            truncation=True,
+            max_length=self._num_tokens,
+            return_tensors="pt",
+        )
+        return tokens["input_ids"], tokens["attention_mask"]
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Embeddings [B, length, width] of B captions; zero behind the end of a caption, unless padding is kept."""
+        # One by one, so that the values do not depend on which captions come together.
+        return torch.cat([self._encode(caption, device, dtype) for caption in captions])
+
+    def _encode(self, caption: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[1, length, width]."""
+        taken = self.taken
+        ids, mask = (each.to(device) for each in self.tokens(caption))
+        seen = mask if taken.padding == "unseen" else None
+        output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=taken.layer is not None)
+        if taken.pooled:
+            pooled = output.get("pooler_output")
+            # T5 has none; what it makes of the mark at the end of a caption stands for it.
+            state = output.last_hidden_state[:, int(mask.sum()) - 1] if pooled is None else pooled
+            return state.unsqueeze(1).to(dtype)
+        states = output.last_hidden_state if taken.layer is None else output.hidden_states[taken.layer]
+        states, mask = states[:, taken.skipped :].to(dtype), mask[:, taken.skipped :]
+        return states if taken.padding == "kept" else states * mask.unsqueeze(-1).to(dtype)
+
+    def num_tokens(self, captions: Sequence[str]) -> list[int]:
+        """How many states of each caption the model sees: of its own tokens, or, where padding is kept, all."""
+        if self.taken.pooled or self.taken.padding == "kept":
+            return [self.shape.length] * len(captions)
+        return [len(ids) - self.taken.skipped for ids in self._ids(captions)]
+
+    def _ids(self, captions: Sequence[str]) -> list[list[int]]:
+        """Of each caption in its template, cut and not padded."""
+        texts = [self.taken.template.format(caption) for caption in captions]
+        ids: list[list[int]] = self.tokenizer(texts, truncation=True, max_length=self._num_tokens)[
+            "input_ids"
+        ]
+        return ids
+
+    def check(self, captions: Iterable[str]) -> None:
+        """Checks that the captions say something to the model.
+
+        Raises:
+            ValueError: different words, or different captions, all become the same tokens, or tokens that the encoder
+                does not have; or the tokenizer makes too few of the template.
+        """
+        if len(self._ids([""])[0]) <= self.taken.skipped:
+            raise ValueError(
+                f"the tokenizer of {self.option} is of another encoder: it makes {len(self._ids([''])[0])} tokens of a "
+                f"template that has more than {self.taken.skipped}; give a --{self.option} whose tokenizer and encoder "
+                "belong together"
+            )
+        different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
+        words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
+        if not words:
+            return
+        of_words = self.tokenizer(words)["input_ids"]
+        largest, size = max(max(ids, default=0) for ids in of_words), self.model.config.vocab_size
+        if largest >= size:
+            raise ValueError(
+                f"the tokenizer is of another encoder: it gives token {largest} where the encoder has {size}; "
+                f"give a --{self.option} whose tokenizer and encoder belong together"
+            )
+        # One token is left of any word where there is a mark for its beginning; the rest is <unk>, and special.
+        known = {token for ids in of_words for token in ids} - set(self.tokenizer.all_special_ids)
+        if len(words) > 1 and len(known) <= 1:
+            raise ValueError(
+                f"the tokenizer knows none of the {len(words)} words in the captions: {words[-1]!r} becomes "
+                f"{self.tokenizer.convert_ids_to_tokens(of_words[-1])}, and the others the like; give a "
+                f"--{self.option} with the whole tokenizer"
+            )
+        # What is told apart may lie behind the cut of one encoder, where the other has more.
+        if (
+            self.taken.length is None
+            and len(different) > 1
+            and len(set(map(tuple, self._ids(different)))) == 1
+        ):
+            raise ValueError(
+                f"all captions are the same in their first {self.shape.length} tokens, and longer ones are cut there; "
+                "raise --text.length, or let the captions begin with what tells them apart"
+            )
+
+
+def build_text_encoder(
+    config: TextConfig,
+    tokenizer_json: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    taken: Sequence[TextStates] = (TextStates(),),
+    number: int = 0,
+    *,
+    outline: bool = False,
+) -> TextEncoder:
+    """The encoder of a folder; without one a small, randomly initialised T5 over `tokenizer_json`.
+
+    A pretrained one has `config.dtype`. The small one has `dtype`, that of the run: it is drawn and not published, its
+    size is nothing, and so a run in fp64 has no rounding in it.
+
+    Args:
+        taken: which states a family takes, of each of its encoders.
+        number: which of them, 0 or 1.
+        outline: of an encoder from a folder, only its tokenizer and sizes; it takes no memory, and cannot compute.
+
+    Raises:
+        FileNotFoundError, ValueError: the folder holds no such encoder with its tokenizer.
+    """
+    if config.path:
+        return _load(config, taken[number], *text_paths(config, taken)[number], None if outline else device)
+    return _small(config, taken[number].of_small_encoder, tokenizer_json, seed + number, device, dtype)
+
+
+def text_paths(config: TextConfig, taken: Sequence[TextStates]) -> list[tuple[str, str]]:
+    """Option and folder of each encoder that a family takes states of.
+
+    Raises:
+        ValueError: there is one too many, or too few.
+    """
+    both = ("text.path", config.path), ("text.path_2", config.path_2)
+    if len(taken) == 2 and not config.path_2:
+        raise ValueError(
+            f"this model takes states of two encoders; set text.path_2 to the folder of the second, of type "
+            f"{' or '.join(taken[1].encoders)}, as text_encoder_2 beside {config.path}"
+        )
+    if len(taken) == 1 and config.path_2:
+        raise ValueError("this model takes states of one encoder; leave text.path_2 out")
+    return list(both[: len(taken)])
+
+
+def text_shapes(config: TextConfig, taken: Sequence[TextStates]) -> list[TextShape]:
+    """Of the states of each encoder that `build_text_encoder` gives, without loading one."""
+    widths = [config.width] * len(taken)
+    if config.path:
+        folders = zip(taken, text_paths(config, taken), strict=True)
+        widths = [_width_of(_config_of(*named, each)) for each, named in folders]
+    return [
+        TextShape(1 if each.pooled else each.length or config.length, width)
+        for each, width in zip(taken, widths, strict=True)
+    ]
+
+
+def _small(
+    config: TextConfig,
+    taken: TextStates,
+    tokenizer_json: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> TextEncoder:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_json),
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model: Any = T5EncoderModel(
+            T5Config(
+                vocab_size=len(tokenizer),
+                d_model=config.width,
+                d_kv=max(8, config.width // 4),
+                d_ff=2 * config.width,
+                num_layers=2,
+                num_heads=4,
+                feed_forward_proj="gated-gelu",
+                dropout_rate=0.0,
+            )
+        )
+    return TextEncoder(tokenizer, model.to(device, dtype), taken.length or config.length, taken)
+
+
+def train_tokenizer(captions: Sequence[str]) -> str:
+    """A BPE tokenizer over these captions, as the JSON of the `tokenizers` library.
+
+    BPE, because a seed must give one run: the Unigram and WordPiece trainers of tokenizers 0.23 give another
+    vocabulary each time (three runs, three results, 2026-11).
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(sorted(set(captions)), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tokenizer.to_str()
+
+
+def _width_of(config: Any) -> int:
+    """Of states, by the configuration of an encoder."""
+    return int(config.d_model if hasattr(config, "d_model") else config.hidden_size)
+
+
+def _classes() -> dict[str, Any]:
+    """Encoders by the types that transformers gives them."""
+    from transformers import CLIPTextModel, LlamaModel, T5EncoderModel, UMT5EncoderModel
+
+    return {
+        "t5": T5EncoderModel,
+        "umt5": UMT5EncoderModel,
+        "llama": LlamaModel,
+        "clip_text_model": CLIPTextModel,
+    }
+
+
+def _config_of(option: str, folder: str, taken: TextStates) -> Any:
+    """The configuration of the encoder in a folder, as its class has it.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none of the types that the family takes.
+    """
+    wanted = " or ".join(taken.encoders)
+    description = read_description(option, folder, f"an encoder of type {wanted}")
+    kind = description.get("model_type")
+    if kind not in taken.encoders:
+        raise ValueError(f"{option} {folder} holds a {kind!r} model; what this model takes is {wanted}")
+    cls = _classes()[str(kind)]
+    try:
+        return cls.config_class.from_dict(description)
+    except Exception as error:  # whatever it raises for values that do not work
+        raise unloadable(cls, option, folder, error) from error
+
+
+def _load(
+    config: TextConfig, taken: TextStates, option: str, path: str, device: torch.device | None
+) -> TextEncoder:
+    from transformers import AutoTokenizer
+
+    description = _config_of(option, path, taken)
+    cls = _classes()[description.model_type]
+    # Its tokenizer lies in the encoder's own folder, or beside it: diffusers has text_encoder and tokenizer,
+    # text_encoder_2 and tokenizer_2.
+    own, absolute = Path(path), Path(os.path.abspath(path))
+    beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
+    # Without these files transformers makes a tokenizer all the same, of nothing but <unk>.
+    places = [place for place in (own, beside) if any((place / name).is_file() for name in _VOCABULARIES)]
+    if not places:
+        raise FileNotFoundError(
+            f"{option} {own} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"
+            f"{f' or in {beside}' if beside != absolute else ''}; put the files of its tokenizer there"
+        )
+    folder = places[0]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable(AutoTokenizer, option, folder, error) from error
+    dtype = PRETRAINED_DTYPES[config.dtype]
+    model = load_pretrained(
+        # Files that were saved with a head, or by an older release, have one of these before each name.
+        cls, lambda: cls(description), option, path, TEXT_STEM, dtype, device,
+        prefix={"llama": "model.", "clip_text_model": "text_model."}.get(description.model_type, ""),
+    )  # fmt: skip
+    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option)
