@@ -1,6 +1,7 @@
 """opensora-accel: train video diffusion transformers, sequence-parallel and proven exact.
 
 commands:
+  new       write a configuration that trains a pipeline's model, by what lies in its folder
   train     train a diffusers video transformer on a folder of clips
   plan      find the parallel plan that fits a job and is the fastest, on GPUs that need not be here
   shard     derive what a sharded einsum communicates, forward and backward
@@ -148,6 +149,12 @@ def _cache(arguments: Sequence[str]) -> int:
     return cache_command.main(arguments)
 
 
+def _new(arguments: Sequence[str]) -> int:
+    from opensora_accel.training import new_command
+
+    return new_command.main(arguments)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from opensora_accel.doctor import main as doctor
 
@@ -168,6 +175,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "policy": _policy,
     "profile": _profile,
     "report": _report,
+    "new": _new,
     "cache": _cache,
     "doctor": _doctor,
 }

@@ -22,6 +22,7 @@ __all__ = [
     "in_one_line",
     "job_of",
     "load_config",
+    "new_command",
     "proof_of",
 ]
 

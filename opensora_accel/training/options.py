@@ -12,7 +12,7 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Class = TypeVar("Class", bound=type)
 
 

@@ -89,10 +89,15 @@ def job_of(config: TrainConfig) -> Job:
 def choose_plan(config: TrainConfig) -> Plan:
     """For `plan = "auto"`: the best that fits this machine, or a calibrated file of it. Call it before any group.
 
+    On GPUs it computes in bf16.
+
     Raises:
         ValueError: no plan fits, and what would help.
     """
-    return choose(job_of(config), int(os.environ.get("WORLD_SIZE", "1")))
+    job = job_of(config)
+    if torch.cuda.is_available():
+        job = dataclasses.replace(job, precision="bf16")
+    return choose(job, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def planned_sizes(config: TrainConfig) -> list[PlannedSize]:

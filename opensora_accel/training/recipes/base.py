@@ -120,6 +120,8 @@ class Recipe:
     guidance_embeds: str = ""
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
     fresh: Mapping[str, Any] = field(default_factory=dict)
+    # Options, by their full names, as what is published was trained with them.
+    published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
 

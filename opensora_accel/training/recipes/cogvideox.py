@@ -68,6 +68,13 @@ RECIPE = Recipe(
     layout="frames",
     text=(TextStates(padding="kept"),),
     levels=NoiseLevels(0.00085, 0.012),
+    published={
+        "data.num_frames": 49,
+        "data.height": 480,
+        "data.width": 720,
+        "text.length": 226,
+        "flow.time_distribution": "uniform",
+    },
     tiny={
         "num_layers": 2,
         "num_attention_heads": 3,

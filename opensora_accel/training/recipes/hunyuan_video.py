@@ -58,6 +58,7 @@ RECIPE = Recipe(
     guidance_embeds="guidance_embeds",
     # What has not been distilled is guided by two calls.
     fresh={"guidance_embeds": False},
+    published={"data.num_frames": 61, "data.height": 544, "data.width": 960, "text.length": 256},
     tiny={
         "num_layers": 2,
         "num_single_layers": 2,

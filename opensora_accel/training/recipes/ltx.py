@@ -57,5 +57,12 @@ RECIPE = Recipe(
     text=(TextStates(padding="zeroed"),),
     takes_frame_rate=True,
     times=_times,
+    published={
+        "data.num_frames": 121,
+        "data.height": 512,
+        "data.width": 704,
+        "text.length": 128,
+        "flow.shift": "ltx",
+    },
     tiny={"num_layers": 2, "num_attention_heads": 3, "attention_head_dim": 12},
 )

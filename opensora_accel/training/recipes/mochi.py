@@ -52,6 +52,13 @@ RECIPE = Recipe(
     without_memory=lambda: observe.FakeFloats(),
     sign=-1.0,
     times=_times,
+    published={
+        "data.num_frames": 85,
+        "data.height": 480,
+        "data.width": 848,
+        "text.length": 256,
+        "flow.shift": 1.0,
+    },
     tiny={
         "num_layers": 2,
         "num_attention_heads": 3,

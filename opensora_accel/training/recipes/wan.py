@@ -29,6 +29,7 @@ RECIPE = Recipe(
     },
     derive=_derive,
     takes_frames=True,
+    published={"data.num_frames": 81, "data.height": 480, "data.width": 832, "text.length": 512},
     tiny={
         "num_layers": 2,
         "num_attention_heads": 3,

@@ -1,0 +1,308 @@
+"""`opensora-accel new`: from the folder of a pipeline to a configuration that trains it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from opensora_accel.documents import read_json
+from opensora_accel.files import check_folder_of, replacing
+from opensora_accel.plan import Plan
+from opensora_accel.training import build
+from opensora_accel.training.captions import text_shapes
+from opensora_accel.training.codec import build_codec
+from opensora_accel.training.config import AUTO_PLAN, TrainConfig, config_from_dict, load_config
+from opensora_accel.training.recipes import Recipe, check_recipe, patches_of
+from opensora_accel.training.sections import CodecConfig, ModelConfig
+
+_CPU = torch.device("cpu")
+# A line of the file: an option, its value, and what to know of it.
+_Line = tuple[str, Any, str]
+
+# How what is published is called, and where it lies.
+_PUBLISHED = {
+    "wan2.1-t2v-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "wan2.1-t2v-14b": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "wan2.1-i2v-14b": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "wan2.2-t2v": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "wan2.2-i2v": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "wan2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "ltx-video": "Lightricks/LTX-Video",
+    "mochi": "genmo/mochi-1-preview",
+    "cogvideox-2b": "THUDM/CogVideoX-2b",
+    "cogvideox-5b": "THUDM/CogVideoX-5b",
+    "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the file, and beside it the schema that editors complete and check it by; prints how to start.
+
+    Raises:
+        ValueError, OSError: what a user can mend.
+    """
+    given = _parser().parse_args(arguments)
+    if (given.gpus is None) != (given.hardware is None):
+        raise ValueError("--gpus and --hardware belong together; give both, or none")
+    if given.gpus is not None and given.gpus < 1:
+        raise ValueError(f"--gpus is a number of GPUs, at least 1; got {given.gpus}")
+    output: Path = given.output
+    if output.suffix != ".toml":
+        raise ValueError(f"--output is a .toml file; got {output}")
+    check_folder_of(output)
+    if output.exists():
+        raise ValueError(f"{output} exists; name another file by --output, or move it away")
+    folder = _pipeline_folder(given.pipeline)
+    lines = _lines(folder, given.data, 0 if given.full else given.rank)
+    config = config_from_dict(_nested(lines), str(folder))
+    _check(config)
+    plan: Plan | None = None
+    if given.gpus is not None:
+        plan = _plan(config, given.gpus, given.hardware)
+        lines = [(name, plan.data, note) if name == "data.batch_size" else (name, value, note)
+                 for name, value, note in lines]  # fmt: skip
+    schema = output.with_suffix(".schema.json")
+    text = _text(folder, lines, plan, given, schema.name)
+    with replacing(schema) as temporary:
+        temporary.write_text(json.dumps(schema_of_config(), indent=1) + "\n", encoding="utf-8")
+    with replacing(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    load_config(output)  # what is written is what a run takes
+    print(f"wrote {output}, and {schema.name} for editors; start it with")
+    print(f"  torchrun --nproc-per-node {given.gpus or 8} -m opensora_accel.cli train --config {output}")
+    if not Path(given.data).is_dir():
+        print(f"once there is a folder {given.data} with videos and captions, or data.folder names another")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opensora-accel new",
+        description="Writes a commented configuration that trains a pipeline's model, by what lies in its folder.",
+        epilog="examples:\n"
+        "  opensora-accel new Wan2.2-I2V-A14B-Diffusers --data clips\n"
+        "      adapters of both experts, each at its own times, from first frames\n"
+        "  opensora-accel new HunyuanVideo --full --gpus 64 --hardware h100x8-ib400\n"
+        "      all weights, with the plan of 64 H100\n\n"
+        f"names that are looked up: {', '.join(_PUBLISHED)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "pipeline", metavar="FOLDER", help="of a pipeline of diffusers: it has a model_index.json"
+    )
+    parser.add_argument(
+        "--data", default="clips", metavar="FOLDER", help="with the videos and captions (clips)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("train.toml"), metavar="FILE", help="what is written (train.toml)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--rank", type=int, default=16, metavar="N", help="of the adapters that are trained (16)"
+    )
+    what.add_argument("--full", action="store_true", help="train all weights in place of adapters")
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan for so many, over all nodes")
+    parser.add_argument("--hardware", metavar="NAME", help="as `opensora-accel plan` takes it: h100x8-ib400")
+    return parser
+
+
+def schema_of_config() -> dict[str, Any]:
+    """The JSON schema of a configuration's file."""
+    schema = TypeAdapter(TrainConfig).json_schema()
+    plan = schema["properties"]["plan"]
+    schema["properties"]["plan"] = {
+        "anyOf": [{"$ref": "#/$defs/Plan"}, {"const": AUTO_PLAN}],
+        "description": "Degrees and settings, or auto: the planner chooses them where the run starts.",
+        "default": plan.get("default", {}),
+    }
+    return schema
+
+
+def _pipeline_folder(name: str) -> Path:
+    """The folder.
+
+    Raises:
+        FileNotFoundError: there is none, or no pipeline in it.
+    """
+    folder = Path(name)
+    if (folder / "model_index.json").is_file():
+        return folder
+    if name.lower() in _PUBLISHED and not folder.exists():
+        source = _PUBLISHED[name.lower()]
+        raise FileNotFoundError(
+            f"there is no folder {name}; {source} is what goes by that name: `hf download {source} --local-dir {name}` "
+            "brings it"
+        )
+    what = "has no model_index.json" if folder.is_dir() else "is no folder"
+    raise FileNotFoundError(
+        f"{name} {what}; give the local folder of a pipeline of diffusers, as `hf download ID --local-dir {name}` "
+        "makes it"
+    )
+
+
+def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
+    """What the file says, by what lies in the folder.
+
+    Raises:
+        ValueError, FileNotFoundError: its model has no recipe, or it has no model.
+    """
+    index = read_json(folder / "model_index.json", dict[str, Any])
+    model_path = folder / "transformer"
+    recipe = build.recipe_of(ModelConfig(path=str(model_path)))
+    published = dict(recipe.published)
+    arguments = read_json(model_path / "config.json", dict[str, Any])
+    lines: list[_Line] = [
+        ("output", f"runs/{folder.resolve().name}", "saved states, metrics and samples"),
+        ("steps", 2000, ""),
+        ("save_every", 500, ""),
+    ]
+    num_frames = published["data.num_frames"]
+    codec = build_codec(CodecConfig(path=str(folder / "vae")), _CPU, torch.float32, outline=True)
+    # Whole patches of latent frames.
+    while ((num_frames - 1) // codec.temporal + 1) % patches_of(arguments)[0]:
+        num_frames += codec.temporal
+    takes_frames = recipe.takes_frames and arguments.get("in_channels", 0) > arguments.get("out_channels", 0)
+    lines += [
+        ("data.folder", data, "videos, with metadata.jsonl or a .txt beside each"),
+        ("data.num_frames", num_frames, "as what is published; fewer take less memory"),
+        ("data.height", published["data.height"], ""),
+        ("data.width", published["data.width"], ""),
+        ("data.batch_size", 1, "clips per step, over all GPUs together: a multiple of the plan's data ranks"),
+        ("model.path", str(model_path), ""),
+    ]
+    boundary = index.get("boundary_ratio")
+    if isinstance(boundary, float) and (folder / "transformer_2").is_dir():
+        lines += [
+            ("model.path_2", str(folder / "transformer_2"), "the low-noise expert"),
+            ("flow.boundary", boundary, "the first expert learns the times above it, the second those below"),
+        ]
+    lines += [
+        ("codec.path", str(folder / "vae"), ""),
+        ("text.path", str(folder / "text_encoder"), ""),
+        (
+            "text.length",
+            arguments.get("max_text_seq_length", published["text.length"]),
+            "tokens of a caption, as it was trained",
+        ),
+    ]
+    if len(recipe.text) == 2:
+        lines.append(("text.path_2", str(folder / "text_encoder_2"), ""))
+    if takes_frames:
+        lines += [
+            ("conditions.t2v", 0.0, "no clip is made from its caption alone"),
+            ("conditions.i2v_head", 1.0, "the first frame of each clip is given"),
+        ]
+        if arguments.get("image_dim") is not None:
+            lines.append(("image.path", str(folder / "image_encoder"), "what CLIP sees of it"))
+    lines += _flow_lines(folder, recipe, published)
+    if rank:
+        lines += [
+            ("lora.rank", rank, "adapters; without this table all weights are trained"),
+            ("optim.lr", 1e-4, ""),
+        ]
+    else:
+        lines.append(("optim.lr", 1e-5, ""))
+    return [*lines, ("plan.precision", "bf16", "")]
+
+
+def _flow_lines(folder: Path, recipe: Recipe, published: Mapping[str, Any]) -> Iterator[_Line]:
+    """Times, as the pipeline's scheduler has them."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    scheduler = read_json(path, dict[str, Any]) if path.is_file() else {}
+    shift: Any = published.get("flow.shift")
+    if recipe.levels is not None:
+        scale = scheduler.get("snr_shift_scale", 1.0)
+        shift = round(scale**0.5, 5) if scale != 1.0 else None
+    elif shift is None:
+        shift = scheduler.get("flow_shift", scheduler.get("shift"))
+    if shift is not None:
+        yield "flow.shift", shift if isinstance(shift, str) else float(shift), "its scheduler's"
+    if "flow.time_distribution" in published:
+        yield "flow.time_distribution", published["flow.time_distribution"], ""
+
+
+def _check(config: TrainConfig) -> None:
+    """Checks that encoders and model belong together; none of their weights is read.
+
+    Raises:
+        ValueError, FileNotFoundError: what a run of it would say.
+    """
+    from opensora_accel.training.planned import planned_sizes
+
+    recipe = build.recipe_of(config.model)
+    for alone in config.experts:
+        check_recipe(recipe, alone)
+    codec = build_codec(config.codec, _CPU, torch.float32, outline=True)
+    texts = text_shapes(config.text, recipe.text)
+    arguments = build.all_arguments(config.model)
+    for name, needed in build.derived_arguments(config, codec, texts).items():
+        if arguments[name] != needed:
+            raise ValueError(
+                f"{config.model.path} has {name} {arguments[name]}, and what lies beside it gives {needed}: they are "
+                "parts of different pipelines, or of a kind that is not trained here"
+            )
+    planned_sizes(config)
+
+
+def _plan(config: TrainConfig, num_gpus: int, hardware: str) -> Plan:
+    """The planner's, whose data ranks have a clip each; of two experts it counts one."""
+    from opensora_accel.planner import choose
+    from opensora_accel.training.planned import job_of
+
+    alone = config.experts[0]
+    job = dataclasses.replace(job_of(alone), global_batch=None)
+    return choose(job, num_gpus, hardware)
+
+
+def _nested(lines: Sequence[_Line]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value, _ in lines:
+        *tables, key = name.split(".")
+        place = values
+        for table in tables:
+            place = place.setdefault(table, {})
+        place[key] = value
+    return values
+
+
+def _text(
+    folder: Path, lines: Sequence[_Line], plan: Plan | None, given: argparse.Namespace, schema: str
+) -> str:
+    """The file as TOML, a table after the other."""
+    made = [
+        f"#:schema ./{schema}",
+        f"# Trains {folder.resolve().name}. Every option: opensora-accel train --help",
+        *_table(lines, ""),
+    ]
+    if plan is None:
+        made.append('plan = "auto"         # chosen for the GPUs that the run finds, where it starts')
+    tables = dict.fromkeys(name.partition(".")[0] for name, _, _ in lines if "." in name)
+    tables.pop("plan", None)
+    for table in tables:
+        made += ["", f"[{table}]", *_table(lines, table)]
+    if plan is not None:
+        made += ["", f"[plan]                # for {given.gpus} × {given.hardware}, by `opensora-accel plan`"]
+        usual = Plan()
+        made += [
+            f"{each.name} = {json.dumps(getattr(plan, each.name))}"
+            for each in dataclasses.fields(plan)
+            if getattr(plan, each.name) != getattr(usual, each.name)
+        ]
+    return "\n".join(made) + "\n"
+
+
+def _table(lines: Sequence[_Line], table: str) -> Iterator[str]:
+    for name, value, note in lines:
+        own, _, key = name.rpartition(".")
+        if own == table:
+            # Numbers, texts and lists are written as JSON has them.
+            line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            yield f"{line:<22}# {note}" if note else line

@@ -1,0 +1,135 @@
+"""A pipeline's folder becomes a configuration, which a run takes as it is."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from opensora_accel.training import new_command
+from opensora_accel.training.config import load_config
+from opensora_accel.training.tiny_run import write_clips
+from tests.tiers import PROVE, some
+from tests.training.test_recipes import CAPTIONS, FAMILIES, setting
+
+
+def saved(name, folder):
+    """The family's tiny pipeline, as diffusers saves it."""
+    pipeline = setting(name).pipeline.to(torch.float32)
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def written(folder, *options):
+    """The configuration that is written for a pipeline's folder, and its text."""
+    output = folder.with_suffix(".toml")
+    output.unlink(missing_ok=True)
+    assert new_command.main([str(folder), "--output", str(output), *options]) == 0
+    return load_config(output), output.read_text()
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """By the name of the family; saved when first asked for."""
+    folder, made = tmp_path_factory.mktemp("pipelines"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = saved(name, folder / str(len(made)))
+        return made[name]
+
+    return get
+
+
+SHIFTS = {
+    "WanTransformer3DModel": 3.0,
+    "LTXVideoTransformer3DModel": "ltx",
+    "MochiTransformer3DModel": 1.0,
+    "CogVideoXTransformer3DModel, 2B": 1.73205,
+    "CogVideoXTransformer3DModel, 5B": "auto",
+    "CogVideoXTransformer3DModel, 1.5": "auto",
+    "HunyuanVideoTransformer3DModel": 7.0,
+}
+
+
+def steps(config):
+    from opensora_accel.training.loop import Trainer
+
+    return Trainer(config).train()
+
+
+@pytest.mark.parametrize("name", some(SHIFTS, "HunyuanVideoTransformer3DModel"))
+def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
+    config, text = written(pipelines(name))
+    assert config.flow.shift == SHIFTS[name] and config.lora.rank == 16
+    assert '\nplan = "auto"' in text and text.startswith("#:schema ./")
+    clips = write_clips(tmp_path / "clips", num_frames=13)
+    lines = [json.dumps({"file": f"{n}.mp4", "caption": CAPTIONS[n % 2]}) for n in range(5)]
+    (clips / "metadata.jsonl").write_text("\n".join(lines))
+    num_frames, height, width = FAMILIES[name].size
+    data = dataclasses.replace(
+        config.data, folder=str(clips), num_frames=num_frames, height=height, width=width
+    )
+    small = dataclasses.replace(config, data=data, output=str(tmp_path / "run"), steps=2, num_samples=0)
+    (losses,) = ranks(1, steps, small)
+    assert len(losses) == 2
+
+
+def test_two_experts_and_first_frames(pipelines, tmp_path):
+    folder = shutil.copytree(pipelines("WanTransformer3DModel"), tmp_path / "wan")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps({**config, "in_channels": 36}))
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.9}))
+    config, _ = written(folder, "--full")
+    assert (config.flow.boundary, config.model.path_2) == (0.9, str(folder / "transformer_2"))
+    assert (config.conditions.t2v, config.conditions.i2v_head, config.lora.rank) == (0.0, 1.0, 0)
+
+
+@PROVE
+def test_the_planners_plan_is_in_it(pipelines, tmp_path):
+    folder = shutil.copytree(pipelines("WanTransformer3DModel"), tmp_path / "wan")
+    # Positions for the clips that are published.
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps({**config, "rope_max_seq_len": 64}))
+    config, text = written(folder, "--gpus", "2", "--hardware", "h100x8")
+    assert config.plan.world_size == 2 and config.plan.precision == "bf16"
+    assert config.data.batch_size == config.plan.data and "[plan]" in text and "auto" not in text
+
+
+def test_editors_check_a_file_by_the_schema(pipelines):
+    schema = new_command.schema_of_config()
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["steps"] == {
+        "default": 1000, "description": "Optimizer steps.", "minimum": 1, "title": "Steps", "type": "integer"
+    }  # fmt: skip
+    every = [schema, *schema["$defs"].values()]
+    bare = [name for table in every for name, each in table["properties"].items()
+            if "description" not in each and "$ref" not in each]  # fmt: skip
+    assert bare == [], "an option has no sentence of its own"
+
+
+def test_what_cannot_be_written_is_told(pipelines, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(pipelines("WanTransformer3DModel"), tmp_path / "wan")
+    (tmp_path / "there.toml").touch()
+    for arguments, message in (
+        (["wan2.2-t2v"], r"Wan-AI/Wan2\.2-T2V-A14B-Diffusers .* `hf download .* --local-dir wan2\.2-t2v`"),
+        (["nowhere"], r"nowhere is no folder; give the local folder of a pipeline"),
+        ([str(tmp_path)], r"has no model_index\.json; give"),
+        ([str(folder), "--output", "there.toml"], r"there\.toml exists; name another"),
+        ([str(folder), "--output", "x.json"], r"--output is a \.toml file"),
+        ([str(folder), "--gpus", "2"], r"--gpus and --hardware belong together"),
+        ([str(folder), "--gpus", "0", "--hardware", "h100x8"], r"at least 1; got 0"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            new_command.main(arguments)
+    shutil.rmtree(folder / "vae")
+    shutil.copytree(pipelines("MochiTransformer3DModel") / "vae", folder / "vae")
+    with pytest.raises(
+        ValueError, match=r"has in_channels 16, and what lies beside it gives 12: they are parts of"
+    ):
+        new_command.main([str(folder)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there.toml", "wan"], "nothing is written"
