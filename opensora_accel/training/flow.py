@@ -112,10 +112,20 @@ def loss_weights(config: FlowConfig, alpha: float, times: Tensor) -> Tensor | No
     return bell(times) / bell(_times_at(config, alpha, middles)).mean()
 
 
-def draw_noise(like: Tensor, seed: int, positions: Sequence[int]) -> Tensor:
-    """Standard normal noise of the shape of `like` [B, …], drawn on the host: every device trains on the same."""
-    noise = [torch.randn(like.shape[1:], generator=generator(seed, "noise", p)) for p in positions]
-    return torch.stack(noise).to(like)
+def draw_noise(like: Tensor, seed: int, positions: Sequence[int], offset: float = 0.0) -> Tensor:
+    """Standard normal noise of the shape of `like` [B, C, …], drawn on the host: every device trains on the same.
+
+    Args:
+        offset: every channel of a sample is moved by so many times a standard normal number.
+    """
+    noise = torch.stack(
+        [torch.randn(like.shape[1:], generator=generator(seed, "noise", p)) for p in positions]
+    )
+    if offset:
+        channels = like.size(1), *[1] * (like.dim() - 2)
+        moves = [torch.randn(channels, generator=generator(seed, "noise offset", p)) for p in positions]
+        noise = noise + offset * torch.stack(moves)
+    return noise.to(like)
 
 
 def drop_captions(captions: Sequence[str], share: float, seed: int, positions: Sequence[int]) -> list[str]:
@@ -132,6 +142,7 @@ def flow_loss(
     *,
     weights: Tensor | None = None,
     learned: Tensor | None = None,
+    huber: float = 0.0,
 ) -> Tensor:
     """Mean squared error of the predicted velocity, over all elements of each sample, then over samples.
 
@@ -141,6 +152,8 @@ def flow_loss(
         times: [B] in 0…1.
         weights: [B], what each sample's mean counts; 1 without.
         learned: bool [B, t], the latent frames that a sample's mean is over, at least one; all without.
+        huber: c of 2c(√(e² + c²) − c) in place of the square of an error e: e² where it is small, 2c|e| where it is
+            large. 0 is the square everywhere.
     """
     # [B, 1, 1, 1, 1], to be broadcast over a clip.
     t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
@@ -151,6 +164,8 @@ def flow_loss(
     error = velocity - (noise - clean)
     # bf16 would round the sum of squares; fp64 stays.
     squares = (error.float() if error.dtype != torch.float64 else error).square()
+    if huber:
+        squares = 2 * huber * ((squares + huber**2).sqrt() - huber)
     if learned is not None:
         share = learned.to(squares).mean(1, keepdim=True)
         squares = squares * (learned / share)[:, None, :, None, None]

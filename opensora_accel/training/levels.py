@@ -70,6 +70,15 @@ def variance(times: Tensor) -> Tensor:
     return (1 - times).square() + times.square()
 
 
+def min_snr_weights(times: Tensor, most: float) -> Tensor:
+    """min(SNR, most) / (SNR + 1) at `times` [B], [B]: what an error of v, squared, counts. SNR is a² / b².
+
+    Source: arXiv:2303.09556.
+    """
+    snr = ((1 - times) / times).square()
+    return snr.clamp(max=most) / (snr + 1)
+
+
 def as_noisy(latents: Tensor, times: Tensor) -> Tensor:
     """Points of the path [B, C, t, h, w] at `times` [B] as the model gets them, y of the same shape and type."""
     exact = latents.to(_exact(latents))

@@ -134,10 +134,11 @@ class Objective:
         return flow_loss(
             partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition),
             batch.clean,
-            draw_noise(batch.clean, seed, batch.positions),
+            draw_noise(batch.clean, seed, batch.positions, config.noise_offset),
             times.to(self.device),
             weights=self.recipe.loss_weights(config, alpha, times),
             learned=batch.learned,
+            huber=config.huber,
         )
 
     def loss_at(self, batch: Encoded, time: float) -> Tensor:

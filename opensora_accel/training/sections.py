@@ -224,6 +224,15 @@ class FlowConfig:
     time to 1, the low-noise one of model.path_2 from 0 to it; Wan 2.2's T2V has 0.875, its I2V 0.9. 0 trains one."""
     weighting: Literal["none", "bell"] = "none"
     """What a time counts in the loss: all the same, or most in the middle and nothing at the ends; 1 in the mean."""
+    min_snr: NotNegative = 0.0
+    """A model of noise levels learns those with more signal than so many times the noise's less (5 is usual); 0 learns
+    all alike."""
+    huber: NotNegative = 0.0
+    """Errors that are larger count by their size in place of its square, so that single ones pull less; 0 has squares
+    alone."""
+    noise_offset: NotNegative = 0.0
+    """Moves the noise of each channel of a clip by so many times a number of its own, so that very dark and bright
+    clips are learned too (0.1 is much); 0 moves none."""
     caption_drop: Share = 0.1
     """Share of samples trained without caption, for guidance."""
     sample_steps: Annotated[int, Field(ge=1, le=10_000)] = 30

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from opensora_accel.training.codec import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.config import config_from_dict
@@ -103,6 +104,34 @@ def test_a_range_is_a_lower_and_a_higher_time():
     with pytest.raises(ValueError, match="samples no whole clip"):
         config_from_dict({"flow": {"time_range": [0.875, 1.0]}}, "the test")
     config_from_dict({"flow": {"time_range": [0.875, 1.0]}, "num_samples": 0}, "the test")
+
+
+def test_large_errors_count_by_their_size():
+    """Beside huber_loss of PyTorch, which bends at once where this one bends little by little."""
+    clean = torch.zeros(1, 1, 1, 1, 3, dtype=torch.float64)
+    noise = torch.tensor([0.001, 1.0, 100.0], dtype=torch.float64).view_as(clean)
+
+    def loss(huber, part):
+        predicted = torch.where(torch.arange(3) == part, 0.0, noise)
+        return flow_loss(lambda *_: predicted, clean, noise, torch.tensor([0.5]), huber=huber).item() * 3
+
+    c = 0.1
+    assert [loss(0.0, part) for part in range(3)] == pytest.approx([1e-6, 1.0, 1e4])
+    assert loss(c, 0) == pytest.approx(1e-6, rel=1e-4) and loss(c, 2) == pytest.approx(2 * c * 100, rel=2e-3)
+    for part, error in enumerate((0.001, 1.0, 100.0)):
+        ours, theirs = loss(c, part), 2 * F.huber_loss(torch.tensor(error), torch.tensor(0.0), delta=c).item()
+        assert theirs * 0.5 <= ours <= theirs * 1.06
+    assert loss(1e6, 1) == pytest.approx(1.0, rel=1e-4), "with a large c all are squares"
+
+
+def test_an_offset_moves_each_channel_of_a_sample_as_a_whole():
+    like = torch.empty(3, 4, 2, 3, 5, dtype=torch.float64)
+    plain, moved = (draw_noise(like, 0, [7, 8, 9], offset) for offset in (0.0, 0.25))
+    moves = (moved - plain).flatten(2)
+    assert (moves - moves[..., :1]).abs().max() < 1e-6 and moves[..., 0].unique().numel() == 12
+    assert torch.equal(draw_noise(like[:1], 0, [8], 0.25)[0], moved[1]), "whatever samples come together"
+    many = draw_noise(torch.empty(4000, 1, 1), 0, range(4000), 2.0)
+    assert many.var().item() == pytest.approx(1 + 2.0**2, rel=0.1)
 
 
 def test_draws_depend_on_the_position_alone():

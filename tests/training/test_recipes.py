@@ -395,8 +395,16 @@ def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
         )
         (answer,) = objective.model(**given)
         errors = answer - scheduler.get_velocity(*frames, levels)
+        objective.config = dataclasses.replace(
+            objective.config, flow=dataclasses.replace(objective.config.flow, min_snr=5.0)
+        )
+        weighted = objective.loss(batch)
     assert len(set(levels.tolist())) == 4
     torch.testing.assert_close(found, errors.square().mean(), rtol=1e-12, atol=0)
+    snr = scheduler.alphas_cumprod / (1 - scheduler.alphas_cumprod)
+    weights = (snr.clamp(max=5.0) / (snr + 1))[levels.cpu()].double()
+    expected = (weights * errors.square().flatten(1).mean(1)).mean()
+    torch.testing.assert_close(weighted, expected, rtol=1e-5, atol=0)
 
 
 def test_the_last_level_is_noise_alone_and_every_level_is_found_again():
@@ -440,6 +448,12 @@ def test_an_option_of_another_family_is_refused():
             "flow.time_range knows nothing",
         ),
         ("CogVideoXTransformer3DModel", {"flow": {"shift": "ltx"}}, "is LTX-Video's"),
+        ("CogVideoXTransformer3DModel", {"flow": {"huber": 0.1}}, "flow.huber knows nothing"),
+        (
+            "WanTransformer3DModel",
+            {"flow": {"min_snr": 5.0}},
+            "no levels of noise, which flow.min_snr weighs",
+        ),
         ("CogVideoXTransformer3DModel", {"flow": {"sample_steps": 1001}}, "is more; use fewer"),
     ):
         with pytest.raises(ValueError, match=message):

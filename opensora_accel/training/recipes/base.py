@@ -25,7 +25,13 @@ from torch import Tensor
 
 from opensora_accel.training.captions import TextShape, TextStates
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
-from opensora_accel.training.levels import NoiseLevels, as_noisy, as_velocity, variance
+from opensora_accel.training.levels import (
+    NoiseLevels,
+    as_noisy,
+    as_velocity,
+    min_snr_weights,
+    variance,
+)
 from opensora_accel.training.sections import FlowConfig
 
 
@@ -174,8 +180,11 @@ class Recipe:
 
     def loss_weights(self, config: FlowConfig, alpha: float, times: Tensor) -> Tensor | None:
         """What each of `times` [B] counts in the loss, [B]; None where all count 1."""
-        # A model of noise levels learns v, whose error counts the same at every level.
-        return loss_weights(config, alpha, times) if self.levels is None else variance(times)
+        if self.levels is None:
+            return loss_weights(config, alpha, times)
+        # A model of noise levels learns v, whose error counts the same at every level, unless it is weighted.
+        weights = variance(times)
+        return weights * min_snr_weights(times, config.min_snr) if config.min_snr else weights
 
     def sample_times(self, num_steps: int, alpha: float) -> Tensor:
         """The times that a sample passes, [num_steps + 1] from 1 to 0."""

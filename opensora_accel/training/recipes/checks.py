@@ -31,6 +31,8 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         )
     if config.data.frame_rate and not recipe.takes_frame_rate:
         raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
+    if recipe.levels is None and config.flow.min_snr:
+        raise ValueError(f"{family} has no levels of noise, which flow.min_snr weighs; leave it out")
     if recipe.levels is not None:
         _check_levels(family, config)
         _check_shift(config)
@@ -40,7 +42,7 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
 def _check_levels(family: str, config: TrainConfig) -> None:
     """Raises ValueError where an option is for models of flow."""
     flow, default = config.flow, FlowConfig()
-    for name in ("time_range", "boundary", "weighting"):
+    for name in ("time_range", "boundary", "weighting", "huber"):
         if getattr(flow, name) != getattr(default, name):
             raise ValueError(
                 f"{family} is trained at {NUM_LEVELS} levels of noise, of which flow.{name} knows nothing; leave it out"
