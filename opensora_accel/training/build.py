@@ -392,7 +392,7 @@ def describe(
             f"{look.num_times} times"
         )
     clips = [
-        f"{len(portion.videos)} videos in {config.data.folder}, clips of {portion.bucket.num_frames} × "
+        f"{len(set(portion.videos))} videos in {_folders(config.data)}, clips of {portion.bucket.num_frames} × "
         f"{portion.bucket.height} × {portion.bucket.width}, {tokens[portion.bucket]} tokens each, "
         f"{portion.batch_size} per step"
         for portion in portions
@@ -406,6 +406,12 @@ def describe(
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
     warnings = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
     return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *warnings])])
+
+
+def _folders(config: DataConfig) -> str:
+    """Where the clips are, and how often those of each folder come."""
+    several = (name if times == 1 else f"{name} (× {times})" for name, times in config.folders.items())
+    return ", ".join(several) or config.folder
 
 
 def _ranks() -> str:

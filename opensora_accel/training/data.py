@@ -34,7 +34,7 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.files import retried
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.disk_cache import file_digest
-from opensora_accel.training.entries import Entry, read_entries
+from opensora_accel.training.entries import Entry, entries_of
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
@@ -110,7 +110,7 @@ class VideoFolder(Dataset[Sample]):
     def __getitem__(self, key: Key) -> Sample:
         position, video_index = key
         video, config = self.videos[video_index], self.config
-        bucket, path = video.bucket, Path(config.folder) / video.file
+        bucket, path = video.bucket, Path(config.root) / video.file
         frames = error = digest = None
         try:
             before = file_digest(path) if self._digests else None
@@ -184,8 +184,8 @@ class ClipLoader:
         self._is_first, self._digests = group is None or dist.get_rank(group) == 0, digests
 
         def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
-            entries = read_entries(config.folder)
-            return entries, *index_videos(entries, config.folder, config)
+            entries = entries_of(config)
+            return entries, *index_videos(entries, config.root, config)
 
         # Every file that is named, usable or not.
         self.entries, usable, self._unreadable = (
@@ -197,7 +197,7 @@ class ClipLoader:
         self._held_out = [self.entries[index].file for index in order[:held_out]]
         if held_out and not set(self._usable) - set(self._held_out):
             raise ValueError(
-                f"validation.num_clips holds out {held_out} of {len(self.entries)} files in {config.folder}, and "
+                f"validation.num_clips holds out {held_out} of {len(self.entries)} files in {config.root}, and "
                 "none is left to train on; set it lower, or add clips"
             )
         if held_out and not set(self._usable) & set(self._held_out):
@@ -213,7 +213,7 @@ class ClipLoader:
                 "set aside %d of %d videos in %s; the first reasons:\n  %s",
                 len(self.quarantined),
                 len(self.entries),
-                config.folder,
+                config.root,
                 reasons,
             )
 
@@ -347,6 +347,8 @@ class ClipLoader:
             # A file that has gone bad or has been repaired since is in no bucket, or in one: their orders change.
             buckets = {video.file: str(video.bucket) for video in self._usable.values()}
             content += [buckets, [(str(bucket), size) for bucket, size in self._batch_sizes.items()]]
+        if config.folders:
+            content.append([entry.times for entry in self.entries])
         if self._held_out:
             content.append(self._held_out)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -366,8 +368,9 @@ class ClipLoader:
         # of a cycle take five seconds each to stop.
         self._substitute = partial(_stand_in, self._videos, self.quarantined)
         indices: dict[Bucket, list[int]] = {bucket: [] for bucket in self.config.sizes}
+        times = {entry.file: entry.times for entry in self.entries}
         for index, video in enumerate(self._videos):
-            indices[video.bucket].append(index)
+            indices[video.bucket] += [index] * times[video.file]
         self._portions = [
             Portion(bucket, videos, self._batch_sizes[bucket]) for bucket, videos in indices.items() if videos
         ]
@@ -426,7 +429,7 @@ class ClipLoader:
     def _check_any_left(self) -> None:
         left = {video.bucket for video in self._videos if video.file not in self.quarantined}
         if not left:
-            raise ValueError(nothing_usable(self.config.folder, self.quarantined))
+            raise ValueError(nothing_usable(self.config.root, self.quarantined))
         for portion in self._portions:
             if portion.bucket not in left:
                 raise ValueError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.shards import CAPTION_KEYS, IMAGES, VIDEOS, caption_in, find_samples
 
 EXAMPLE = '{"file": "clip.mp4", "caption": "a rabbit stretches in a meadow"}'
@@ -37,6 +38,23 @@ class Entry:
 
     file: str
     caption: str
+    # How often it comes in an epoch.
+    times: int = 1
+
+
+def entries_of(config: DataConfig) -> list[Entry]:
+    """The files of `data.folder`, or of all of `data.folders`, by their paths in `config.root`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_entries`.
+    """
+    if not config.folders:
+        return read_entries(config.folder)
+    return [
+        Entry(os.path.relpath(os.path.join(folder, entry.file), config.root), entry.caption, times)
+        for folder, times in config.folders.items()
+        for entry in read_entries(folder)
+    ]
 
 
 def read_entries(folder: str | os.PathLike[str]) -> list[Entry]:

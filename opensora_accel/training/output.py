@@ -171,12 +171,14 @@ def check_inputs(config: TrainConfig) -> None:
     written = [output / name for name in WRITTEN if (output / name).exists()]
     inputs = {
         "data.folder": config.data.folder,
+        **{f"data.folders {name}": name for name in config.data.folders},
         "model.path": config.model.path,
         "model.path_2": config.model.path_2,
         "lora.path": config.lora.path,
         "lora.path_2": config.lora.path_2,
         "codec.path": config.codec.path,
         "text.path": config.text.path,
+        "text.path_2": config.text.path_2,
         "image.path": config.image.path,
         "cache_folder": config.cache_folder,
     }

@@ -20,7 +20,10 @@ Key = tuple[int, int]  # (position in the job's stream of samples, index of the 
 
 @dataclass(frozen=True)
 class Portion:
-    """The videos of one bucket, by index, and how many of them all data ranks together take in a batch."""
+    """The videos of one bucket, by index, and how many of them all data ranks together take in a batch.
+
+    One that comes more often in an epoch is there so many times.
+    """
 
     bucket: Bucket
     videos: Sequence[int]

@@ -166,7 +166,7 @@ def _middle_of(video: Video, config: DataConfig) -> Tensor:
     bucket, start = video.bucket, _middle(video, config)
     size = {"height": bucket.height, "width": bucket.width}
     try:
-        path = Path(config.folder) / video.file
+        path = Path(config.root) / video.file
         return read_clip(path, start, bucket.num_frames, stride=config.frame_stride, **size)
     except UnreadableVideo as error:
         logger.warning("no source beside the sample: %s", error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ AboveZero = Annotated[float, Field(gt=0)]
 UpToOne = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+# An epoch is a list of its files, each as often as it comes.
+_MOST_REPEATS = 1000
 CountOrNone = Annotated[int, Field(ge=0)]
 
 
@@ -32,6 +35,9 @@ class DataConfig:
 
     folder: str = ""
     """Folder with the videos, and their captions in a metadata.jsonl, .csv or .json, beside each file, or in shards."""
+    folders: JsonTable = field(default_factory=dict)
+    """Several such folders in place of data.folder, as JSON (a table in the file), and how often the files of each come
+    where those of another come once: {"clips": 1, "close-ups": 3}."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1
@@ -51,11 +57,30 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         parse_buckets(self.buckets)
+        if self.folder and self.folders:
+            raise ValueError("data.folders stands in place of data.folder; leave one of them out")
+        for name, times in self.folders.items():
+            if type(times) is not int or not 1 <= times <= _MOST_REPEATS:
+                raise ValueError(
+                    f"data.folders says how often the files of each come, from 1 to {_MOST_REPEATS:,}; got {times!r} "
+                    f"for {name}"
+                )
+        absolute = [os.path.abspath(name) for name in self.folders]
+        for name, path in zip(self.folders, absolute, strict=True):
+            if "\0" in name or any(path.startswith(os.path.join(other, "")) for other in absolute):
+                raise ValueError(f"data.folders has {name!r}, which is no folder or lies in another of them")
+            if absolute.count(path) > 1:
+                raise ValueError(f"data.folders has {name!r} twice; give it once, with a larger number")
         for name, default in (("num_frames", 9), ("height", 48), ("width", 80)):
             if self.buckets and getattr(self, name) != default:
                 raise ValueError(
                     f"data.buckets say how large clips are; leave data.{name} out, or leave data.buckets out"
                 )
+
+    @property
+    def root(self) -> str:
+        """The folder by which files are named: data.folder, or the one that all of data.folders lie in."""
+        return os.path.commonpath(map(os.path.abspath, self.folders)) if self.folders else self.folder
 
     @property
     def sizes(self) -> tuple[Bucket, ...]:

@@ -74,6 +74,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     data = dataclasses.replace(
         config.data,
         folder=str(folder),
+        folders={},
         num_frames=5,
         frame_stride=1,
         height=24,

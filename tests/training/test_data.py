@@ -1,8 +1,10 @@
 """The data of a run depends on its seed and nothing else: not on ranks, workers, restarts or bad files."""
 
+import collections
 import itertools
 import json
 import logging
+import os
 import shutil
 
 import pytest
@@ -416,3 +418,59 @@ def run_out_of_videos(folder):
 def test_the_last_failure_ends_the_run_on_all_ranks(ranks, folder):
     first, second = ranks(2, run_out_of_videos, folder)
     assert first == second and first.startswith("none of the 7 videos")
+
+
+# Several folders
+
+
+def test_files_of_several_folders_come_as_often_as_each_folder_says(folder, tmp_path, caplog):
+    """Of 7 and 2 files, those of the second three times: 13 to an epoch."""
+    other = tmp_path / "deep" / "others"
+    other.mkdir(parents=True)
+    for number in range(2):
+        shutil.copy(folder / f"{number}.mp4", other / f"{number}.mp4")
+        (other / f"{number}.txt").write_text(f"other {number}")
+    times = {str(folder): 1, str(other): 3}
+    options = {"batch_size": 2}
+    loader = make_loader("", **options, folders=times)
+    expected = take(loader, 26)  # four epochs of 13
+    for epoch in range(4):
+        counts = collections.Counter(caption for _, caption, _ in expected[13 * epoch : 13 * epoch + 13])
+        assert counts == {f"video {n}": 1 for n in range(7)} | {f"other {n}": 3 for n in range(2)}
+    halves = [make_loader("", **options, folders=times, data_rank=rank, data_size=2) for rank in range(2)]
+    shares = [take(half, 26) for half in halves]
+    assert_same(sorted(shares[0] + shares[1], key=lambda sample: sample[0]), expected)
+    assert "deep/others/0.mp4" in [video.file for video in loader.videos]
+    # A run that goes on with other numbers has another order, and says so.
+    resumed = make_loader("", **options, folders={str(folder): 1, str(other): 2})
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(loader.state_dict())
+    assert "training goes on at sample 52, in a new order" in caplog.text
+    same = make_loader("", **options, folders=times)
+    same.load_state_dict(loader.state_dict())
+    assert_same(take(same, 2), take(loader, 2))
+
+
+def test_files_are_named_from_the_folder_that_all_lie_in(folder):
+    alone = make_loader("", folders={str(folder): 2})
+    assert [video.file for video in alone.videos] == [video.file for video in make_loader(folder).videos]
+    assert alone.config.root == str(folder)
+    assert DataConfig(folders={"a": 1, "b/c": 2}).root == os.getcwd()
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ({"a": 0}, r"how often the files of each come, from 1 to 1,000; got 0 for a"),
+        ({"a": True}, "got True for a"),
+        ({"a": 1.5}, r"got 1\.5 for a"),
+        ({"a": 1, "a/b": 1}, r"data\.folders has 'a/b', which is no folder or lies in another"),
+        ({"a": 1, "./a": 2}, r"data\.folders has 'a' twice"),
+        ({"\0": 1}, "which is no folder"),
+    ],
+)
+def test_folders_that_cannot_be_are_refused(folders, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(folders=folders)
+    with pytest.raises(ValueError, match=r"data\.folders stands in place of data\.folder"):
+        DataConfig(folder="a", folders={"b": 1})

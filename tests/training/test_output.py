@@ -106,7 +106,10 @@ def test_what_a_run_reads_is_not_moved_away_from_it(run, config_file, tmp_path, 
     assert run("train", "--config", config_file)[0] == 0
     inside = tmp_path / "run" / "checkpoints" / "step_000004" / "transformer"
     write_clips(inside)
-    options = ["--model.config", "{}"] if option == "model.path" else []
+    options = {
+        "model.path": ["--model.config", "{}"],
+        "image.path": ["--conditions.i2v_head", "1", "--text.length", "512"],
+    }.get(option, [])
     status, text = run("train", "--config", config_file, f"--{option}", inside, *options)
     assert status == 2 and f"--{option} {inside} lies in what an earlier run wrote" in text, text
     assert inside.is_dir()
