@@ -43,7 +43,8 @@ class FakeFloats(FakeTensorMode):
     """Tensors have shapes and no memory, but for whole numbers on the CPU, which stay real.
 
     Programs branch on those: a DeviceMesh reads its ranks, an attention its token counts. Bytes (uint8) are buffers,
-    not numbers, and hold nothing either.
+    not numbers, and hold nothing either. Of rows that a whole mask chooses the number is known, and of what was made as
+    zeros that it is zero.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,13 @@ class FakeFloats(FakeTensorMode):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._fused_sdp_choice.default:
             return func(*_small(args), **(kwargs or {}))
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [_rows_of(each) for each in args[1]]
+        if func is torch.ops.aten.eq.Scalar and getattr(args[0], "is_zeros", False):
+            return torch.full(args[0].shape, args[1] == 0)
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is torch.ops.aten.zeros.default and isinstance(result, FakeTensor):
+            result.is_zeros = True  # type: ignore[attr-defined]
         # It refers weakly to what it has made, and `module.to(dtype)` swaps no tensor that is referred to.
         self.fake_tensor_converter.tensor_memo.clear()
         return result
@@ -77,6 +84,12 @@ def _is_about_whole_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str,
         return dtype in _REAL_DTYPES
     is_whole = not any(isinstance(leaf, (float, torch.dtype)) for leaf in leaves)
     return is_whole and (bool(tensors) or func._schema.name in _GIVE_WHOLE_NUMBERS)
+
+
+def _rows_of(index: Any) -> Any:
+    """The numbers of the rows that a whole mask [N] chooses; any other index as it is."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+    return index.nonzero()[:, 0] if is_mask and index.dim() == 1 else index
 
 
 def _small(args: Sequence[Any]) -> list[Any]:

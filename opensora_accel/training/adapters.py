@@ -104,7 +104,9 @@ def read_adapter(path: str, pipeline: Any) -> SavedAdapter:
     if settings.get("use_dora") or any("dora_scale" in name or "magnitude" in name for name in tensors):
         raise ValueError(f"lora.path {file} is a DoRA, which this trainer has not; choose a LoRA")
     try:
-        tensors = pipeline.lora_state_dict(tensors)
+        # Some pipelines know of no adapters, and of no other trainer's names (HunyuanVideo 1.5).
+        if hasattr(pipeline, "lora_state_dict"):
+            tensors = pipeline.lora_state_dict(tensors)
     except Exception as error:  # whatever its conversion raises for names that it does not know
         raise ValueError(
             f"lora.path {file} has names that {pipeline.__name__} does not know ({in_one_line(error)}); choose an "

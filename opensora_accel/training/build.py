@@ -112,6 +112,7 @@ def build_model(
             raise unloadable(cls, "model.path", config.model.path, error) from error
     if config.lora.is_used:
         adapt(model, config)
+    recipe.use_all(model)
     return model, shapes
 
 
@@ -123,6 +124,7 @@ def _hint(argument: str, codec: Codec) -> str:
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,
         "image_condition_type": " (first frames that are given are not trained in this family yet)",
+        "task_type": " (first frames that are given are not trained in this family yet)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
         "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})",
     }.get(argument, "")

@@ -9,8 +9,9 @@ end; and what CLIP makes of the caption as a whole:
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from opensora_accel.documents import read_json
 from opensora_accel.training.pretrained import (
     PRETRAINED_DTYPES,
     load_pretrained,
@@ -42,6 +44,8 @@ class TextStates:
     encoders: tuple[str, ...] = ("t5", "umt5")
     # What the encoder reads, with the caption in place of {}.
     template: str = "{}"
+    # What the encoder reads of a caption, in the template; None where it reads nothing of it.
+    reads: Callable[[str], str | None] | None = None
     # Tokens of the template before the caption, of which no states are taken.
     skipped: int = 0
     # The layer whose output is taken, −2 the last but one; None is what the encoder gives, behind its last norm.
@@ -57,7 +61,12 @@ class TextStates:
     @property
     def of_small_encoder(self) -> TextStates:
         """Those of an encoder that is drawn: it has learned no template."""
-        return TextStates(pooled=self.pooled, length=self.length, padding=self.padding)
+        return dataclasses.replace(self, encoders=("t5",), template="{}", skipped=0, layer=None)
+
+    def text_of(self, caption: str) -> str | None:
+        """What the encoder is given for a caption."""
+        read = caption if self.reads is None else self.reads(caption)
+        return None if read is None else self.template.format(read)
 
 
 class TextShape(NamedTuple):
@@ -99,9 +108,16 @@ class TextEncoder:
         return self.model.dtype
 
     def tokens(self, caption: str) -> tuple[Tensor, Tensor]:
-        """What the model is given for a caption: ids [1, L] and a mask [1, L] that is 0 behind its end."""
+        """What the model is given for a caption: ids [1, L] and a mask [1, L] that is 0 behind its end.
+
+        Both are 0 where it reads nothing of the caption.
+        """
+        text = self.taken.text_of(caption)
+        if text is None:
+            nothing = torch.zeros(1, self._num_tokens, dtype=torch.int64)
+            return nothing, nothing
         tokens = self.tokenizer(
-            [self.taken.template.format(caption)],
+            [text],
             padding="max_length",
             # Some tokenizers are saved with the other side, for a model that is to go on writing.
             padding_side="right",
@@ -120,6 +136,8 @@ class TextEncoder:
     def _encode(self, caption: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """[1, length, width]."""
         taken = self.taken
+        if taken.text_of(caption) is None:
+            return torch.zeros(1, *self.shape, dtype=dtype, device=device)
         ids, mask = (each.to(device) for each in self.tokens(caption))
         seen = mask if taken.padding == "unseen" else None
         output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=taken.layer is not None)
@@ -136,15 +154,13 @@ class TextEncoder:
         """How many states of each caption the model sees: of its own tokens, or, where padding is kept, all."""
         if self.taken.pooled or self.taken.padding == "kept":
             return [self.shape.length] * len(captions)
-        return [len(ids) - self.taken.skipped for ids in self._ids(captions)]
+        return [max(0, len(ids) - self.taken.skipped) for ids in self._ids(captions)]
 
     def _ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Of each caption in its template, cut and not padded."""
-        texts = [self.taken.template.format(caption) for caption in captions]
-        ids: list[list[int]] = self.tokenizer(texts, truncation=True, max_length=self._num_tokens)[
-            "input_ids"
-        ]
-        return ids
+        """Of each caption in its template, cut and not padded; none where nothing of it is read."""
+        texts = [self.taken.text_of(caption) for caption in captions]
+        tokens = self.tokenizer([text or "" for text in texts], truncation=True, max_length=self._num_tokens)
+        return [[] if text is None else ids for text, ids in zip(texts, tokens["input_ids"], strict=True)]
 
     def check(self, captions: Iterable[str]) -> None:
         """Checks that the captions say something to the model.
@@ -153,7 +169,7 @@ class TextEncoder:
             ValueError: different words, or different captions, all become the same tokens, or tokens that the encoder
                 does not have; or the tokenizer makes too few of the template.
         """
-        if len(self._ids([""])[0]) <= self.taken.skipped:
+        if self.taken.skipped and len(self._ids([""])[0]) <= self.taken.skipped:
             raise ValueError(
                 f"the tokenizer of {self.option} is of another encoder: it makes {len(self._ids([''])[0])} tokens of a "
                 f"template that has more than {self.taken.skipped}; give a --{self.option} whose tokenizer and encoder "
@@ -308,13 +324,20 @@ def _width_of(config: Any) -> int:
 
 def _classes() -> dict[str, Any]:
     """Encoders by the types that transformers gives them."""
-    from transformers import CLIPTextModel, LlamaModel, T5EncoderModel, UMT5EncoderModel
+    from transformers import (
+        CLIPTextModel,
+        LlamaModel,
+        Qwen2_5_VLTextModel,
+        T5EncoderModel,
+        UMT5EncoderModel,
+    )
 
     return {
         "t5": T5EncoderModel,
         "umt5": UMT5EncoderModel,
         "llama": LlamaModel,
         "clip_text_model": CLIPTextModel,
+        "qwen2_5_vl_text": Qwen2_5_VLTextModel,
     }
 
 
@@ -336,6 +359,15 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
         raise unloadable(cls, option, folder, error) from error
 
 
+def _has_vocabulary(folder: Path) -> bool:
+    """Whether there is a tokenizer. Without a vocabulary transformers makes one all the same, of nothing but <unk>."""
+    if any((folder / name).is_file() for name in _VOCABULARIES):
+        return True
+    # One of bytes has none.
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and read_json(path, dict[str, Any]).get("tokenizer_class") == "ByT5Tokenizer"
+
+
 def _load(
     config: TextConfig, taken: TextStates, option: str, path: str, device: torch.device | None
 ) -> TextEncoder:
@@ -347,8 +379,7 @@ def _load(
     # text_encoder_2 and tokenizer_2.
     own, absolute = Path(path), Path(os.path.abspath(path))
     beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
-    # Without these files transformers makes a tokenizer all the same, of nothing but <unk>.
-    places = [place for place in (own, beside) if any((place / name).is_file() for name in _VOCABULARIES)]
+    places = [place for place in (own, beside) if _has_vocabulary(place)]
     if not places:
         raise FileNotFoundError(
             f"{option} {own} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"

@@ -240,6 +240,9 @@ class StoredCaptions:
         """[tokens of the caption, width] on the host, in the encoder's type."""
         ids, mask = self.tokens(caption)
         (count,) = self.num_tokens([caption])
+        if not count:
+            self._needed.discard(caption)
+            return torch.empty(0, self.shape.width, dtype=self.dtype)
 
         def encode() -> Tensor:
             return self._encoder.get().encode([caption], device, self.dtype)[0, :count].cpu()
@@ -273,7 +276,7 @@ class EmbeddedCaptions:
         self._counts = dict(zip(ordered, encoder.num_tokens(ordered), strict=True))
         ends = list(accumulate(self._counts.values()))
         self._ends = dict(zip(ordered, ends, strict=True))
-        shared, place, num_places = _shared_on_machine(ends[-1] * self.shape.width, dtype)
+        shared, place, num_places = _shared_on_machine(max(1, ends[-1]) * self.shape.width, dtype)
         # One row for each token of each caption.
         self._rows = shared.view(-1, self.shape.width)
         for caption in ordered[place::num_places]:

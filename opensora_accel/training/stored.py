@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +115,9 @@ class Stored:
         """
         made_with = _made_with(device, (captions, pretrained), ("torch", "transformers"))
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
-        common |= {"taken": dataclasses.asdict(taken[number])}
+        # What it reads is in the tokens.
+        states = taken[number]
+        common |= {name: getattr(states, name) for name in ("skipped", "layer", "pooled", "padding")}
         return cls(cache, EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM), common)
 
     def get_or_compute(

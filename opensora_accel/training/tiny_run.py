@@ -206,6 +206,7 @@ class TrueSize:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
         if self.config.lora.is_used:
             build.adapt(model, self.config)
+        build.recipe_of(self.config.model).use_all(model)
         return model
 
     def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:

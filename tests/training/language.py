@@ -11,10 +11,11 @@ from opensora_accel.training.captions import TextEncoder
 
 def words_of(template, captions):
     """A tokenizer that knows every word and mark of a template and of the captions."""
-    words = re.findall(r"\w+|[^\w\s]+", " ".join([template, *captions]))
+    words = re.findall(r"[^\W_]+|[^\w\s]|_", " ".join([template, *captions]))
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<pad>", "<unk>", *words]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    pre = tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = pre.Sequence([pre.WhitespaceSplit(), pre.Punctuation("isolated")])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", padding_side="right"
     )
@@ -33,6 +34,33 @@ def llama(taken, length, captions):
     return TextEncoder(tokenizer, transformers.LlamaModel(config).double(), length, taken)
 
 
+def qwen(taken, length, captions):
+    """The same of another kind, whose tokenizer knows the template as that of a chat."""
+    tokenizer = words_of(taken.template, captions)
+    tokenizer.chat_template = (
+        "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = transformers.Qwen2_5_VLTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
+    )
+    return TextEncoder(tokenizer, transformers.Qwen2_5_VLTextModel(config).double(), length, taken)
+
+
+def byt5(taken):
+    """An encoder of bytes."""
+    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    tokenizer = transformers.ByT5Tokenizer()
+    model = transformers.T5EncoderModel(transformers.T5Config(vocab_size=len(tokenizer), **sizes))
+    return TextEncoder(tokenizer, model.double(), taken.length, taken)
+
+
 def clip(taken, tokenizer):
     """An encoder of whole captions, which end with a mark."""
     config = transformers.CLIPTextConfig(
@@ -47,7 +75,7 @@ def clip(taken, tokenizer):
     return TextEncoder(tokenizer, transformers.CLIPTextModel(config).double(), 77, taken)
 
 
-def saved_pair(folder, taken, captions, tokenizer, length=48):
+def saved_pair(folder, taken, captions, tokenizer, length=96):
     """Both in fp32, and saved as a pipeline has them."""
     torch.manual_seed(0)
     pair = [llama(taken[0], length, captions), clip(taken[1], tokenizer)]

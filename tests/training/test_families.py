@@ -71,7 +71,13 @@ def adapted(config):
     without = velocity()
     pipeline_class = getattr(diffusers, recipe.pipeline)
     parts = [name for name in inspect.signature(pipeline_class.__init__).parameters if name != "self"]
-    pipeline_class(**dict.fromkeys(parts) | {"transformer": model}).load_lora_weights(f"{config.output}/lora")
+    if hasattr(pipeline_class, "load_lora_weights"):
+        pipeline = pipeline_class(**dict.fromkeys(parts) | {"transformer": model})
+        pipeline.load_lora_weights(f"{config.output}/lora")
+    else:
+        model.load_lora_adapter(
+            f"{config.output}/lora", prefix="transformer", weight_name="pytorch_lora_weights.safetensors"
+        )
     return of_run, velocity(), without
 
 

@@ -453,7 +453,7 @@ def test_states_of_two_encoders_are_kept_each_by_its_own_key(ranks, clips, tmp_p
             "text": {
                 "path": f"{tmp_path}/text_encoder",
                 "path_2": f"{tmp_path}/text_encoder_2",
-                "length": 48,
+                "length": 96,
             },
             "steps": 2,
             **changes,

@@ -50,6 +50,7 @@ SHIFTS = {
     "CogVideoXTransformer3DModel, 5B": "auto",
     "CogVideoXTransformer3DModel, 1.5": "auto",
     "HunyuanVideoTransformer3DModel": 7.0,
+    "HunyuanVideo15Transformer3DModel": 5.0,
 }
 
 

@@ -93,8 +93,8 @@ def test_two_encoders_of_a_pipelines_folder(tmp_path):
         tmp_path, taken, CAPTIONS, built(TextConfig(width=32), train_tokenizer(CAPTIONS)).tokenizer
     )
     folders = {"path": f"{tmp_path}/text_encoder", "path_2": f"{tmp_path}/text_encoder_2"}
-    config = TextConfig(**folders, length=48, dtype="fp32")
-    assert text_shapes(config, taken) == [TextShape(48, 32), TextShape(1, 24)]
+    config = TextConfig(**folders, length=96, dtype="fp32")
+    assert text_shapes(config, taken) == [TextShape(96, 32), TextShape(1, 24)]
     for number, expected in enumerate(pair):
         found = build_text_encoder(config, "", 0, CPU, torch.float32, taken, number)
         found.check(CAPTIONS)
@@ -115,7 +115,7 @@ def test_two_encoders_of_a_pipelines_folder(tmp_path):
     # Of another encoder: the template has fewer tokens than there are before the caption.
     short = dataclasses.replace(taken[0], template="{}")
     with pytest.raises(ValueError, match=r"makes 0 tokens of a template that has more than 95"):
-        TextEncoder(pair[0].tokenizer, pair[0].model, 48, short).check(CAPTIONS)
+        TextEncoder(pair[0].tokenizer, pair[0].model, 96, short).check(CAPTIONS)
     with pytest.raises(ValueError, match=r"text\.path_2 is the second of two encoders; set text\.path"):
         TextConfig(path_2="x")
 

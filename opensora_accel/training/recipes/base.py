@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_accel.training.captions import TextShape, TextStates
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
@@ -108,6 +108,8 @@ class Recipe:
     derive: Callable[[Sizes], dict[str, Any]]
     # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens [B, t·h·w, C].
     layout: Literal["clip", "frames", "tokens"] = "clip"
+    # Channels [B, C', t, h, w] that stand behind those of the latents, whatever the clip.
+    beside: Callable[[Inputs], Tensor] | None = None
     # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.
     levels: NoiseLevels | None = None
     # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
@@ -124,12 +126,37 @@ class Recipe:
     times: Callable[[int, float], Tensor] = even_times
     # Of the model's config: it was distilled from guided answers, and is told by how much they are to be guided.
     guidance_embeds: str = ""
+    # Modules of which a part of what they give is left unused; -1 is the last of a list.
+    partly_unused: tuple[str, ...] = ()
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
     fresh: Mapping[str, Any] = field(default_factory=dict)
     # Options, by their full names, as what is published was trained with them.
     published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    def use_all(self, model: nn.Module) -> None:
+        """Adds 0 times what modules give to the answer of the model, where that is left unused.
+
+        So every parameter has a gradient, for which those who average gradients wait.
+        """
+        given: list[Tensor] = []
+
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            given.extend(each.sum() * 0 for each in outputs)
+
+        def add(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            zero = torch.stack([each.to(output[0]) for each in given]).sum()
+            given.clear()
+            return output[0] + zero, *output[1:]
+
+        for path in self.partly_unused:
+            blocks = model.get_submodule(path.removesuffix(".-1"))
+            module = blocks[-1] if isinstance(blocks, nn.ModuleList) else blocks
+            module.register_forward_hook(keep)
+        if self.partly_unused:
+            model.register_forward_hook(add)
 
     def embeds_guidance(self, config: Mapping[str, Any]) -> bool:
         """Whether a model with this config is told the strength of guidance, in place of two calls."""
@@ -145,6 +172,8 @@ class Recipe:
                 timestep=self.levels.numbers(times, inputs.alpha),
             )
         latents = inputs.latents
+        if self.beside is not None:
+            latents = torch.cat([latents, self.beside(inputs)], dim=1)
         if self.layout == "tokens":
             latents = latents.flatten(2).transpose(1, 2)
         elif self.layout == "frames":
