@@ -148,7 +148,7 @@ class TextConfig:
     """Captions to embeddings: a small T5 with a tokenizer trained on the captions, or a real one."""
 
     path: str = ""
-    """Local folder with a tokenizer and the family's encoder: T5, UMT5, HunyuanVideo's LLaMA, Qwen2.5-VL's text model."""
+    """Local folder with a tokenizer and the family's encoder: T5, UMT5, LLaMA or the text model of Qwen2.5-VL."""
     path_2: str = ""
     """The same of the second encoder, of families that have two, as HunyuanVideo's CLIP, and ByT5 of 1.5."""
     length: Annotated[int, Field(ge=1, le=4096)] = 16
