@@ -34,6 +34,8 @@ from gpu_stages import STAGES, Stage
 ROOT = Path(__file__).resolve().parents[1]
 # What the report and the last child's end may take of the whole time.
 RESERVE_S = 10.0
+# How many times as long as its limit a stage may take in a dry run.
+_DRY_TIMES = 4
 # What a stage of tests, in as many as 14 processes, may take to tell how some failed when its time is over.
 TELL_S = 8.0
 HELD, FAILED, NOT_RUN = "held", "failed", "not run"
@@ -198,6 +200,8 @@ def judge(stage: Stage, checks: Sequence[Check], ended: str) -> list[dict[str, A
 def drive(stages: Sequence[Stage], out: Path, limit_s: float, dry: bool = False) -> dict[str, Any]:
     """Runs the stages one after the other within so many seconds, and leaves the report in `out`, whatever comes.
 
+    What a stage leaves of its time is for those after it.
+
     SIGINT, SIGTERM and the end of the time end the stage that runs; those after it do not start.
     """
     started, out = time.monotonic(), out.resolve()
@@ -221,13 +225,19 @@ def drive(stages: Sequence[Stage], out: Path, limit_s: float, dry: bool = False)
         raise Stopped("the time was over" if number == signal.SIGALRM else signal.Signals(number).name)
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    # The cores of a laptop take longer than a GPU and those beside it.
+    times = _DRY_TIMES if dry else 1
+    limit_s *= times
     signal.setitimer(signal.ITIMER_REAL, max(limit_s - RESERVE_S / 2, 0.1))
-    stopped = ""
+    stopped, given_s = "", 0.0
     try:
         for index, stage in enumerate(stages):
-            left_s = limit_s - RESERVE_S - (time.monotonic() - started)
+            used_s = time.monotonic() - started
+            left_s = limit_s - RESERVE_S - used_s
             # A quarter of its limit is kept for each stage that comes after.
-            left_s -= sum(later.limit_s for later in stages[index + 1 :]) / 4
+            left_s -= times * sum(later.limit_s for later in stages[index + 1 :]) / 4
+            own_s, surplus_s = times * stage.limit_s, max(0.0, given_s - used_s)
+            given_s += own_s
             missing = stopped or _missing(stage, report["machine"], dry)
             missing = missing or (left_s < 2 and f"did not start: no time was left of {limit_s:.0f} s") or ""
             found: dict[str, Any] = {"ended": missing, "seconds": 0}
@@ -237,7 +247,7 @@ def drive(stages: Sequence[Stage], out: Path, limit_s: float, dry: bool = False)
                 print(f"{stage.name} …", end=" ", file=sys.stderr, flush=True)
                 command = stage.dry if dry and stage.dry is not None else stage.command
                 try:
-                    found = run_stage(stage, command, out, min(stage.limit_s, left_s))
+                    found = run_stage(stage, command, out, min(own_s + surplus_s, left_s))
                 except (Stopped, OSError) as error:
                     found["ended"] = f"was stopped: {error}"
                     if isinstance(error, Stopped):

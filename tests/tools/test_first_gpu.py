@@ -52,21 +52,11 @@ def test_whatever_a_stage_does_the_others_run_and_the_report_tells(tmp_path):
         stage("skips", writes=[{"claim": "good", "held": None, "why": "no cuDNN"}]),
         stage("needs", gpus=1),
     ]
-    stages.insert(0, stage("machine", claims={}))
+    machine = stage("machine", claims={})
+    command = machine.command.replace("'claims'", "'machine': {'num_gpus': 0}, 'claims'")
+    stages.insert(1, Stage("machine", command, {}, gpus=0))
     (tmp_path / "needs.json").write_text(json.dumps({"claims": CLAIMS[:1]}))  # of a run before
-    report = first_gpu.drive(
-        [
-            Stage(
-                "machine",
-                stages[0].command.replace("'claims'", "'machine': {'num_gpus': 0}, 'claims'"),
-                {},
-                gpus=0,
-            )
-        ]
-        + stages[1:],
-        tmp_path,
-        100.0,
-    )
+    report = first_gpu.drive(stages, tmp_path, 100.0)
     found = outcomes(report)
     assert found["claim of hangs"] == (NOT_RUN, "the stage was ended after 4 s, after 1 checks that held")
     assert found["claim of aborts"] == (NOT_RUN, "the stage died of SIGABRT")
@@ -82,6 +72,12 @@ def test_whatever_a_stage_does_the_others_run_and_the_report_tells(tmp_path):
     assert text.splitlines()[0] == "2 claims held, 1 failed, 5 did not run"
     assert all(claim in text for claim in found)
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == report
+
+
+def test_what_a_stage_leaves_of_its_time_is_for_those_after_it(tmp_path):
+    stages = [stage("holds", writes=CLAIMS[:1], limit_s=4.0), stage("hangs", HANG, limit_s=1.0)]
+    found = first_gpu.drive(stages, tmp_path, 60.0)["stages"]
+    assert 2 < found["hangs"]["seconds"] < 5.5, "its own second, and three and a half of the first one's"
 
 
 @pytest.mark.prove
@@ -329,7 +325,7 @@ def test_a_stage_has_the_callers_modules(tmp_path, monkeypatch):
 def test_a_dry_run_of_all_stages(tmp_path):
     command = [sys.executable, "tools/first_gpu.py", "--out", tmp_path, "--dry-run"]
     for which in ([], ["--node"]):  # into one report
-        subprocess.run(command + which, cwd=ROOT, env=environment(), check=True, timeout=900)
+        subprocess.run(command + which, cwd=ROOT, env=environment(), check=True, timeout=2400)
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["stages"].keys() == {stage.name for stage in STAGES}
     assert {name: found["ended"] for name, found in report["stages"].items()} == dict.fromkeys(
