@@ -143,7 +143,8 @@ def sample_latents(
         """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
         expert = objective.at(timestep)
         arguments: Any = expert.model.config
-        if recipe.embeds_guidance(arguments):
+        # Distilled from guided answers, and told by how much they are to be guided.
+        if arguments.get("guidance_embeds"):
             return expert.predict(latents, timestep, bucket, captions, condition, config.guidance)
         velocity = expert.predict(latents, timestep, bucket, captions, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.

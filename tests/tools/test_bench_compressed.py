@@ -15,7 +15,9 @@ def test_every_case_sends_the_bytes_of_theory(tmp_path, capsys):
     assert [row["case"] for row in unpacked] == ["unpack int8", "unpack fp8"]
     assert [row["case"] for row in sent] == list(CASES)
     assert all(row["bytes_match"] for row in sent)
-    assert all(claim["held"] for claim in report["claims"])
+    # Times of the kernel are those of a GPU.
+    held = {claim["claim"].partition(":")[0]: claim["held"] for claim in report["claims"]}
+    assert held == {"unpack": None, "cases that send other bytes than theory": True}
     assert "SIMULATED: transfers alone" in capsys.readouterr().out
 
 

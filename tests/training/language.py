@@ -21,36 +21,35 @@ def words_of(template, captions):
     )
 
 
-def llama(taken, length, captions):
-    """An encoder that reads captions in a template."""
+def in_template(kind, taken, length, captions, **options):
+    """A language model that reads captions in a template."""
     tokenizer = words_of(taken.template, captions)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=4,
         num_attention_heads=4,
+        **options,
     )
-    return TextEncoder(tokenizer, transformers.LlamaModel(config).double(), length, taken)
+    return TextEncoder(tokenizer, getattr(transformers, f"{kind}Model")(config).double(), length, taken)
+
+
+def llama(taken, length, captions):
+    return in_template("Llama", taken, length, captions)
 
 
 def qwen(taken, length, captions):
-    """The same of another kind, whose tokenizer knows the template as that of a chat."""
-    tokenizer = words_of(taken.template, captions)
-    tokenizer.chat_template = (
+    """Its tokenizer knows the template as that of a chat."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    encoder = in_template(
+        "Qwen2_5_VLText", taken, length, captions, num_key_value_heads=2, rope_parameters=rope
+    )
+    encoder.tokenizer.chat_template = (
         "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    config = transformers.Qwen2_5_VLTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
-    )
-    return TextEncoder(tokenizer, transformers.Qwen2_5_VLTextModel(config).double(), length, taken)
+    return encoder
 
 
 def byt5(taken):

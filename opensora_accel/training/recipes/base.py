@@ -124,10 +124,8 @@ class Recipe:
     takes_frame_rate: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
     times: Callable[[int, float], Tensor] = even_times
-    # Of the model's config: it was distilled from guided answers, and is told by how much they are to be guided.
-    guidance_embeds: str = ""
-    # Modules of which a part of what they give is left unused; -1 is the last of a list.
-    partly_unused: tuple[str, ...] = ()
+    # The blocks of which the last gives states of text that nothing uses.
+    unused_text: str = ""
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
     fresh: Mapping[str, Any] = field(default_factory=dict)
     # Options, by their full names, as what is published was trained with them.
@@ -136,31 +134,23 @@ class Recipe:
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def use_all(self, model: nn.Module) -> None:
-        """Adds 0 times what modules give to the answer of the model, where that is left unused.
+        """Adds 0 times what nothing uses to the answer of the model.
 
         So every parameter has a gradient, for which those who average gradients wait.
         """
-        given: list[Tensor] = []
+        if not self.unused_text:
+            return
+        unused: list[Tensor] = []
 
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            outputs = output if isinstance(output, tuple) else (output,)
-            given.extend(each.sum() * 0 for each in outputs)
+        def keep(_module: nn.Module, _args: Any, output: tuple[Tensor, Tensor]) -> None:
+            unused[:] = [output[1]]
 
         def add(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            zero = torch.stack([each.to(output[0]) for each in given]).sum()
-            given.clear()
-            return output[0] + zero, *output[1:]
+            return output[0] + 0 * unused.pop().sum().to(output[0]), *output[1:]
 
-        for path in self.partly_unused:
-            blocks = model.get_submodule(path.removesuffix(".-1"))
-            module = blocks[-1] if isinstance(blocks, nn.ModuleList) else blocks
-            module.register_forward_hook(keep)
-        if self.partly_unused:
-            model.register_forward_hook(add)
-
-    def embeds_guidance(self, config: Mapping[str, Any]) -> bool:
-        """Whether a model with this config is told the strength of guidance, in place of two calls."""
-        return bool(self.guidance_embeds and config[self.guidance_embeds])
+        blocks: Any = model.get_submodule(self.unused_text)
+        blocks[-1].register_forward_hook(keep)
+        model.register_forward_hook(add)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """What the model's forward is called with, `hidden_states` first."""

@@ -55,7 +55,6 @@ RECIPE = Recipe(
         TextStates(encoders=("llama",), template=_TEMPLATE, skipped=95, layer=-3),
         TextStates(encoders=("clip_text_model",), pooled=True, length=77, padding="kept"),
     ),
-    guidance_embeds="guidance_embeds",
     # What has not been distilled is guided by two calls.
     fresh={"guidance_embeds": False},
     published={"data.num_frames": 61, "data.height": 544, "data.width": 960, "text.length": 256},

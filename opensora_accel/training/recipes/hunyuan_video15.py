@@ -82,8 +82,7 @@ RECIPE = Recipe(
         ),
         TextStates(reads=_quoted, length=256),
     ),
-    # The text behind the last attention.
-    partly_unused=("transformer_blocks.-1",),
+    unused_text="transformer_blocks",
     # It chooses tokens by masks, and looks whether there is a picture.
     without_memory=lambda: observe.FakeFloats(),
     published={
