@@ -14,6 +14,7 @@ from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashA
 from tests.attention.flash_attn_releases import RELEASES, functions, install
 from tests.attention.reference import random_inputs
 from tests.attention.test_kernels import expected
+from tests.tiers import each_once
 
 ON_GPU = Problem(torch.device("cuda", 0), torch.bfloat16, 64, 64, False, False, False)
 
@@ -43,8 +44,7 @@ def ring(release, heads):
     return max(float((a - b[:, rows]).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("release", "heads"), each_once(RELEASES, [(4, 4), (6, 2)]))
 def test_a_ring_by_each_release(ranks, release, heads):
     assert max(ranks(2, ring, release, heads)) < 1e-12
 

@@ -13,7 +13,7 @@ from opensora_accel.attention import (
     usp_attention,
 )
 from tests.attention.reference import full_attention, random_inputs, weights_like
-from tests.tiers import some
+from tests.tiers import PROVE, each_once, some
 
 FACTOR = 1.2
 """Of the mean error of one call against fp64. Blocks are merged in fp32, so the output is rounded once, like that of
@@ -66,7 +66,9 @@ def compared(name, heads, dtype):
 
 @pytest.mark.parametrize("heads", some([(4, 2), (4, 4)]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("name", "num_ranks"), [("ring", 2), ("ring", 4), ("ulysses", 3), ("usp", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("ring", 2), pytest.param("ring", 4, marks=PROVE), ("ulysses", 3), ("usp", 4)]
+)
 def test_error_within_that_of_a_single_call(ranks, name, num_ranks, heads, dtype):
     single, found = ranks(num_ranks, compared, name, heads, dtype)[0]
     for one, parallel_error, tensor in zip(single, found, ("out", "q", "k", "v"), strict=True):
@@ -112,8 +114,7 @@ def under_autocast(name, heads, value_dim):
     return dtypes, errors_of(single, exact), errors_of(found, exact)
 
 
-@pytest.mark.parametrize("value_dim", [32, 16])
-@pytest.mark.parametrize("heads", [(4, 4), (2, 2)])
+@pytest.mark.parametrize(("heads", "value_dim"), each_once([(4, 4), (2, 2)], [32, 16]))
 @pytest.mark.parametrize("name", ["ring", "ulysses", "usp"])
 def test_autocast_is_that_of_one_device_on_every_rank(ranks, name, heads, value_dim):
     """Also on a rank that has no heads, and for the kernel that is written out (values narrower than keys)."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from opensora_accel import communications as comm
 from tests.communications.test_alltoall import full_tensor
 from tests.gradcheck import distributed_gradcheck
-from tests.tiers import some
+from tests.tiers import each_once, some
 
 
 def exchanged(shift, uneven):
@@ -27,8 +27,7 @@ def exchanged(shift, uneven):
 
 
 @pytest.mark.parametrize("num_ranks", some([1, 2, 3, 4], 1, 3))
-@pytest.mark.parametrize("shift", [1, -1, 2])
-@pytest.mark.parametrize("uneven", [0, 1])
+@pytest.mark.parametrize(("shift", "uneven"), each_once([1, -1, 2], [1, 0]))
 def test_ring_exchange_and_its_gradient(ranks, num_ranks, shift, uneven):
     assert max(ranks(num_ranks, exchanged, shift, uneven)) < 1e-9
 

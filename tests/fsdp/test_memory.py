@@ -22,7 +22,7 @@ from opensora_accel.verify.communication.promise import broken_promises
 from opensora_accel.verify.communication.record_step import record_step
 from tests.fsdp.steps import batch
 from tests.models import wan
-from tests.tiers import some
+from tests.tiers import each_once, some
 
 
 def calls_of_accumulation(plan):
@@ -119,10 +119,9 @@ def allowed_bytes(model, blocks, prefetch):
     return other + max(max(2, prefetch + 1) * block, other)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("checkpoint", some(["full", "none"]))
 # In bf16 a block's parameters are gathered in two dtypes, in fp32 all together.
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("prefetch", "precision"), each_once([0, 1, 2], ["bf16", "fp32"]))
 def test_no_more_blocks_are_whole_than_prefetch_asks_for(prefetch, checkpoint, precision):
     plan = Plan(
         ulysses=2, sharding="FULL_SHARD", prefetch=prefetch, checkpoint=checkpoint, precision=precision

@@ -16,6 +16,7 @@ from opensora_accel.checkpoint import set_grad_checkpoint
 from opensora_accel.precision import lift_casts
 from tests.opensora_models import mmdit, mmdit_inputs, stdit3, stdit3_inputs
 from tests.shardformer.test_t5 import encoder
+from tests.tiers import each_once
 from tests.tolerances import RELATIVE, relative_error, relative_errors
 
 SOURCE = Path(__file__).with_name("training_step.py")
@@ -141,8 +142,8 @@ def sharded(build, inputs, plan):
 
 
 @pytest.mark.parametrize(
-    ("build", "inputs"), [(stdit3, stdit3_inputs), (mmdit, mmdit_inputs)], ids=["STDiT3", "MMDiT"]
+    ("model", "plan"), each_once(["STDiT3", "MMDiT"], [Plan(ulysses=2), Plan(ring=3)]), ids=str
 )
-@pytest.mark.parametrize("plan", [Plan(ulysses=2), Plan(ring=3)], ids=str)
-def test_open_soras_models_keep_their_own_checkpointing(ranks, build, inputs, plan):
-    assert max(ranks(plan.world_size, sharded, build, inputs, plan)) < RELATIVE[torch.float64]
+def test_open_soras_models_keep_their_own_checkpointing(ranks, model, plan):
+    made = {"STDiT3": (stdit3, stdit3_inputs), "MMDiT": (mmdit, mmdit_inputs)}[model]
+    assert max(ranks(plan.world_size, sharded, *made, plan)) < RELATIVE[torch.float64]

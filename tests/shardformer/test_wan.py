@@ -10,7 +10,7 @@ from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.precision import lift_casts
 from tests.attention.counting import counted
 from tests.models import wan, wan_inputs
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.tolerances import RELATIVE, relative_error, relative_errors
 
 
@@ -207,7 +207,7 @@ def sharded_parameters(plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(ulysses=2, sharding="zero3"),
+        pytest.param(Plan(ulysses=2, sharding="zero3"), marks=PROVE),
         Plan(dp_shard=2, ulysses=2, sharding="zero3", checkpoint="full", offload=1.0),
         Plan(dp_replicate=2, ulysses=2, sharding="zero2"),
         Plan(dp_replicate=2, dp_shard=2, sharding="zero3", checkpoint="selective"),
