@@ -87,6 +87,7 @@ _STYLE: Any = {
 GIB = 1 << 30
 # More than these are drawn in stretches, and a table has a choice of them.
 MAX_STEPS = 400
+_MOST_MARKED = 60
 
 
 class Chart:
@@ -98,8 +99,12 @@ class Chart:
     """
 
     def __init__(self, height: float, width: float = 8.6, is_plain: bool = False):
-        """A plain one has axes and nothing around them: it is laid out by one look, where legends take several."""
+        """A plain one has axes and nothing around them: it is laid out by one look, where legends take several.
+
+        It is as wide as a telephone, and two of them stand side by side on a desk.
+        """
         self.is_plain = is_plain
+        width = _NARROW if is_plain else width
         with matplotlib.rc_context(_STYLE):
             self.figure = Figure((width, height), layout=None if is_plain else "constrained")
             self.axes: Axes = self.figure.subplots()
@@ -139,11 +144,13 @@ class Chart:
             axis.set_minor_formatter(NullFormatter())
 
     def svg(self, label: str, prefix: str) -> Markup:
-        """The picture, and the same for a telephone: narrow, with letters of the same size.
+        """The picture, and unless it is plain the same for a telephone: narrow, with letters of the same size.
 
         Args:
             prefix: keeps this picture's identifiers apart from those of others on the page.
         """
+        if self.is_plain:
+            return Markup(self._svg(label, f"{prefix}-curve"))
         wide = self._svg(label, prefix)
         width, height = self.figure.get_size_inches()
         rows = -(-len(self.styles) // 2) - -(-len(self.styles) // 4)
@@ -288,7 +295,7 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
 
     Of more than `MAX_STEPS` steps each stretch is its median, in a band from its lowest to its highest.
     """
-    chart = Chart(height=2.4, is_plain=True)
+    chart = Chart(height=2.35, is_plain=True)
     known = [(step["step"], step[field], step["warm_up"]) for step in steps if step[field] is not None]
     counted = [(number, value) for number, value, warm_up in known if not warm_up]
     if len(steps) > MAX_STEPS:
@@ -300,13 +307,15 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
         chart.axes.fill_between(middle, low, high, color=_COLOURS["attention"], alpha=0.35, linewidth=0)
         chart.axes.plot(middle, [statistics.median(each) for each in values], color=_COLOURS["attention"])
     elif counted:
-        chart.axes.plot(*zip(*counted, strict=True), "o-", color=_COLOURS["attention"], markersize=4)
+        # More points than these would be one thick line.
+        style = "o-" if len(counted) <= _MOST_MARKED else "-"
+        chart.axes.plot(*zip(*counted, strict=True), style, color=_COLOURS["attention"], markersize=4)
     for number, value, warm_up in known:
         if warm_up:
             chart.axes.plot(number, value, "o", markerfacecolor="none", color=_COLOURS["attention"])
             chart.axes.annotate("warm-up", (number, value), (7, -3), textcoords="offset points", fontsize=8)
     chart.axes.set(xlabel="step", ylabel=label)
-    chart.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    chart.axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if field != "loss":
         # In a line that hardly rises, autoscaling would cut the upper half.
         chart.axes.set_ylim(0, 1.08 * max((value for _number, value, _warm_up in known), default=1.0) or None)
