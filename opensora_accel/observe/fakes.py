@@ -59,11 +59,16 @@ class FakeFloats(FakeTensorMode):
             return func(*_small(args), **(kwargs or {}))
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_rows_of(each) for each in args[1]]
-        if func is torch.ops.aten.eq.Scalar and getattr(args[0], "is_zeros", False):
+        if func is torch.ops.aten.eq.Scalar and getattr(args[0], "zeros_version", None) == args[0]._version:
             return torch.full(args[0].shape, args[1] == 0)
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if func is torch.ops.aten.zeros.default and isinstance(result, FakeTensor):
-            result.is_zeros = True  # type: ignore[attr-defined]
+        if (
+            func is torch.ops.aten.zeros.default
+            and isinstance(result, FakeTensor)
+            and result.device.type == "cpu"
+        ):
+            # Until it is written to.
+            result.zeros_version = result._version  # type: ignore[attr-defined]
         # It refers weakly to what it has made, and `module.to(dtype)` swaps no tensor that is referred to.
         self.fake_tensor_converter.tensor_memo.clear()
         return result

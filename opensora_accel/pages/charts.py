@@ -99,12 +99,10 @@ class Chart:
     """
 
     def __init__(self, height: float, width: float = 8.6, is_plain: bool = False):
-        """A plain one has axes and nothing around them: it is laid out by one look, where legends take several.
-
-        It is as wide as a telephone, and two of them stand side by side on a desk.
+        """A plain one has axes and nothing around them: it is laid out by one look, where legends take several, and
+        drawn once.
         """
         self.is_plain = is_plain
-        width = _NARROW if is_plain else width
         with matplotlib.rc_context(_STYLE):
             self.figure = Figure((width, height), layout=None if is_plain else "constrained")
             self.axes: Axes = self.figure.subplots()
@@ -295,7 +293,8 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
 
     Of more than `MAX_STEPS` steps each stretch is its median, in a band from its lowest to its highest.
     """
-    chart = Chart(height=2.35, is_plain=True)
+    # Two of them stand side by side on a desk.
+    chart = Chart(height=2.35, width=_NARROW, is_plain=True)
     known = [(step["step"], step[field], step["warm_up"]) for step in steps if step[field] is not None]
     counted = [(number, value) for number, value, warm_up in known if not warm_up]
     if len(steps) > MAX_STEPS:

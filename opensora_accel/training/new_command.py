@@ -51,6 +51,10 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     if (given.gpus is None) != (given.hardware is None):
         raise ValueError("--gpus and --hardware belong together; give both, or none")
+    if given.rank < 1:
+        raise ValueError(
+            f"--rank is that of adapters, at least 1; --full trains all weights; got {given.rank}"
+        )
     if given.gpus is not None and given.gpus < 1:
         raise ValueError(f"--gpus is a number of GPUs, at least 1; got {given.gpus}")
     output: Path = given.output
@@ -253,13 +257,15 @@ def _check(config: TrainConfig) -> None:
 
 
 def _plan(config: TrainConfig, num_gpus: int, hardware: str) -> Plan:
-    """The planner's, whose data ranks have a clip each; of two experts it counts one."""
+    """The planner's, whose data ranks have a clip each.
+
+    Raises:
+        ValueError: no plan fits, or there are two experts, of which it would count one.
+    """
     from opensora_accel.planner import choose
     from opensora_accel.training.planned import job_of
 
-    alone = config.experts[0]
-    job = dataclasses.replace(job_of(alone), global_batch=None)
-    return choose(job, num_gpus, hardware)
+    return choose(dataclasses.replace(job_of(config), global_batch=None), num_gpus, hardware)
 
 
 def _nested(lines: Sequence[_Line]) -> dict[str, Any]:
@@ -282,12 +288,19 @@ def _text(
         f"# Trains {folder.resolve().name}. Every option: opensora-accel train --help",
         *_table(lines, ""),
     ]
-    if plan is None:
+    has_two = any(name == "flow.boundary" for name, _, _ in lines)
+    if plan is None and not has_two:
         made.append('plan = "auto"         # chosen for the GPUs that the run finds, where it starts')
     tables = dict.fromkeys(name.partition(".")[0] for name, _, _ in lines if "." in name)
     tables.pop("plan", None)
     for table in tables:
         made += ["", f"[{table}]", *_table(lines, table)]
+    if plan is None and has_two:
+        made += [
+            "",
+            "[plan]                # the planner counts one model; degrees for your GPUs, as ulysses = 8",
+            'precision = "bf16"',
+        ]
     if plan is not None:
         made += ["", f"[plan]                # for {given.gpus} × {given.hardware}, by `opensora-accel plan`"]
         usual = Plan()

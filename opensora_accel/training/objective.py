@@ -173,12 +173,11 @@ class Objective:
         """
         with region("encode", "captions"):
             texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
-            masks = [
-                (torch.arange(text.size(1)) < torch.tensor(each.num_tokens(captions))[:, None]).to(
-                    self.device
-                )
-                for each, text in zip(self.texts, texts, strict=True)
-            ]
+            masks = []
+            if self.recipe.takes_text_masks:
+                for each, text in zip(self.texts, texts, strict=True):
+                    ends = torch.tensor(each.num_tokens(captions))
+                    masks.append((torch.arange(text.size(1)) < ends[:, None]).to(self.device))
         if condition is not None:
             noisy = torch.cat([noisy, condition.channels], dim=1)
         pictures = None if condition is None else condition.pictures

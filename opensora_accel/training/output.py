@@ -169,9 +169,9 @@ def check_inputs(config: TrainConfig) -> None:
     """
     output = Path(config.output).resolve()
     written = [output / name for name in WRITTEN if (output / name).exists()]
+    folders = [("data.folders", name) for name in config.data.folders]
     inputs = {
         "data.folder": config.data.folder,
-        **{f"data.folders {name}": name for name in config.data.folders},
         "model.path": config.model.path,
         "model.path_2": config.model.path_2,
         "lora.path": config.lora.path,
@@ -182,7 +182,7 @@ def check_inputs(config: TrainConfig) -> None:
         "image.path": config.image.path,
         "cache_folder": config.cache_folder,
     }
-    for option, path in inputs.items():
+    for option, path in [*folders, *inputs.items()]:
         if path and any(Path(path).resolve().is_relative_to(place.resolve()) for place in written):
             raise ValueError(
                 f"--{option} {path} lies in what an earlier run wrote to --output {config.output}, and would be moved "

@@ -84,7 +84,12 @@ def test_two_experts_and_first_frames(pipelines, tmp_path):
     shutil.copytree(folder / "transformer", folder / "transformer_2")
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.9}))
-    config, _ = written(folder, "--full")
+    config, text = written(folder, "--full")
+    assert 'plan = "auto"' not in text and config.plan.precision == "bf16", "the planner would refuse two"
+    with pytest.raises(ValueError, match=r"flow\.boundary trains two"):
+        new_command.main(
+            [str(folder), "--output", str(tmp_path / "x.toml"), "--gpus", "2", "--hardware", "h100x8"]
+        )
     assert (config.flow.boundary, config.model.path_2) == (0.9, str(folder / "transformer_2"))
     assert (config.conditions.t2v, config.conditions.i2v_head, config.lora.rank) == (0.0, 1.0, 0)
 
@@ -122,6 +127,7 @@ def test_what_cannot_be_written_is_told(pipelines, tmp_path, monkeypatch):
         ([str(tmp_path)], r"has no model_index\.json; give"),
         ([str(folder), "--output", "there.toml"], r"there\.toml exists; name another"),
         ([str(folder), "--output", "x.json"], r"--output is a \.toml file"),
+        ([str(folder), "--rank", "0"], r"at least 1; --full trains all weights; got 0"),
         ([str(folder), "--gpus", "2"], r"--gpus and --hardware belong together"),
         ([str(folder), "--gpus", "0", "--hardware", "h100x8"], r"at least 1; got 0"),
     ):

@@ -45,7 +45,7 @@ class Inputs:
     timestep: Tensor
     # [B, L, width] of each of the family's encoders, behind the end of a caption as the recipe's `text` says.
     texts: Sequence[Tensor]
-    # Bool [B, L] of each, false behind the end of a caption.
+    # Bool [B, L] of each, false behind the end of a caption; none where the model is not told.
     text_masks: Sequence[Tensor]
     # States of first frames, [B, N, width], where the model takes them.
     pictures: Tensor | None = None
@@ -70,6 +70,16 @@ class Inputs:
     def text_mask(self) -> Tensor:
         """That of the first encoder."""
         return self.text_masks[0]
+
+    @property
+    def text_2(self) -> Tensor:
+        """That of the second encoder."""
+        return self.texts[1]
+
+    @property
+    def text_mask_2(self) -> Tensor:
+        """That of the second encoder."""
+        return self.text_masks[1]
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,12 @@ class Recipe:
     published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def takes_text_masks(self) -> bool:
+        return not {"text_mask", "text_mask_2"}.isdisjoint(
+            source for source in self.call.values() if isinstance(source, str)
+        )
 
     def use_all(self, model: nn.Module) -> None:
         """Adds 0 times what nothing uses to the answer of the model.

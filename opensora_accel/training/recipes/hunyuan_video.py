@@ -47,7 +47,7 @@ RECIPE = Recipe(
         "timestep": "timestep",
         "encoder_hidden_states": "text",
         "encoder_attention_mask": "text_mask",
-        "pooled_projections": lambda inputs: inputs.texts[1].squeeze(1),
+        "pooled_projections": lambda inputs: inputs.text_2.squeeze(1),
         "guidance": _guidance,
     },
     derive=_derive,
