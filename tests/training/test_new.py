@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 
-from opensora_accel.training import new_command
+from opensora_accel import Plan
+from opensora_accel.training import new_command, planned
 from opensora_accel.training.config import load_config
 from opensora_accel.training.tiny_run import write_clips
 from tests.tiers import PROVE, some
@@ -140,3 +141,13 @@ def test_what_cannot_be_written_is_told(pipelines, tmp_path, monkeypatch):
     ):
         new_command.main([str(folder)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.toml", "wan"], "nothing is written"
+
+
+def test_a_plan_that_is_chosen_on_gpus_computes_in_bf16(pipelines, monkeypatch):
+    config, _ = written(pipelines("WanTransformer3DModel"))
+    config, chosen = dataclasses.replace(config, plan=Plan()), []
+    monkeypatch.setattr(planned, "choose", lambda job, _world_size: chosen.append(job.precision))
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        planned.choose_plan(config)
+    assert chosen == ["fp32", "bf16"]
