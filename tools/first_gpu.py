@@ -206,7 +206,7 @@ def drive(stages: Sequence[Stage], out: Path, limit_s: float, dry: bool = False)
     """
     started, out = time.monotonic(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    # A run of some stages goes on with the report of those that ran before, in another ten minutes.
+    # A run of some stages goes on with the report of those that ran before, in as much time again.
     chosen = {stage.name for stage in stages}
     earlier = read_json(out / "report.json") if chosen < {stage.name for stage in STAGES} else {}
     earlier_stages = {name: each for name, each in earlier.get("stages", {}).items() if name not in chosen}
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="the report and all logs go there")
     add("--only", nargs="+", choices=names, metavar="STAGE", help=f"beside the first: {', '.join(names)}")
     add("--node", action="store_true", help="what needs several GPUs, in place of what needs one")
-    add("--limit-s", type=float, default=570.0, help="seconds for everything (default: 570)")
+    add("--limit-s", type=float, default=720.0, help="seconds for everything (default: 720)")
     add("--dry-run", action="store_true", help="tiny, on the CPU: it tests the stages")
     options = parser.parse_args(arguments)
     if options.only:

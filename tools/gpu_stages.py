@@ -1,7 +1,7 @@
 """The stages of `first_gpu.py`: what runs on a GPU, for how long at most, and which claims it decides.
 
 What is right comes before what is fast: where the time is short, the last stages do not start. The limits of those for
-one GPU fit the 10 minutes, and so do those for several. `docs/gpu.md` has a line for each stage.
+one GPU fit 12 minutes, of which a run takes 10, and so do those for several. `docs/gpu.md` has a line for each stage.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def node(name: str, tests: str, limit_s: float, claims: Mapping[str, str]) -> St
 _NORMS = "'^(T5LayerNorm|RMS norm|norm|gate)'"
 
 STAGES = (
-    Stage("machine", "tools/machine.py {out}/machine.json", gpus=0, limit_s=15, claims={
+    Stage("machine", "tools/machine.py {out}/machine.json", gpus=0, limit_s=30, claims={
         "torch reaches the GPU: a product on it is that of the CPU": "a product",
         "attention takes a fused kernel in bf16: plain, masked and deterministic": "fused kernel",
         "torch prefers the kernel that ring attention takes": "prefers",
@@ -70,13 +70,13 @@ STAGES = (
     }),
     Stage("kernel-tests", "pytest -n 14 --dist worksteal -m 'cuda and not prove' "
           "tests/shardformer/modeling/triton/values.py tests/experiments/unpacking.py",
-          limit_s=69, claims={
+          limit_s=110, claims={
         "Triton kernels compiled for the GPU agree with plain operations, values and gradients": ".",
     }),
     Stage("checkpoint-tests", "pytest -n 8 tests/checkpoint", limit_s=40, claims={
         "checkpointing in every mode has the gradients of none on CUDA, bit for bit": "checkpoint",
     }),
-    Stage("model-tests", "pytest -n 14 --maxschedchunk=1 tests/shardformer/test_cuda.py", limit_s=75, claims={
+    Stage("model-tests", "pytest -n 14 --maxschedchunk=1 tests/shardformer/test_cuda.py", limit_s=140, claims={
         "every model of the tests, checkpointed and offloaded on a GPU, has the plain model's gradients": "in_fp64",
         "models whose norms were swapped have them too": "norms",
         "blocks that Inductor compiled for the GPU have those of the plain model's that it compiled": "compiled",
@@ -114,7 +114,7 @@ STAGES = (
         "offload is faster than other offloaders": "step time of (?!full)",
         "offload has a lower peak than other offloaders": "peak of",
     }),
-    Stage(**bench("longest", "--memory-gib 8 --start 256 --seconds 36", picture=True), limit_s=51, claims={
+    Stage(**bench("longest", "--memory-gib 8 --start 256 --seconds 60", picture=True), limit_s=80, claims={
         "checkpointing trains on longer sequences than none": "of (full|selective) over that of none",
         "offload trains on longer sequences than checkpointing alone": "longest sequence of full.offload",
         "a step of Wan blocks with offload takes at most 1.02 × that without": "step time of full.offload",
