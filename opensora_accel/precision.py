@@ -27,6 +27,8 @@ _FACTORIES = {
     *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.arange, _aten.linspace, _aten.rand, _aten.randn),
     *(_aten.scalar_tensor, _aten._to_copy),  # a cast of whole numbers makes a value as well
 }  # fmt: skip
+# These make floating-point numbers where no type is given.
+_MAKE_FLOATS = {_aten.zeros, _aten.ones, _aten.empty, _aten.linspace, _aten.rand, _aten.randn}
 
 
 def _narrow(dtype: Any) -> bool:
@@ -82,6 +84,8 @@ class LiftOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         # Below autograd: what backward computes comes by here too.
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if func.overloadpacket in _MAKE_FLOATS and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": torch.float64}
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
             if self._note is not None and func.overloadpacket is _aten._to_copy and is_double:
                 self._note(kwargs["dtype"])

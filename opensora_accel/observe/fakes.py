@@ -39,12 +39,15 @@ _NOT_FAKE = (
 _FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot access data pointer")
 
 
+_MADE_AS = {torch.ops.aten.zeros.default: 0, torch.ops.aten.ones.default: 1}
+
+
 class FakeFloats(FakeTensorMode):
     """Tensors have shapes and no memory, but for whole numbers on the CPU, which stay real.
 
     Programs branch on those: a DeviceMesh reads its ranks, an attention its token counts. Bytes (uint8) are buffers,
     not numbers, and hold nothing either. Of rows that a whole mask chooses the number is known, and of what was made as
-    zeros that it is zero.
+    zeros, or as ones, that it is.
     """
 
     def __init__(self) -> None:
@@ -59,16 +62,14 @@ class FakeFloats(FakeTensorMode):
             return func(*_small(args), **(kwargs or {}))
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_rows_of(each) for each in args[1]]
-        if func is torch.ops.aten.eq.Scalar and getattr(args[0], "zeros_version", None) == args[0]._version:
-            return torch.full(args[0].shape, args[1] == 0)
+        if func is torch.ops.aten.eq.Scalar:
+            value, version = getattr(args[0], "made_as", (None, None))
+            if value is not None and version == args[0]._version:
+                return torch.full(args[0].shape, args[1] == value)
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if (
-            func is torch.ops.aten.zeros.default
-            and isinstance(result, FakeTensor)
-            and result.device.type == "cpu"
-        ):
+        if func in _MADE_AS and isinstance(result, FakeTensor) and result.device.type == "cpu":
             # Until it is written to.
-            result.zeros_version = result._version  # type: ignore[attr-defined]
+            result.made_as = _MADE_AS[func], result._version  # type: ignore[attr-defined]
         # It refers weakly to what it has made, and `module.to(dtype)` swaps no tensor that is referred to.
         self.fake_tensor_converter.tensor_memo.clear()
         return result

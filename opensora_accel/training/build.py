@@ -26,12 +26,20 @@ from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_ad
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.captions import TextShape
 from opensora_accel.training.codec import Codec, LatentShape, check_multiple, latent_shape
-from opensora_accel.training.conditions import check_conditions, num_channels
+from opensora_accel.training.conditions import Condition, Conditioning, check_conditions
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.options import check_argument
-from opensora_accel.training.pictures import picture_shape
+from opensora_accel.training.pictures import PictureStates, picture_shape
 from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
-from opensora_accel.training.recipes import RECIPES, Inputs, Recipe, Sizes, check_recipe, patches_of
+from opensora_accel.training.recipes import (
+    RECIPES,
+    Inputs,
+    Recipe,
+    Sizes,
+    check_conditioning,
+    check_recipe,
+    patches_of,
+)
 from opensora_accel.training.sampler import Portion
 from opensora_accel.training.sections import DataConfig, ModelConfig
 from opensora_accel.training.video import Video
@@ -82,7 +90,7 @@ def build_model(
         if outline.config[argument] != needed:
             raise ValueError(
                 f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
-                f"{_hint(argument, codec)}; leave model.config.{argument} out, or choose encoders that fit"
+                f"{_hint(argument, recipe, codec)}; leave model.config.{argument} out, or choose encoders that fit"
             )
     if config.image.is_used and outline.config.get("pos_embed_seq_len") is not None:
         raise ValueError(
@@ -94,7 +102,9 @@ def build_model(
     for bucket in config.data.sizes:
         with _named(bucket, config.data):
             shapes[bucket] = check_sizes(bucket, codec, outline)
-    check_conditions(config.conditions, config.data.sizes, codec.temporal)
+    conditioning = conditioning_of(config, codec)
+    check_conditions(config.conditions, config.data.sizes, codec.temporal, conditioning)
+    check_conditioning(recipe, conditioning, config)
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
     )
@@ -116,17 +126,20 @@ def build_model(
     return model, shapes
 
 
-def _hint(argument: str, codec: Codec) -> str:
+def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     """Where an argument that does not fit may come from."""
-    extra = num_channels(codec.channels, codec.temporal)
-    pictures = " (pictures' states, as Wan 2.1's image-to-video models take them, come from image.path)"
+    extra = max((each.num_channels(codec.channels, codec.temporal) for each in recipe.frames), default=0)
+    pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
     return {
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,
+        "image_embed_dim": pictures,
         "image_condition_type": " (first frames that are given are not trained in this family yet)",
-        "task_type": " (first frames that are given are not trained in this family yet)",
+        "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
-        "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})",
+        "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
+        if extra
+        else "",
     }.get(argument, "")
 
 
@@ -175,11 +188,11 @@ def inputs_of_one(
 ) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
     return Inputs(
-        latents=torch.empty(1, shape[0] + condition_channels(config, codec), *shape[1:]),
+        latents=torch.empty(1, *shape),
         timestep=torch.empty(1),
         texts=[torch.empty(1, *each) for each in texts],
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
-        pictures=torch.empty(1, *picture_shape(config.image)) if config.image.is_used else None,
+        condition=condition_of_one(config, codec, shape),
         spatial=codec.spatial,
         temporal=codec.temporal,
         config=arguments,
@@ -280,18 +293,57 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
     """Arguments that follow from the encoders, and whether frames are given."""
     sizes = Sizes(
         channels=codec.channels,
-        input_channels=codec.channels + condition_channels(config, codec),
+        input_channels=codec.channels + _condition_channels(config, codec),
         texts=texts,
         temporal=codec.temporal,
-        picture_width=picture_shape(config.image)[1] if config.image.is_used else None,
+        picture_width=_picture_shape(config)[1] if config.image.is_used else None,
         arguments=all_arguments(config.model),
     )
     return recipe_of(config.model).derive(sizes)
 
 
-def condition_channels(config: TrainConfig, codec: Codec) -> int:
+def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
+    """How the model takes frames that are given; None where it takes none in this run.
+
+    A family may have several ways, and its weights, or `model.config`, one: they have the channels for it.
+    """
+    ways = [each for each in recipe_of(config.model).frames if config.conditions.are_used or each.always]
+    channels = given_arguments(config.model).get("in_channels")
+    fitting = [
+        each
+        for each in ways
+        if codec.channels + each.num_channels(codec.channels, codec.temporal) == channels
+    ]
+    return next(iter([*fitting, *ways]), None)
+
+
+def _condition_channels(config: TrainConfig, codec: Codec) -> int:
     """Channels of frames that are given, behind those of latents."""
-    return num_channels(codec.channels, codec.temporal) if config.conditions.are_used else 0
+    conditioning = conditioning_of(config, codec)
+    return 0 if conditioning is None else conditioning.num_channels(codec.channels, codec.temporal)
+
+
+def pictures_of(config: TrainConfig) -> PictureStates:
+    """Which states the family takes of a first frame."""
+    return recipe_of(config.model).pictures or PictureStates()
+
+
+def _picture_shape(config: TrainConfig) -> tuple[int, int]:
+    return picture_shape(config.image, pictures_of(config))
+
+
+def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> Condition | None:
+    """Of the shapes of what the model gets of one clip, of latents [C, t, h, w] of this shape, with its first frame."""
+    conditioning = conditioning_of(config, codec)
+    if conditioning is None:
+        return None
+    # Not zeros, which some models take for no picture.
+    pictures = torch.ones(1, *_picture_shape(config)) if config.image.is_used else None
+    if conditioning.place == "channels":
+        channels = conditioning.num_channels(codec.channels, codec.temporal)
+        return Condition(torch.zeros(1, channels, *shape[1:]), pictures=pictures)
+    given = (torch.arange(shape[1]) < 1)[None]
+    return Condition(torch.zeros(1, *shape), given, pictures)
 
 
 def _check_memory(

@@ -30,6 +30,8 @@ class Codec(Protocol):
     spatial: int
     # Frames per latent frame, after the first.
     temporal: int
+    # What latents of frames that are given are multiplied by, where a model takes those in channels of their own.
+    given_scale: float
 
     def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
         """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance, in fp32 or more.
@@ -47,6 +49,7 @@ class SpaceToDepth:
     """Every square of pixels becomes the channels of one position: exact, and nothing to train."""
 
     temporal = 1
+    given_scale = 1.0
 
     def __init__(self, patch: int, dtype: torch.dtype):
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
@@ -77,6 +80,8 @@ class VideoVAE:
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.channels = config.get("z_dim") or config["latent_channels"]
+        # CogVideoX 1.5 was trained with pictures that were divided by the factor that clips are multiplied by.
+        self.given_scale = config["scaling_factor"] ** -2 if config.get("invert_scale_latents") else 1.0
         # Pixels a side, and frames, to one latent position; the classes say it under two names.
         for pattern in ("scale_factor_{}", "{}_compression_ratio"):
             names = (pattern.format("spatial"), pattern.format("temporal"))

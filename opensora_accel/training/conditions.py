@@ -1,8 +1,8 @@
 """Frames that are given, and of which a model learns to make the rest: a picture begins a clip, a clip goes on.
 
-Which frames are given is drawn for each clip, by the weights of `ConditionsConfig`. The model learns of them in further
-channels of its input, as Wan's image-to-video models are. An example with a VAE of 16 channels that makes one latent
-frame of 4 frames, after the first; a clip of 9 frames, of which the first is given (`i2v_head`):
+Which frames are given is drawn for each clip, by the weights of `ConditionsConfig`. How a model takes them is its
+family's `Conditioning`. An example with a VAE of 16 channels that makes one latent frame of 4 frames, after the first;
+of a clip of 9 frames the first is given (`i2v_head`). Wan 2.1 takes it in further channels of its input:
 
     frames        0    1 2 3 4    5 6 7 8
     given         1    0 0 0 0    0 0 0 0
@@ -10,7 +10,13 @@ frame of 4 frames, after the first; a clip of 9 frames, of which the first is gi
     clip          0    · · · ·    · · · ·       what is not given is grey; encoded as any clip is
 
     input      16 channels of the noisy clip, 4 of the mask, 16 of the clip with what is given: 36
-    loss                  latent frames 1 and 2: one whose frames are all given has nothing to learn
+    loss       all latent frames, as its sampler makes the given ones too, or 1 and 2 (`conditions.learn_given`)
+
+LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token has a time of its own:
+
+    input      16 channels: latent frame 0 of the picture, 1 and 2 noisy
+    times      0 | t | t
+    loss       latent frames 1 and 2: its sampler puts the given one back
 
 Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, opensora/utils/train.py). Channels: Wan 2.1
 (arXiv:2503.20314). Where nothing is given (`t2v`), mask and clip are zero, as in Open-Sora.
@@ -18,14 +24,16 @@ Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, open
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.codec import Codec
 from opensora_accel.training.flow import generator
 from opensora_accel.training.sections import ConditionsConfig
 
@@ -33,10 +41,18 @@ from opensora_accel.training.sections import ConditionsConfig
 class Condition(NamedTuple):
     """What the model gets of clips whose frames are given."""
 
-    # [B, C', t, h, w], behind the channels of the noisy clips.
-    channels: Tensor
+    # [B, C', t, h, w], behind the channels of the noisy clips; where `given` is, their latents [B, C, t, h, w].
+    latents: Tensor
+    # Bool [B, t]: the latent frames that stand in the place of noisy ones; none where they stand behind.
+    given: Tensor | None = None
     # [B, N, width], states of the first frames, where the model takes them.
     pictures: Tensor | None = None
+
+    def put(self, noisy: Tensor) -> Tensor:
+        """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
+        if self.given is None:
+            return torch.cat([noisy, self.latents], dim=1)
+        return torch.where(self.given[:, None, :, None, None], self.latents, noisy)
 
 
 class Given(NamedTuple):
@@ -63,9 +79,43 @@ KINDS = {
 }
 
 
-def num_channels(codec_channels: int, temporal: int) -> int:
-    """Channels of mask and clip, which stand behind those of the noisy clip."""
-    return temporal + codec_channels
+@dataclass(frozen=True)
+class Conditioning:
+    """How the models of a family take frames that are given."""
+
+    # In channels behind those of what is noisy, or in the place of its latents, at time 0.
+    place: Literal["channels", "latents"]
+    # In channels: a number for each frame of a latent frame, before what is given; one, behind it; or none.
+    mask: Literal["frames", "latent frames"] | None = None
+    # What is given is encoded as a clip whose other frames are grey; or by itself, and zero follows.
+    in_grey: bool = False
+    # The channels are there in a run that gives no frames too, and are zero.
+    always: bool = False
+
+    def num_channels(self, codec_channels: int, temporal: int) -> int:
+        """Channels of what is given and its mask, behind those of the noisy clip."""
+        if self.place == "latents":
+            return 0
+        return codec_channels + {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
+
+    def of_nothing(self, like: Tensor, temporal: int) -> Condition | None:
+        """What the model gets of clips of latents like [B, C, t, h, w], of which nothing is given."""
+        if self.place == "latents":
+            return None
+        return Condition(
+            like.new_zeros(len(like), self.num_channels(like.size(1), temporal), *like.shape[2:])
+        )
+
+    def encode(self, codec: Codec, frames: Tensor, given: Sequence[Given]) -> Tensor:
+        """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w]."""
+        if self.in_grey:
+            return codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
+        num_latents = (frames.size(1) - 1) // codec.temporal + 1
+        heads = []
+        for clip, each in zip(frames, given, strict=True):
+            head = codec.given_scale * codec.encode(clip[None, : each.head])
+            heads.append(F.pad(head, (0, 0, 0, 0, 0, num_latents - head.size(2))))
+        return torch.cat(heads)
 
 
 def mask_of(given: Tensor, temporal: int) -> Tensor:
@@ -82,25 +132,36 @@ def weights_of(config: ConditionsConfig, num_frames: int, temporal: int) -> dict
 
 def _fitting(config: ConditionsConfig, num_frames: int, temporal: int) -> dict[str, float]:
     weights = {}
-    for kind, weight in dataclasses.asdict(config).items():
+    for kind, weight in config.weights.items():
         mask = mask_of(KINDS[kind].frames(num_frames).unsqueeze(0), temporal)
         if weight and not mask.all(1).all():
             weights[kind] = weight
     return weights
 
 
-def check_conditions(config: ConditionsConfig, buckets: Sequence[Bucket], temporal: int) -> None:
+def check_conditions(
+    config: ConditionsConfig,
+    buckets: Sequence[Bucket],
+    temporal: int,
+    conditioning: Conditioning | None = Conditioning("channels", "frames", in_grey=True),
+) -> None:
     """Checks that every kind is for some clip, and that every clip, but an image, has a kind.
 
     Args:
         buckets: the sizes of clips, each 1 frame and a multiple of `temporal`.
+        conditioning: how the model takes what is given.
 
     Raises:
         ValueError: what was asked for would not be trained.
     """
     fitting = {bucket: _fitting(config, bucket.num_frames, temporal) for bucket in buckets}
     sizes = ", ".join(map(str, buckets))
-    for kind, weight in dataclasses.asdict(config).items():
+    for kind, weight in config.weights.items():
+        if weight and KINDS[kind].tail and conditioning is not None and not conditioning.in_grey:
+            raise ValueError(
+                f"conditions.{kind} gives frames at the end of a clip, and this model takes them at its beginning; set "
+                "it to 0, and conditions.i2v_head or v2v_head above 0"
+            )
         if weight and not any(kind in weights for weights in fitting.values()):
             given = KINDS[kind].head + KINDS[kind].tail
             raise ValueError(
@@ -129,28 +190,36 @@ def draw_conditions(
 
 
 def encode_condition(
+    conditioning: Conditioning,
     encode: Callable[[list[int]], Tensor],
     given: Sequence[Given],
     num_frames: int,
     temporal: int,
     like: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """What the model gets of them, and which latent frames it learns.
+) -> tuple[Condition, Tensor]:
+    """What the model gets of clips, pictures left out, and bool [B, t], the latent frames whose frames are all given.
 
     Args:
         encode: gives the latents [n, C, t, h, w] of n of the samples, by their numbers, with what is given of them.
         given: of each of B samples.
         like: the latents [B, C, t, h, w] of whole clips.
-
-    Returns:
-        [B, temporal + C, t, h, w], and bool [B, t].
     """
     frames = torch.stack([each.frames(num_frames) for each in given])
-    mask = mask_of(frames, temporal)
+    mask = mask_of(frames, temporal).to(like.device)
     latents = torch.zeros_like(like)
     conditioned = [number for number, each in enumerate(given) if each != KINDS["t2v"]]
     if conditioned:
         latents[conditioned] = encode(conditioned).to(latents)
-    # [B, temporal, t, 1, 1], the same at every position of a latent frame.
-    of_positions = mask.to(latents)[..., None, None].expand(-1, -1, -1, *like.shape[-2:])
-    return torch.cat([of_positions, latents], dim=1), ~mask.all(1).to(like.device)
+    whole = mask.all(1)
+    if conditioning.place == "latents":
+        return Condition(latents, given=whole), whole
+
+    def everywhere(mask: Tensor) -> Tensor:
+        """[B, n, t] → [B, n, t, h, w], the same at every position of a latent frame."""
+        return mask.to(latents)[..., None, None].expand(-1, -1, -1, *like.shape[-2:])
+
+    if conditioning.mask == "frames":
+        latents = torch.cat([everywhere(mask), latents], dim=1)
+    elif conditioning.mask == "latent frames":
+        latents = torch.cat([latents, everywhere(whole[:, None])], dim=1)
+    return Condition(latents), whole

@@ -39,9 +39,6 @@ from opensora_accel.training.sections import (
     ValidationConfig,
 )
 
-# diffusers' Wan, SkyReels-V2 and ChronoEdit take the last 512 of all tokens for the text, and the others for pictures.
-_TOKENS_BESIDE_PICTURES = 512
-
 
 @options
 class TrainConfig:
@@ -114,12 +111,6 @@ class TrainConfig:
             raise ValueError(
                 "image encodes the first frame where that is given, and conditions give it of no clip; set "
                 "conditions.i2v_head above 0, or leave image.path and image.width out"
-            )
-        if self.image.is_used and self.text.length != _TOKENS_BESIDE_PICTURES:
-            raise ValueError(
-                f"a model that takes pictures' states counts on {_TOKENS_BESIDE_PICTURES} tokens of text behind them; "
-                f"text.length is {self.text.length}: set it to {_TOKENS_BESIDE_PICTURES}, or leave image.path and "
-                "image.width out"
             )
         if self.flow.time_range != (0.0, 1.0) and (self.num_samples or self.sample_captions):
             raise ValueError(

@@ -31,7 +31,7 @@ from torch import Tensor
 from opensora_accel.communications import gather_objects
 from opensora_accel.training.captions import TextEncoder
 from opensora_accel.training.codec import Codec
-from opensora_accel.training.conditions import Given
+from opensora_accel.training.conditions import Conditioning, Given
 from opensora_accel.training.data import Clip
 from opensora_accel.training.pictures import PictureEncoder
 from opensora_accel.training.stored import Stored
@@ -170,9 +170,11 @@ class CachedLatents:
         *,
         in_memory: bool = True,
         stored: Stored | None = None,
+        conditioning: Conditioning | None = None,
     ):
-        """Arguments are those of `_KeptByClip`."""
+        """Arguments are those of `_KeptByClip`, and how frames that are given are encoded."""
         self.channels, self.spatial, self.temporal = codec.channels, codec.spatial, codec.temporal
+        self._conditioning = conditioning
         self._kept = _KeptByClip(codec, build, needed, in_memory=in_memory, stored=stored)
 
     def encode(
@@ -188,8 +190,10 @@ class CachedLatents:
         """frames: uint8 [T, H, W, 3] → latents [C, t, h, w] on the host."""
 
         def encode(codec: Codec) -> Tensor:
-            shown = None if given is None else given.frames(len(frames)).unsqueeze(0)
-            return codec.encode(frames.unsqueeze(0), shown)[0]
+            if given is None:
+                return codec.encode(frames.unsqueeze(0))[0]
+            assert self._conditioning is not None
+            return self._conditioning.encode(codec, frames.unsqueeze(0), [given])[0]
 
         size = clip.bucket
         key = {
@@ -197,6 +201,7 @@ class CachedLatents:
             "height": size.height,
             "width": size.width,
             "given": given,
+            "in_grey": None if given is None or self._conditioning is None else self._conditioning.in_grey,
         }
         return self._kept.value_of(clip, given, key, encode)
 

@@ -101,8 +101,10 @@ class Trainer:
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None
         if config.image.is_used:
+            outline = self.disk_cache is not None
+            taken = build.pictures_of(config)
             pictures = build_picture_encoder(
-                config.image, config.seed, self.device, self.dtype, outline=self.disk_cache is not None
+                config.image, config.seed, self.device, self.dtype, taken, outline=outline
             )
         # The model takes no memory yet, and the text encoder is gone before it does.
         first, *others = config.experts
@@ -127,6 +129,7 @@ class Trainer:
             codec,
             encoders,
             pictures,
+            build.conditioning_of(first, codec),
             model,
             forward,
             latent_shapes,

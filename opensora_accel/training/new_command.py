@@ -173,7 +173,12 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     # Whole patches of latent frames.
     while ((num_frames - 1) // codec.temporal + 1) % patches_of(arguments)[0]:
         num_frames += codec.temporal
-    takes_frames = recipe.takes_frames and arguments.get("in_channels", 0) > arguments.get("out_channels", 0)
+    takes_frames = any(
+        each.place == "channels"
+        and not each.always
+        and codec.channels + each.num_channels(codec.channels, codec.temporal) == arguments.get("in_channels")
+        for each in recipe.frames
+    )
     lines += [
         ("data.folder", data, "videos, with metadata.jsonl or a .txt beside each"),
         ("data.num_frames", num_frames, "as what is published; fewer take less memory"),

@@ -30,6 +30,7 @@ from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
     KINDS,
     Condition,
+    Conditioning,
     Given,
     draw_conditions,
     encode_condition,
@@ -46,7 +47,7 @@ from opensora_accel.training.flow import (
 )
 from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictures
 from opensora_accel.training.levels import variance
-from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
+from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.stored import Stored
 from shardformer import run_blocks
@@ -61,8 +62,9 @@ class Encoded:
     captions: Sequence[str]
     # Latents [B, C, t, h, w].
     clean: Tensor
-    # Where frames may be given: what is, and bool [B, t], the latent frames that are learned.
+    # Where the model takes frames that are given: those.
     condition: Condition | None
+    # Bool [B, t], the latent frames that are learned; None where all are.
     learned: Tensor | None
 
 
@@ -70,6 +72,7 @@ class Objective:
     """The loss of a batch, and what it is made of.
 
     Args:
+        conditioning: how the model takes frames that are given; None where it takes none.
         model: the sharded one, whose blocks run by the plan of a clip's bucket, where that has its own.
         forward: the same, as a step calls it.
         latent_shapes, num_tokens: of a clip of each size.
@@ -83,6 +86,7 @@ class Objective:
         codec: Codec,
         texts: Sequence[CaptionSource],
         pictures: PictureEncoder | None,
+        conditioning: Conditioning | None,
         model: nn.Module,
         forward: Callable[..., Any],
         latent_shapes: Mapping[Bucket, LatentShape],
@@ -97,6 +101,7 @@ class Objective:
         self.model, self.forward = model, forward
         self.codec: Codec | CachedLatents = codec
         self.pictures: PictureEncoder | KeptPictures | None = pictures
+        self.conditioning = conditioning
         self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
         self.device, self.dtype = device, dtype
         # That of the second of two experts, which learns the times below this one's.
@@ -120,9 +125,12 @@ class Objective:
         condition, learned = None, None
         with region("encode", "clips"):
             clean = self._encode(frames, batch.clips).to(self.dtype)
-            if self.config.conditions.are_used:
+            if self.conditioning is not None:
                 kinds = self._draw_conditions(batch.bucket, batch.positions)
-                condition, learned = self.encode_condition(kinds, frames, clean, batch.clips)
+                condition, whole = self.encode_condition(kinds, frames, clean, batch.clips)
+                # What stands in the place of noise is put back after a sample.
+                if condition.given is not None or not self.config.conditions.learn_given:
+                    learned = ~whole
         return Encoded(batch.bucket, batch.positions, batch.captions, clean, condition, learned)
 
     def loss(self, batch: Encoded) -> Tensor:
@@ -168,7 +176,7 @@ class Objective:
 
         Args:
             bucket: of all B clips.
-            condition: what is given of the clips, where the model takes it.
+            condition: what is given of the clips; None is nothing.
             guidance: what a model is told that was distilled from guided ones.
         """
         with region("encode", "captions"):
@@ -178,13 +186,12 @@ class Objective:
                 for each, text in zip(self.texts, texts, strict=True):
                     ends = torch.tensor(each.num_tokens(captions))
                     masks.append((torch.arange(text.size(1)) < ends[:, None]).to(self.device))
-        if condition is not None:
-            noisy = torch.cat([noisy, condition.channels], dim=1)
-        pictures = None if condition is None else condition.pictures
+        if condition is None and self.conditioning is not None:
+            condition = self.conditioning.of_nothing(noisy, self.codec.temporal)
         sizes = self.frame_rate, self.codec.spatial, self.codec.temporal
         config: Any = self.model.config
         inputs = Inputs(
-            noisy, timestep, texts, masks, pictures, *sizes, self.time_shift(bucket), guidance, config
+            noisy, timestep, texts, masks, condition, *sizes, self.time_shift(bucket), guidance, config
         )
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
@@ -202,22 +209,23 @@ class Objective:
     def encode_condition(
         self, kinds: Sequence[str], frames: Tensor, like: Tensor, clips: Sequence[Clip]
     ) -> tuple[Condition, Tensor]:
-        """What the model gets of clips, of which frames of these kinds are given, and what it learns of them.
+        """What the model gets of clips, of which frames of these kinds are given, and which latent frames are whole.
 
         Args:
             frames: uint8 [B, T, H, W, 3] of these B clips.
             like: of the shape [B, C, t, h, w] of their latents.
 
         Returns:
-            What it gets, and bool [B, t].
+            What it gets, and bool [B, t], the latent frames whose frames are all given.
         """
+        assert self.conditioning is not None
         given = [KINDS[kind] for kind in kinds]
 
         def encode(rows: list[int]) -> Tensor:
             return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
 
-        channels, learned = encode_condition(encode, given, frames.size(1), self.codec.temporal, like)
-        pictures = None
+        sizes = frames.size(1), self.codec.temporal
+        condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like)
         if self.pictures is not None:
             shape = len(frames), self.pictures.num_states, self.pictures.width
             # Zeros where the first frame is not given.
@@ -226,7 +234,8 @@ class Objective:
             if shown:
                 states = self._encode_pictures(frames[shown, 0], [clips[row] for row in shown])
                 pictures[shown] = states.to(pictures)
-        return Condition(channels, pictures), learned
+            condition = condition._replace(pictures=pictures)
+        return condition, whole
 
     def keep(self, clips: Mapping[int, Clip], disk_cache: DiskCache | None) -> None:
         """From now on every clip is encoded once, and every first frame, where the configuration says so.
@@ -255,14 +264,16 @@ class Objective:
             build = partial(build_codec, config, self.device, self.dtype)
             stored = None if disk_cache is None else Stored.latents(disk_cache, self.config, self.device)
             assert not isinstance(self.codec, CachedLatents)
-            self.codec = CachedLatents(self.codec, build, needed, in_memory=config.cache, stored=stored)
+            kept: Any = {"in_memory": config.cache, "stored": stored, "conditioning": self.conditioning}
+            self.codec = CachedLatents(self.codec, build, needed, **kept)
         encoder = self.pictures
         if isinstance(encoder, PictureEncoder) and (image.cache or (image.path and disk_cache is not None)):
             shown = {clip for clip, kind in given if kind.head}
             if image.cache:
                 num_elements = len(shown) * encoder.num_states * encoder.width
                 _check_room("image.cache keeps the states of every first frame", len(shown), num_elements)
-            again = partial(build_picture_encoder, image, self.config.seed, self.device, self.dtype)
+            how = self.config.seed, self.device, self.dtype, self.recipe.pictures or PictureStates()
+            again = partial(build_picture_encoder, image, *how)
             in_folder = None
             if disk_cache is not None and image.path:
                 in_folder = Stored.pictures(disk_cache, image, self.device)
@@ -277,7 +288,8 @@ class Objective:
             return self.codec.encode(frames, clips, given)
         if given is None:
             return self.codec.encode(frames)
-        return self.codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
+        assert self.conditioning is not None
+        return self.conditioning.encode(self.codec, frames, given)
 
     def _encode_pictures(self, pictures: Tensor, clips: Sequence[Clip]) -> Tensor:
         """pictures: uint8 [B, H, W, 3], the first frames of these clips → states [B, N, width]."""

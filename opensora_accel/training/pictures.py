@@ -1,19 +1,22 @@
-"""What the model sees of a clip's first frame beside its latents: the states of a CLIP image encoder, which is frozen.
+"""What the model sees of a clip's first frame beside its latents: the states of an image encoder, which is frozen.
 
-Wan 2.1's image-to-video models attend to them as to the text. For a clip of which the first frame is given:
+Image-to-video models attend to them as to the text. Of a clip of which the first frame is given Wan 2.1 sees what CLIP
+does (`PictureStates` says what others take):
 
     frame [H, W, 3] ──► shortest side to 224, cropped to 224 × 224, normalised ──► CLIP, layer before the last
                     ──► states [257, 1280]: one for the picture and one for each of 16 × 16 patches
 
-A clip whose first frame is not given has zeros. Sizes are those of the encoder; the small one has 5 states.
+A clip whose first frame is not given has zeros. Sizes are those of the encoder; the small one has 5 states, or 4 where
+it is a SigLIP, which has none for the whole picture.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,13 +38,27 @@ _PROCESSOR = "preprocessor_config.json"
 _SMALL, _SMALL_PATCH = 32, 16
 
 
-class PictureEncoder:
-    """A frozen CLIP image encoder and what prepares pictures for it. Nothing is fetched."""
+@dataclass(frozen=True)
+class PictureStates:
+    """Which states of which encoder a family takes of a first frame."""
 
-    def __init__(self, processor: Any, model: Any):
-        self.processor = processor
+    # Its type, as transformers names it.
+    encoder: Literal["clip_vision_model", "siglip_vision_model"] = "clip_vision_model"
+    # The layer whose output is taken, −2 the last but one; None is what the encoder gives, behind its last norm.
+    layer: int | None = -2
+    # How many tokens of text the model counts on behind them; None is any number.
+    text_length: int | None = None
+    # Whether the model sees a batch either with pictures of all its clips or with none.
+    of_all: bool = False
+
+
+class PictureEncoder:
+    """A frozen image encoder and what prepares pictures for it. Nothing is fetched."""
+
+    def __init__(self, processor: Any, model: Any, taken: PictureStates = PictureStates()):
+        self.processor, self._layer = processor, taken.layer
         self.model = model.eval().requires_grad_(False)
-        self.num_states, self.width = _shape_of(model.config.to_dict())
+        self.num_states, self.width = _shape_of(model.config.to_dict(), taken)
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
@@ -53,34 +70,43 @@ class PictureEncoder:
             out = self.model(
                 pixel_values=pixels.to(pictures.device, self.model.dtype), output_hidden_states=True
             )
-            states.append(out.hidden_states[-2])
+            states.append(out.last_hidden_state if self._layer is None else out.hidden_states[self._layer])
         return torch.cat(states)
 
 
 def build_picture_encoder(
-    config: ImageConfig, seed: int, device: torch.device, dtype: torch.dtype, *, outline: bool = False
+    config: ImageConfig,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    taken: PictureStates = PictureStates(),
+    *,
+    outline: bool = False,
 ) -> PictureEncoder:
     """The encoder from `config.path` in `config.dtype`, or a small, randomly initialised one in `dtype`.
 
     Args:
+        taken: which states a family takes.
         outline: of an encoder from `config.path`, only its sizes; it takes no memory, and cannot compute.
 
     Raises:
-        FileNotFoundError, ValueError: `config.path` holds no CLIP image encoder with what prepares its pictures.
+        FileNotFoundError, ValueError: `config.path` holds no such image encoder with what prepares its pictures.
     """
-    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
+    import transformers
 
-    cls: Any = CLIPVisionModel
+    family = {"clip_vision_model": "CLIP", "siglip_vision_model": "Siglip"}[taken.encoder]
+    names = ("{}VisionModel", "{}VisionConfig", "{}ImageProcessorPil")
+    cls, config_cls, processor_cls = (getattr(transformers, name.format(family)) for name in names)
     if config.path:
-        description = _description(config)
+        description = _description(config, taken)
         settings = read_processor(config)
         try:
-            processor = CLIPImageProcessorPil.from_dict(settings)
+            processor = processor_cls.from_dict(settings)
         except Exception as error:
-            raise unloadable(CLIPImageProcessorPil, "image.path", config.path, error) from error
+            raise unloadable(processor_cls, "image.path", config.path, error) from error
         model = load_pretrained(
             cls,
-            lambda: cls(CLIPVisionConfig.from_dict(description)),
+            lambda: cls(config_cls.from_dict(description)),
             "image.path",
             config.path,
             IMAGE_STEM,
@@ -88,18 +114,21 @@ def build_picture_encoder(
             None if outline else device,
             prefix=_PREFIX,
         )
-        return PictureEncoder(processor, model)
+        return PictureEncoder(processor, model, taken)
     side = {"height": _SMALL, "width": _SMALL}
-    processor = CLIPImageProcessorPil(size={"shortest_edge": _SMALL}, crop_size=side)
+    sizes: dict[str, Any] = {"size": side}
+    if taken.encoder == "clip_vision_model":
+        sizes = {"size": {"shortest_edge": _SMALL}, "crop_size": side}
+    processor = processor_cls(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = cls(CLIPVisionConfig(**_small(config)))
-    return PictureEncoder(processor, model.to(device, dtype))
+        model = cls(config_cls(**_small(config)))
+    return PictureEncoder(processor, model.to(device, dtype), taken)
 
 
-def picture_shape(config: ImageConfig) -> tuple[int, int]:
+def picture_shape(config: ImageConfig, taken: PictureStates = PictureStates()) -> tuple[int, int]:
     """States of a picture and their width, [N, width], of the encoder that `build_picture_encoder` gives."""
-    return _shape_of(_description(config) if config.path else _small(config))
+    return _shape_of(_description(config, taken) if config.path else _small(config), taken)
 
 
 def read_processor(config: ImageConfig) -> dict[str, Any]:
@@ -111,7 +140,9 @@ def read_processor(config: ImageConfig) -> dict[str, Any]:
     """
     own, absolute = Path(config.path), Path(os.path.abspath(config.path))
     beside = absolute.with_name(absolute.name.replace("image_encoder", "image_processor"))
-    for folder in (own, beside):
+    # As HunyuanVideo 1.5 has it.
+    extractor = absolute.with_name(absolute.name.replace("image_encoder", "feature_extractor"))
+    for folder in (own, beside, extractor):
         path = folder / _PROCESSOR
         if path.is_file():
             try:
@@ -126,14 +157,14 @@ def read_processor(config: ImageConfig) -> dict[str, Any]:
     )
 
 
-def _description(config: ImageConfig) -> dict[str, Any]:
-    description = read_description("image.path", config.path, "a CLIP image encoder")
+def _description(config: ImageConfig, taken: PictureStates) -> dict[str, Any]:
+    description = read_description("image.path", config.path, "an image encoder")
     kind = description.get("model_type")
     sizes = [description.get(name) for name in ("hidden_size", "image_size", "patch_size")]
-    if kind != "clip_vision_model" or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if kind != taken.encoder or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ValueError(
-            f"image.path {config.path} holds a {kind!r} model; the encoder used here is clip_vision_model, as "
-            "image_encoder of Wan 2.1's image-to-video models"
+            f"image.path {config.path} holds a {kind!r} model; the encoder of this family is {taken.encoder}, as "
+            "image_encoder of its image-to-video pipeline"
         )
     return description
 
@@ -149,5 +180,7 @@ def _small(config: ImageConfig) -> dict[str, Any]:
     }
 
 
-def _shape_of(sizes: dict[str, Any]) -> tuple[int, int]:
-    return (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1, sizes["hidden_size"]
+def _shape_of(sizes: dict[str, Any], taken: PictureStates) -> tuple[int, int]:
+    num_patches = (sizes["image_size"] // sizes["patch_size"]) ** 2
+    # CLIP has a state for the whole picture too.
+    return num_patches + (taken.encoder == "clip_vision_model"), sizes["hidden_size"]

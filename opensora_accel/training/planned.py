@@ -144,7 +144,8 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
     if isinstance(codec, VideoVAE):
         parts["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
     if config.image.path:
-        pictures = build_picture_encoder(config.image, config.seed, cpu, dtype, outline=True)
+        taken_pictures = build.pictures_of(config)
+        pictures = build_picture_encoder(config.image, config.seed, cpu, dtype, taken_pictures, outline=True)
         parts["image encoder"] = pictures.model, f"image.path {config.image.path} in {config.image.dtype}"
     return {
         kind: (sum(each.nbytes for each in (*model.parameters(), *model.buffers())), source)

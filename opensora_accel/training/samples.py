@@ -118,7 +118,7 @@ def _sample(
         [torch.randn(shape, generator=generator(config.seed, "sample", number)) for number in captions]
     ).to(objective.device, objective.dtype)
     condition = None
-    if config.conditions.are_used:
+    if objective.conditioning is not None:
         if frames is None:
             size = bucket.num_frames, bucket.height, bucket.width
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
@@ -153,7 +153,9 @@ def sample_latents(
         unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
         return unconditional + config.guidance * (velocity - unconditional)
 
-    return sample(guided, noise, recipe.sample_times(config.sample_steps, objective.time_shift(bucket)))
+    made = sample(guided, noise, recipe.sample_times(config.sample_steps, objective.time_shift(bucket)))
+    # What was given in the place of noise is put back; what was given beside it, the model has made.
+    return made if condition is None or condition.given is None else condition.put(made)
 
 
 def _middle(video: Video, config: DataConfig) -> int:

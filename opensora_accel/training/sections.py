@@ -171,10 +171,11 @@ class TextConfig:
 
 @options
 class ImageConfig:
-    """The first frame as a CLIP image encoder sees it, which Wan 2.1's image-to-video models take beside latents."""
+    """The first frame as an image encoder sees it, which image-to-video models of Wan 2.1 and HunyuanVideo 1.5 take
+    beside latents."""
 
     path: str = ""
-    """Local folder of a CLIP image encoder (image_encoder of Wan 2.1's); the model then takes its states."""
+    """Local folder of the image encoder, CLIP or SigLIP (image_encoder of the pipeline); the model takes its states."""
     width: Annotated[int, Field(ge=0, le=8192, multiple_of=8)] = 0
     """Embedding width of a small encoder in its place; 0 has none."""
     dtype: Literal["bf16", "fp32"] = "fp32"
@@ -301,10 +302,18 @@ class ConditionsConfig:
     """The first 65 frames."""
     v2v_tail_easy: NotNegative = 0.0
     """The last 65 frames."""
+    learn_given: bool = True
+    """Where a model takes frames in channels, its sampler makes them too, and so they are in the loss; False leaves
+    latent frames out of it whose frames are all given, as Open-Sora's no_i2v_ref_loss does."""
 
     def __post_init__(self) -> None:
-        if not any(dataclasses.astuple(self)):
+        if not any(self.weights.values()):
             raise ValueError("all weights of conditions are 0; set one above 0, as conditions.t2v = 1")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each kind."""
+        return {name: weight for name, weight in dataclasses.asdict(self).items() if name != "learn_given"}
 
     @property
     def give_first_frame(self) -> bool:
@@ -313,8 +322,8 @@ class ConditionsConfig:
 
     @property
     def are_used(self) -> bool:
-        """Whether the model takes a mask and given frames."""
-        return any(weight for name, weight in dataclasses.asdict(self).items() if name != "t2v")
+        """Whether frames are given."""
+        return any(weight for name, weight in self.weights.items() if name != "t2v")
 
 
 @options

@@ -26,9 +26,9 @@ from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.captions import TextShape, text_shapes
 from opensora_accel.training.codec import build_codec, latent_shape
+from opensora_accel.training.conditions import Condition
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.flow import flow_loss
-from opensora_accel.training.pictures import picture_shape
 from opensora_accel.training.recipes import Inputs, Sizes
 from opensora_accel.training.sections import (
     CodecConfig,
@@ -96,6 +96,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         i2v_head=given.i2v_head + given.v2v_head + given.v2v_head_easy,
         i2v_tail=given.i2v_tail + given.v2v_tail + given.v2v_tail_easy,
         i2v_loop=given.i2v_loop,
+        learn_given=given.learn_given,
     )
     return dataclasses.replace(
         config,
@@ -122,11 +123,11 @@ def _tiny_model(config: ModelConfig) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
-    sizes = Sizes(1, 1, [TextShape(1, 1)] * len(recipe.text), 1, None, build.all_arguments(config))
+    sizes = Sizes(1, 1, [TextShape(1, 1)] * len(recipe.text), 1, 1, build.all_arguments(config))
     derived = {*recipe.derive(sizes), "pos_embed_seq_len"}
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
-    arguments |= {name: value for name, value in recipe.tiny.items() if name in known}
+    arguments |= {name: value for name, value in recipe.tiny.items() if name in known and name not in derived}
     return ModelConfig(class_name=cls.__name__, config=arguments)
 
 
@@ -178,8 +179,8 @@ class TrueSize:
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
     latents: tuple[int, int, int, int]
-    # Channels of given frames.
-    condition_channels: int
+    # Of the shapes of what one clip's model gets of frames that are given.
+    condition: Condition | None
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int
     temporal: int
@@ -196,11 +197,11 @@ class TrueSize:
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
         texts = text_shapes(config.text, build.recipe_of(config.model).text)
         arguments = build.model_arguments(config, codec, texts)
-        extra = build.condition_channels(config, codec)
+        condition = build.condition_of_one(config, codec, latents)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
         compression = codec.spatial, codec.temporal
-        return cls(config, plan, arguments, latents, extra, *compression, batch_size, texts)
+        return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -211,15 +212,20 @@ class TrueSize:
 
     def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:
         """What the model is called with for so many clips; drawn at random."""
-        channels, *sizes = self.latents
-        image = self.config.image
-        pictures = torch.randn(batch, *picture_shape(image), dtype=dtype) if image.is_used else None
+        condition = self.condition
+        if condition is not None:
+            pictures = condition.pictures
+            condition = Condition(
+                torch.randn(batch, *condition.latents.shape[1:], dtype=dtype),
+                None if condition.given is None else condition.given.expand(batch, -1),
+                None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
+            )
         return Inputs(
-            latents=torch.randn(batch, channels + self.condition_channels, *sizes, dtype=dtype),
+            latents=torch.randn(batch, *self.latents, dtype=dtype),
             timestep=torch.rand(batch),
             texts=[torch.randn(batch, *each, dtype=dtype) for each in self.texts],
             text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in self.texts],
-            pictures=pictures,
+            condition=condition,
             spatial=self.spatial,
             temporal=self.temporal,
             config=build.all_arguments(self.config.model) | self.arguments,
@@ -241,12 +247,10 @@ class TrueSize:
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
         batch = max(1, self.batch_size // run.data_size)
         recipe, drawn = build.recipe_of(self.config.model), self.inputs(batch)
-        clean, condition = drawn.latents.tensor_split([self.latents[0]], dim=1)
 
         def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
-            latents = torch.cat([noisy, condition], dim=1)
-            inputs = dataclasses.replace(drawn, latents=latents, timestep=timestep)
+            inputs = dataclasses.replace(drawn, latents=noisy, timestep=timestep)
             (answer,) = forward(**recipe.arguments(inputs), return_dict=False)
             return recipe.velocity(answer, inputs)
 
@@ -254,6 +258,7 @@ class TrueSize:
             is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
             set_last_microbatch(model, is_last)
             with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
+                clean = drawn.latents
                 flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()
 
         return one_pass

@@ -144,9 +144,10 @@ BAD: dict[str, list[Any]] = {
     "conditions.i2v_loop": ["x"],
     # Clips have fewer frames than these give.
     "conditions.v2v_head": [-0.5, 1],
-    "conditions.v2v_tail": [INF, HUGE],
+    "conditions.v2v_tail": [HUGE],
     "conditions.v2v_head_easy": [-1, 0.1],
-    "conditions.v2v_tail_easy": [None, 1],
+    "conditions.v2v_tail_easy": [1],
+    "conditions.learn_given": ["often"],
     "sample_every": [-1, 0.5, 2],
     "image.path": ["nowhere", "\0"],
     "image.width": [8, 12],

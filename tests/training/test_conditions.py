@@ -1,6 +1,7 @@
 """Frames that are given: which ones, what the model is told of them, and that such a run is one on any mesh."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from opensora_accel.training.buckets import parse_buckets
 from opensora_accel.training.codec import SpaceToDepth, VideoVAE
 from opensora_accel.training.conditions import (
     KINDS,
+    Conditioning,
+    Given,
     check_conditions,
     draw_conditions,
     encode_condition,
@@ -19,14 +22,16 @@ from opensora_accel.training.conditions import (
 )
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.recipes import RECIPES, check_conditioning
 from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
-from tests.tiers import PROVE
+from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 from tests.training.test_loop import curve
 
+WAN = Conditioning("channels", "frames", in_grey=True)
 ALL = {"conditions.t2v": 1, "conditions.i2v_head": 5, "conditions.i2v_tail": 2, "conditions.i2v_loop": 2}
 
 
@@ -94,10 +99,9 @@ def test_the_model_is_told_what_wans_pipeline_tells(kind):
             None,
             last,
         )
-    codec, given = VideoVAE(vae), KINDS[kind]
-    shown = given.frames(9).unsqueeze(0)
+    codec, given = VideoVAE(vae), [KINDS[kind]]
     clean = codec.encode(frames)
-    condition, _ = encode_condition(lambda rows: codec.encode(frames, shown), [given], 9, 4, clean)
+    (condition, *_), _ = encode_condition(WAN, lambda _: WAN.encode(codec, frames, given), given, 9, 4, clean)
     assert condition.shape == expected.shape == (1, 4 + 4, 3, 4, 4)
     assert torch.equal(condition[:, :4], expected[:, :4])
     assert torch.allclose(condition[:, 4:], expected[:, 4:], rtol=1e-5, atol=1e-5)
@@ -110,18 +114,35 @@ def test_frames_that_are_not_given_leave_no_trace():
 
     def told(frames):
         def encode(rows):
-            return codec.encode(frames[rows], torch.stack([given[row].frames(5) for row in rows]))
+            return WAN.encode(codec, frames[rows], [given[row] for row in rows])
 
-        return encode_condition(encode, given, 5, codec.temporal, codec.encode(frames))
+        condition, whole = encode_condition(WAN, encode, given, 5, codec.temporal, codec.encode(frames))
+        assert condition.given is None
+        assert (~whole).tolist() == [[True] * 5, [False] + [True] * 4, [False, True, True, True, False]]
+        return condition.latents
 
-    condition, learned = told(frames)
+    condition = told(frames)
     assert condition.shape == (3, 1 + 48, 5, 2, 2) and not condition[0].any()
-    assert learned.tolist() == [[True] * 5, [False] + [True] * 4, [False, True, True, True, False]]
     hidden = frames.clone()
     hidden[1, 1:], hidden[2, 1:4] = 0, 0
-    assert torch.equal(told(hidden)[0], condition)
+    assert torch.equal(told(hidden), condition)
     assert torch.equal(condition[2, 1:, [0, 4]], codec.encode(frames)[2][:, [0, 4]])
-    # What is given is not in the loss.
+
+
+def test_frames_in_the_place_of_noise_are_put_back_and_not_learned():
+    frames, like = torch.randint(0, 256, (3, 5, 8, 8, 3), dtype=torch.uint8), torch.randn(3, 48, 5, 2, 2)
+    codec, inside = SpaceToDepth(4, torch.float32), Conditioning("latents")
+    given = [KINDS["t2v"], KINDS["i2v_head"], Given(2, 0)]
+
+    def encode(rows):
+        return inside.encode(codec, frames[rows], [given[row] for row in rows])
+
+    condition, _ = encode_condition(inside, encode, given, 5, 1, like)
+    learned = ~condition.given
+    assert learned.tolist() == [[True] * 5, [False] + [True] * 4, [False] * 2 + [True] * 3]
+    made = condition.put(like)
+    assert torch.equal(made[0], like[0]) and torch.equal(made[2, :, 2:], like[2, :, 2:])
+    assert torch.equal(made[2, :, :2], codec.encode(frames)[2, :, :2])
     clean, noise, times = torch.zeros(3, 1, 5, 2, 2), torch.zeros(3, 1, 5, 2, 2), torch.full((3,), 0.5)
     errors = learned.float()[:, None, :, None, None].expand_as(clean)
     assert flow_loss(lambda x, t: errors, clean, noise, times, learned=learned).item() == pytest.approx(1.0)
@@ -218,3 +239,68 @@ def test_the_proof_has_frames_of_the_same_sides(tmp_path):
     assert dataclasses.asdict(conditions) | {"t2v": 1, "i2v_head": 2, "i2v_tail": 3} == dataclasses.asdict(
         conditions
     )
+
+
+# Wan's way is that of the tests above.
+OTHER_WAYS = {
+    "WanTransformer3DModel": {"model.config": {**RECIPES["WanTransformer3DModel"].tiny, "in_channels": 48}},
+    "LTXVideoTransformer3DModel": {},
+    "CogVideoXTransformer3DModel": {},
+    "HunyuanVideo15Transformer3DModel": {"conditions.t2v": 0, "image.width": 8},
+}
+
+
+def losses_and_channels(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    return trainer.train(), trainer.state.model.config.in_channels
+
+
+@pytest.mark.parametrize("degrees", some([{"ulysses": 3}, {"ring": 2}]), ids=str)
+@pytest.mark.parametrize("name", some(OTHER_WAYS, "LTXVideoTransformer3DModel"))
+def test_frames_are_given_in_other_ways(ranks, folder, tmp_path, name, degrees):
+    """Three ranks share a clip unevenly; what is sampled at the end begins with a frame and is decoded."""
+    changes = {"model.class_name": name, "model.config": dict(RECIPES[name].tiny)}
+    changes |= {"steps": 3, "num_samples": 1, "flow.sample_steps": 2, "conditions.i2v_head": 2}
+    changes |= OTHER_WAYS[name]
+    found = []
+    for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
+        config = tiny_config(folder, tmp_path / str(number), plan, **changes)
+        found.append(ranks(plan.world_size, losses_and_channels, config)[0])
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
+    conditioning = next(each for each in reversed(RECIPES[name].frames))
+    assert found[0][1] == 48 + conditioning.num_channels(48, 1)
+
+
+def test_a_frame_at_the_end_is_refused_where_a_model_takes_one_at_the_beginning(ranks, folder, tmp_path):
+    name = "LTXVideoTransformer3DModel"
+    changes = {"model.class_name": name, "model.config": dict(RECIPES[name].tiny), "conditions.i2v_tail": 1}
+    with pytest.raises(
+        RankError, match=r"conditions\.i2v_tail gives frames at the end of a clip, and this model"
+    ):
+        ranks(1, curve, tiny_config(folder, tmp_path, Plan(), **changes), 1)
+
+
+def test_given_frames_are_learned_where_a_sampler_makes_them(ranks, folder, tmp_path):
+    """Open-Sora's `no_i2v_ref_loss` leaves them out."""
+    losses = [
+        ranks(1, curve, tiny_config(folder, tmp_path / str(is_learned), Plan(), **ALL, **changes), 1)[0][0]
+        for is_learned, changes in ((True, {}), (False, {"conditions.learn_given": False}))
+    ]
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("takes_frames", [True, False])
+def test_weights_from_text_alone_take_no_frames(tmp_path, takes_frames):
+    """Wan 2.1 T2V and Wan 2.2 5B differ in their pipeline alone."""
+    (tmp_path / "model_index.json").write_text(json.dumps({"expand_timesteps": takes_frames}))
+    (tmp_path / "transformer").mkdir()
+    values = {"model": {"path": str(tmp_path / "transformer")}, "conditions": {"i2v_head": 1.0}}
+    config, recipe = config_from_dict(values, "the test"), RECIPES["WanTransformer3DModel"]
+    _, inside = recipe.frames
+    if takes_frames:
+        check_conditioning(recipe, inside, config)
+        return
+    with pytest.raises(ValueError, match=r"no channels for frames that are given, and .*expand_timesteps"):
+        check_conditioning(recipe, inside, config)

@@ -17,7 +17,7 @@ from opensora_accel import Plan
 from opensora_accel.training import captions, codec, stored
 from opensora_accel.training.captions import build_text_encoder, train_tokenizer
 from opensora_accel.training.codec import build_codec
-from opensora_accel.training.conditions import KINDS
+from opensora_accel.training.conditions import KINDS, Conditioning
 from opensora_accel.training.config import TrainConfig, config_from_dict
 from opensora_accel.training.data import Clip, VideoFolder
 from opensora_accel.training.disk_cache import DiskCache, entries
@@ -99,6 +99,7 @@ def materials(tmp_path_factory):
     return folder, videos
 
 
+IN_GREY = Conditioning("channels", "frames", in_grey=True)
 CHOICES = {
     "content": [0, 1],
     "file": ["one.mp4", "another name.mp4"],
@@ -107,7 +108,13 @@ CHOICES = {
     "stride": [1, 2],
     "height": [16, 24],
     "width": [16, 24],
-    "given": [KINDS["i2v_head"], None, KINDS["i2v_loop"]],
+    # What is given, and how it is encoded.
+    "given": [
+        (KINDS["i2v_head"], IN_GREY),
+        None,
+        (KINDS["i2v_loop"], IN_GREY),
+        (KINDS["i2v_head"], Conditioning("latents")),
+    ],
     "vae": ["vae_a", "vae_b", "vae_config", "vae_copy"],
     "vae_dtype": ["fp32", "bf16"],
     "caption": CAPTIONS,
@@ -166,12 +173,15 @@ class World:
             self._codecs[name] = build_codec(config.codec, CPU, torch.float32)
         codec, sample = self._codecs[name], self.sample(path, config, chosen)
         common = Stored.latents(self.cache, config, CPU)
-        cached = CachedLatents(codec, lambda: codec, [], in_memory=False, stored=common)
+        given, conditioning = chosen["given"] or (None, None)
+        kept = {"in_memory": False, "stored": common, "conditioning": conditioning}
+        cached = CachedLatents(codec, lambda: codec, [], **kept)
         hits = self.cache.counts.hits
-        clip, given = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest), chosen["given"]
-        found = cached.encode(sample.frames[None], [clip], [given])
-        shown = None if given is None else given.frames(len(sample.frames))[None]
-        return found, codec.encode(sample.frames[None], shown), self.cache.counts.hits > hits
+        clip = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest)
+        frames = sample.frames[None]
+        found = cached.encode(frames, [clip], [given])
+        fresh = codec.encode(frames) if given is None else conditioning.encode(codec, frames, [given])
+        return found, fresh, self.cache.counts.hits > hits
 
     def sample(self, path, config, chosen):
         folder = VideoFolder(

@@ -1,4 +1,4 @@
-"""First frames as a CLIP image encoder sees them: as in Wan's pipeline, one job on any mesh, kept like latents."""
+"""First frames as an image encoder sees them: as in Wan's pipeline, one job on any mesh, kept like latents."""
 
 import json
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from opensora_accel import Plan
 from opensora_accel.training import pictures
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.pictures import build_picture_encoder, picture_shape
+from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import ImageConfig
 from opensora_accel.training.tiny_run import TrueSize, write_clips
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
@@ -86,7 +87,7 @@ def test_states_are_those_of_wans_pipeline(tmp_path):
         (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "preprocessor_config.json is damaged"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'), "holds a 't5' model; the encoder"),
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json; give the local folder of a CLIP"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json; give the local folder of an image"),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_no_image_encoder_is_told(tmp_path, damage, told):
@@ -101,7 +102,6 @@ def test_a_folder_that_is_no_image_encoder_is_told(tmp_path, damage, told):
     [
         ({"image": {"width": 16}}, r"conditions give it of no clip; set conditions\.i2v_head"),
         ({"image": {"width": 16}, "conditions": {"i2v_tail": 1}}, r"conditions give it of no clip"),
-        ({"image": {"width": 16}, "conditions": {"i2v_head": 1}}, r"text\.length is 16: set it to 512"),
         ({"image": {"width": 12}}, r"image\.width must be a multiple of 8"),
         ({"image": {"width": 16, "path": "x"}}, r"image\.width is for the small encoder"),
         ({"image": {"dtype": "bf16"}}, r"image\.dtype is for an encoder from image\.path"),
@@ -111,6 +111,31 @@ def test_a_folder_that_is_no_image_encoder_is_told(tmp_path, damage, told):
 def test_wrong_options_are_told(changes, told):
     with pytest.raises(ValueError, match=told):
         config_from_dict(changes, "the test")
+
+
+def test_a_siglip_of_hunyuan_video(tmp_path):
+    """Its last states, of patches alone, prepared as the folder of its feature extractor says."""
+    from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    model = SiglipVisionModel(SiglipVisionConfig(**SIZES, image_size=32, patch_size=16)).eval()
+    model.save_pretrained(tmp_path / "image_encoder")
+    processor = SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    processor.save_pretrained(tmp_path / "feature_extractor")
+    config, taken = (
+        ImageConfig(path=str(tmp_path / "image_encoder")),
+        RECIPES["HunyuanVideo15Transformer3DModel"].pictures,
+    )
+    found = build_picture_encoder(config, 0, CPU, torch.float32, taken)
+    assert picture_shape(config, taken) == (found.num_states, found.width) == (4, 16)
+    frames = torch.randint(0, 256, (2, 48, 80, 3), dtype=torch.uint8)
+    shown = [Image.fromarray(frame.numpy()) for frame in frames]
+    with torch.no_grad():
+        inputs = [processor.preprocess(images=each, return_tensors="pt") for each in shown]
+        expected = torch.cat([model(**each).last_hidden_state for each in inputs])
+    assert torch.equal(found.encode(frames), expected)
+    with pytest.raises(ValueError, match=r"'siglip_vision_model' model; the encoder of this family is clip_"):
+        build_picture_encoder(config, 0, CPU, torch.float32)
 
 
 # A run

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,14 +15,17 @@ import numpy
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
 
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training import build
 from opensora_accel.training.captions import TextShape, build_text_encoder, train_tokenizer
 from opensora_accel.training.codec import SpaceToDepth, VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import draw_noise, draw_times
 from opensora_accel.training.objective import Encoded, Objective
+from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes, check_recipe
 from opensora_accel.training.samples import sample_latents
 from tests.tiers import PROVE, some
@@ -37,7 +41,7 @@ def wan_vae():
     return diffusers.AutoencoderKLWan(**sizes, temperal_downsample=[False, True, True])
 
 
-def ltx_vae(timestep_conditioning=False):
+def ltx_vae(timestep_conditioning=False, scaling_factor=1.3):
     vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=8,
         block_out_channels=(8, 8, 8, 8),
@@ -52,7 +56,7 @@ def ltx_vae(timestep_conditioning=False):
         timestep_conditioning=timestep_conditioning,
         patch_size=1,
         patch_size_t=1,
-        scaling_factor=1.3,
+        scaling_factor=scaling_factor,
     )
     # As published ones have them: among the weights.
     vae.latents_mean.copy_(torch.linspace(-1, 1, 8))
@@ -66,10 +70,9 @@ def mochi_vae():
     return diffusers.AutoencoderKLMochi(latent_channels=12, layers_per_block=(1, 1, 1, 1, 1), **sizes)
 
 
-def cogvideox_vae():
-    return diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(4, 4, 4, 4), latent_channels=4, layers_per_block=1, norm_num_groups=2
-    )
+def cogvideox_vae(**given):
+    sizes = {"block_out_channels": (4, 4, 4, 4), "latent_channels": 4, "layers_per_block": 1}
+    return diffusers.AutoencoderKLCogVideoX(**sizes, norm_num_groups=2, **given)
 
 
 def hunyuan_video_vae():
@@ -150,6 +153,44 @@ FAMILIES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class FromFrame:
+    """A pipeline that begins with a frame, where it differs from the family's."""
+
+    family: str
+    pipeline: str
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    vae: Callable[[], Any] | None = None
+    # What it sees of the frame beside its latents.
+    picture_width: int = 0
+
+
+WAN_FRAME, COGVIDEOX_FRAME = "WanImageToVideoPipeline", "CogVideoXImageToVideoPipeline"
+FROM_FRAMES = {
+    "Wan 2.1": FromFrame("WanTransformer3DModel", WAN_FRAME),
+    "Wan 2.2 5B": FromFrame(
+        "WanTransformer3DModel", WAN_FRAME, {"expand_timesteps": True}, {"in_channels": 16}
+    ),
+    "LTX-Video": FromFrame(
+        "LTXVideoTransformer3DModel",
+        "LTXImageToVideoPipeline",
+        # The pipeline leaves it out of what is given; in all that is published it is 1.
+        vae=functools.partial(ltx_vae, scaling_factor=1.0),
+    ),
+    "CogVideoX": FromFrame("CogVideoXTransformer3DModel, 5B", COGVIDEOX_FRAME),
+    "CogVideoX 1.5": FromFrame(
+        "CogVideoXTransformer3DModel, 1.5",
+        COGVIDEOX_FRAME,
+        config={"ofs_embed_dim": 8},
+        vae=functools.partial(cogvideox_vae, invert_scale_latents=True),
+    ),
+    "HunyuanVideo 1.5": FromFrame(
+        "HunyuanVideo15Transformer3DModel", "HunyuanVideo15ImageToVideoPipeline", picture_width=8
+    ),
+}
+
+
 # One of those that have the same; that of HunyuanVideo 1.5 takes long to decode.
 OF_OWN_VAE = [
     name for name in FAMILIES if not name.endswith(("2B", "1.5", "distilled")) and "Video15" not in name
@@ -205,7 +246,7 @@ def without_rounding():
         yield
 
 
-def setting(name, vae=None):
+def setting(name, vae=None, frame=None):
     """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
     family, recipe = FAMILIES[name], RECIPES[class_of(name)]
     num_frames, height, width = family.size
@@ -214,7 +255,12 @@ def setting(name, vae=None):
     config = config_from_dict(
         {
             "data": {"num_frames": num_frames, "height": height, "width": width},
-            "model": {"class_name": class_of(name), "config": {**recipe.tiny, **family.config}},
+            "model": {
+                "class_name": class_of(name),
+                "config": {**recipe.tiny, **family.config, **(frame.config if frame else {})},
+            },
+            "conditions": {"t2v": 0.0, "i2v_head": 1.0} if frame else {},
+            "image": {"width": frame.picture_width if frame else 0},
             "text": {"length": family.length, "width": 32},
             "flow": {"shift": family.shift, "guidance": GUIDANCE, "sample_steps": STEPS},
         },
@@ -231,14 +277,21 @@ def setting(name, vae=None):
     tokens = build.tokens_per_sample(shape, model)
     rate = family.given.get("frame_rate", 25.0)
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
-    objective = Objective(config, recipe, codec, texts, None, model, model, *around)
+    conditioning = build.conditioning_of(config, codec)
+    pictures = None
+    if config.image.is_used:
+        pictures = build_picture_encoder(config.image, 0, CPU, torch.float64, build.pictures_of(config))
+    objective = Objective(config, recipe, codec, texts, pictures, conditioning, model, model, *around)
     times = recipe.sample_times(STEPS, objective.time_shift(bucket))
     parts = {"vae": codec.model, "transformer": model}
     for text, number in zip(texts, ("", "_2"), strict=False):
         parts |= {f"text_encoder{number}": text.model, f"tokenizer{number}": text.tokenizer}
+    if pictures is not None:
+        parts |= {"image_encoder": pictures.model, "feature_extractor": pictures.processor}
     if recipe.pipeline == "HunyuanVideo15Pipeline":
         parts["guider"] = diffusers.ClassifierFreeGuidance(guidance_scale=GUIDANCE)
-    pipeline = getattr(diffusers, recipe.pipeline)(
+    parts |= frame.given if frame else {}
+    pipeline = getattr(diffusers, frame.pipeline if frame else recipe.pipeline)(
         **parts, scheduler=exact_scheduler(family.scheduler, times)
     )
     pipeline.tokenizer_max_length = family.length
@@ -253,15 +306,16 @@ def as_given(made, latents):
     config = made.objective.model.config
     nothing = [torch.zeros(len(latents), 1, 1)] * 2
     inputs = Inputs(latents, torch.zeros(len(latents)), nothing, nothing, config=config)
-    recipe = dataclasses.replace(made.objective.recipe, beside=None)
-    return recipe.arguments(inputs)["hidden_states"]
+    return made.objective.recipe.arguments(inputs)["hidden_states"]
 
 
-def by_pipeline(made, noise, output_type, captions=CAPTIONS):
+def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
     """Of the pipeline's own making, from captions on."""
     size = made.bucket
-    # Some have their guidance, and the length of a caption, beside the call.
+    # Some have their guidance, the length of a caption, or their size beside the call.
     by_call = {
+        "height": size.height,
+        "width": size.width,
         "guidance_scale": GUIDANCE,
         "max_sequence_length": made.objective.config.text.length,
     }
@@ -270,13 +324,11 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS):
         prompt=captions,
         negative_prompt=[""] * len(captions),
         num_frames=size.num_frames,
-        height=size.height,
-        width=size.width,
         num_inference_steps=STEPS,
-        latents=as_given(made, noise),
         output_type=output_type,
         **{name: value for name, value in by_call.items() if name in known},
         **made.given,
+        **{"latents": as_given(made, noise), **given},
     ).frames
 
 
@@ -289,6 +341,40 @@ def test_a_sample_is_the_pipelines(name):
         found = sample_latents(made.objective, noise, CAPTIONS, made.bucket)
     assert (found - noise).abs().max() > 0.1, "the model does something"
     assert (as_given(made, found) - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", FROM_FRAMES)
+def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
+    frame = FROM_FRAMES[name]
+    made = setting(frame.family, frame.vae, frame)
+    module = sys.modules[type(made.pipeline).__module__]
+    generator, size = torch.Generator().manual_seed(1), made.bucket
+    noise = torch.randn(1, *made.shape, dtype=torch.float64, generator=generator)
+    # The trainer takes what is most likely, and pipelines draw.
+    monkeypatch.setattr(module, "retrieve_latents", lambda output, *_, **__: output.latent_dist.mode())
+    # LTX's would have the frame in the noise that it is given.
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: noise)
+    # Wan's asks for it where it is not installed; captions here have nothing to mend.
+    monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=str), raising=False)
+    # Of pixels that are the same however they are scaled.
+    frames = torch.randint(
+        0, 2, (1, size.num_frames, size.height, size.width, 3), dtype=torch.uint8, generator=generator
+    )
+    frames *= 255
+    if hasattr(made.pipeline.video_processor, "calculate_default_height_width"):
+        # HunyuanVideo 1.5's chooses a size by itself.
+        made.pipeline.video_processor.calculate_default_height_width = lambda **_: (size.height, size.width)
+    with without_rounding():
+        given = {"image": Image.fromarray(frames[0, 0].numpy())} | (
+            {"latents": None} if "LTX" in name else {}
+        )
+        expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
+        condition, _ = made.objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)])
+        found = sample_latents(made.objective, noise, CAPTIONS[:1], made.bucket, condition)
+        other = condition._replace(latents=torch.zeros_like(condition.latents))
+        without = sample_latents(made.objective, noise, CAPTIONS[:1], made.bucket, other)
+    assert (as_given(made, found) - expected).abs().max() < 1e-10
+    assert (found - without).abs().max() > 1e-3, "the frame counts"
 
 
 def test_experts_have_the_times_that_their_pipeline_gives_them():
@@ -484,7 +570,23 @@ def test_an_option_of_another_family_is_refused():
 
     for name, tables, message in (
         ("WanTransformer3DModel", {"data": {"frame_rate": 24.0}}, "not told the frame rate"),
-        ("LTXVideoTransformer3DModel", {"conditions": {"i2v_head": 1.0}}, "takes no frames that are given"),
+        ("MochiTransformer3DModel", {"conditions": {"i2v_head": 1.0}}, "takes no frames that are given"),
+        (
+            "LTXVideoTransformer3DModel",
+            {"conditions": {"i2v_head": 1.0}, "image": {"width": 16}},
+            "takes no states of a picture",
+        ),
+        (
+            "WanTransformer3DModel",
+            {"conditions": {"i2v_head": 1.0}, "image": {"width": 16}, "text": {"length": 16}},
+            r"text\.length is 16: set it to 512",
+        ),
+        ("HunyuanVideo15Transformer3DModel", {"conditions": {"t2v": 0.0, "i2v_head": 1.0}}, "image.path"),
+        (
+            "HunyuanVideo15Transformer3DModel",
+            {"conditions": {"i2v_head": 1.0}, "image": {"width": 16}},
+            r"set conditions\.t2v to 0",
+        ),
         (
             "CogVideoXTransformer3DModel",
             {"flow": {"weighting": "bell"}},

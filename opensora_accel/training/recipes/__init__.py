@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from opensora_accel.training.recipes import cogvideox, hunyuan_video, hunyuan_video15, ltx, mochi, wan
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
-from opensora_accel.training.recipes.checks import check_recipe
+from opensora_accel.training.recipes.checks import check_conditioning, check_recipe
 
-__all__ = ["RECIPES", "Inputs", "Recipe", "Sizes", "check_recipe", "patches_of"]
+__all__ = ["RECIPES", "Inputs", "Recipe", "Sizes", "check_conditioning", "check_recipe", "patches_of"]
 
 # By the class of the model.
 RECIPES: dict[str, Recipe] = {
-    name: module.RECIPE
-    for module in (wan, ltx, mochi, cogvideox, hunyuan_video, hunyuan_video15)
-    for name in module.RECIPE.models
+    name: recipe
+    for recipe in (
+        wan.RECIPE,
+        wan.LIKE_WAN,
+        *(module.RECIPE for module in (ltx, mochi, cogvideox, hunyuan_video, hunyuan_video15)),
+    )
+    for name in recipe.models
 }

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.training.captions import TextShape, TextStates
+from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
 from opensora_accel.training.levels import (
     NoiseLevels,
@@ -32,6 +33,7 @@ from opensora_accel.training.levels import (
     min_snr_weights,
     variance,
 )
+from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.sections import FlowConfig
 
 
@@ -39,7 +41,7 @@ from opensora_accel.training.sections import FlowConfig
 class Inputs:
     """A batch of B clips, of one size, as the trainer knows it."""
 
-    # Noisy, [B, C, t, h, w]; where frames are given, with their channels behind.
+    # Noisy, [B, C, t, h, w].
     latents: Tensor
     # [B], 0 for a clip and 1000 for noise; for a model of noise levels, as it is called, the number of the level.
     timestep: Tensor
@@ -47,8 +49,8 @@ class Inputs:
     texts: Sequence[Tensor]
     # Bool [B, L] of each, false behind the end of a caption; none where the model is not told.
     text_masks: Sequence[Tensor]
-    # States of first frames, [B, N, width], where the model takes them.
-    pictures: Tensor | None = None
+    # Frames that are given.
+    condition: Condition | None = None
     # Frames a second.
     frame_rate: float = 25.0
     # Pixels along each side of a latent position, and frames per latent frame.
@@ -80,6 +82,22 @@ class Inputs:
     def text_mask_2(self) -> Tensor:
         """That of the second encoder."""
         return self.text_masks[1]
+
+    @property
+    def pictures(self) -> Tensor | None:
+        """States of first frames, [B, N, width], where the model takes them."""
+        return None if self.condition is None else self.condition.pictures
+
+    @property
+    def token_timestep(self) -> Tensor:
+        """[B]; or [B, t·h·w] where latent frames are given in the place of noisy ones, whose time is 0."""
+        if self.condition is None or self.condition.given is None:
+            return self.timestep
+        of_frames = self.timestep[:, None] * ~self.condition.given
+        of_time, *patch = patches_of(self.config)
+        assert of_time == 1
+        height, width = (size // each for size, each in zip(self.latents.shape[3:], patch, strict=True))
+        return of_frames.repeat_interleave(height * width, dim=1)
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,6 @@ class Recipe:
     derive: Callable[[Sizes], dict[str, Any]]
     # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens [B, t·h·w, C].
     layout: Literal["clip", "frames", "tokens"] = "clip"
-    # Channels [B, C', t, h, w] that stand behind those of the latents, whatever the clip.
-    beside: Callable[[Inputs], Tensor] | None = None
     # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.
     levels: NoiseLevels | None = None
     # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
@@ -128,8 +144,10 @@ class Recipe:
     sign: float = 1.0
     # What it takes of a caption, from each of its encoders.
     text: tuple[TextStates, ...] = (TextStates(),)
-    # Whether frames of a clip may be given, in channels behind the latents.
-    takes_frames: bool = False
+    # What it sees of a first frame that is given, beside its latents; None takes no such states.
+    pictures: PictureStates | None = None
+    # How frames of a clip may be given: the first as a model has it that begins without weights.
+    frames: tuple[Conditioning, ...] = ()
     # Whether it is told the frame rate.
     takes_frame_rate: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
@@ -178,8 +196,8 @@ class Recipe:
                 timestep=self.levels.numbers(times, inputs.alpha),
             )
         latents = inputs.latents
-        if self.beside is not None:
-            latents = torch.cat([latents, self.beside(inputs)], dim=1)
+        if inputs.condition is not None:
+            latents = inputs.condition.put(latents)
         if self.layout == "tokens":
             latents = latents.flatten(2).transpose(1, 2)
         elif self.layout == "frames":

@@ -9,8 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from opensora_accel.documents import read_json
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.levels import NUM_LEVELS
+from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.recipes.base import Recipe
 from opensora_accel.training.sections import FlowConfig
 
@@ -24,11 +26,12 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         ValueError: an option is for models of other families, or for other weights.
     """
     family = recipe.models[0]
-    if config.conditions.are_used and not recipe.takes_frames:
+    if config.conditions.are_used and not recipe.frames:
         raise ValueError(
             f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose a model that "
             "takes them, as WanTransformer3DModel"
         )
+    _check_pictures(family, recipe.pictures, config)
     if config.data.frame_rate and not recipe.takes_frame_rate:
         raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
     if recipe.levels is None and config.flow.min_snr:
@@ -37,6 +40,49 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_levels(family, config)
         _check_shift(config)
     _check_times(config)
+
+
+def check_conditioning(recipe: Recipe, conditioning: Conditioning | None, config: TrainConfig) -> None:
+    """Checks how frames are given against the pipeline that the model's folder lies in.
+
+    Raises:
+        ValueError: its weights would learn to take frames in a way in which no pipeline gives them any.
+    """
+    # A family with one way alone has a pipeline for that.
+    if conditioning is None or conditioning.place != "latents" or len(recipe.frames) == 1:
+        return
+    index = Path(config.model.path).resolve().parent / "model_index.json"
+    if config.model.path and index.is_file() and not read_json(index, dict[str, Any]).get("expand_timesteps"):
+        raise ValueError(
+            f"{config.model.path} has no channels for frames that are given, and {index} says that its pipeline puts "
+            "none in the place of noise (expand_timesteps); leave all of conditions but t2v out, or choose weights of "
+            "an image-to-video model"
+        )
+
+
+def _check_pictures(family: str, taken: PictureStates | None, config: TrainConfig) -> None:
+    """Raises ValueError where a run's pictures are not as the family takes them."""
+    if taken is None:
+        if config.image.is_used:
+            raise ValueError(f"{family} takes no states of a picture; leave image.path and image.width out")
+        return
+    length = config.text.length
+    if config.image.is_used and length != (taken.text_length or length):
+        raise ValueError(
+            f"a model that takes pictures' states counts on {taken.text_length} tokens of text behind them; "
+            f"text.length is {length}: set it to {taken.text_length}, or leave image.path and image.width out"
+        )
+    if taken.of_all and config.conditions.are_used:
+        if not config.image.is_used:
+            raise ValueError(
+                f"{family} sees a first frame that is given as a picture too; set image.path to the image_encoder of "
+                "its image-to-video pipeline, or image.width to try a small one"
+            )
+        if config.conditions.t2v:
+            raise ValueError(
+                f"{family} learns to begin with a frame, or from text alone, each in a run of its own; set "
+                "conditions.t2v to 0"
+            )
 
 
 def _check_levels(family: str, config: TrainConfig) -> None:

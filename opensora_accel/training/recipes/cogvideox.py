@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.levels import NoiseLevels
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 
@@ -45,6 +46,11 @@ def _rotary(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     return tables
 
 
+def _ofs(inputs: Inputs) -> Tensor | None:
+    """What 1.5 takes besides the time where it begins with a frame; always 2."""
+    return None if inputs.config["ofs_embed_dim"] is None else inputs.latents.new_full((1,), 2.0)
+
+
 def _derive(sizes: Sizes) -> dict[str, Any]:
     return {
         "in_channels": sizes.input_channels,
@@ -63,9 +69,11 @@ RECIPE = Recipe(
         "encoder_hidden_states": "text",
         "timestep": "timestep",
         "image_rotary_emb": _rotary,
+        "ofs": _ofs,
     },
     derive=_derive,
     layout="frames",
+    frames=(Conditioning("channels"),),
     text=(TextStates(padding="kept"),),
     levels=NoiseLevels(0.00085, 0.012),
     published={

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5, from text: a language model's states of a caption, and the letters of what it has in quotes."""
+"""HunyuanVideo 1.5: a language model's states of a caption, the letters of what it has in quotes, and a picture's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from opensora_accel import observe
 from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
+from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 
 # Source: Tencent-Hunyuan/HunyuanVideo-1.5, hyvideo/models/text_encoders/__init__.py, its blanks included.
@@ -33,13 +35,9 @@ def _quoted(caption: str) -> str | None:
     return ". ".join(f'Text "{text}"' for text in texts) + ". " if texts else None
 
 
-def _no_frames(inputs: Inputs) -> Tensor:
-    """[B, C + 1, t, h, w]: of the frames that are given, none, the latents and where they are."""
-    batch, channels, *sizes = inputs.latents.shape
-    return inputs.latents.new_zeros(batch, channels + 1, *sizes)
-
-
-def _no_picture(inputs: Inputs) -> Tensor:
+def _picture(inputs: Inputs) -> Tensor:
+    if inputs.pictures is not None:
+        return inputs.pictures
     latents = inputs.latents
     size = len(latents), _PICTURE_STATES, inputs.config["image_embed_dim"]
     # Not new_zeros: a model without memory is to know that they are zero.
@@ -48,12 +46,13 @@ def _no_picture(inputs: Inputs) -> Tensor:
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
     return {
-        "in_channels": 2 * sizes.channels + 1,
+        "in_channels": sizes.input_channels,
         "out_channels": sizes.channels,
         "text_embed_dim": sizes.texts[0].width,
         "text_embed_2_dim": sizes.texts[1].width,
-        # Other weights begin with a frame, or take steps from one time to another.
-        "task_type": "t2v",
+        "image_embed_dim": sizes.picture_width or sizes.arguments["image_embed_dim"],
+        "task_type": "i2v" if sizes.picture_width else "t2v",
+        # Other weights take steps from one time to another.
         "use_meanflow": False,
     }
 
@@ -68,10 +67,12 @@ RECIPE = Recipe(
         "encoder_attention_mask": "text_mask",
         "encoder_hidden_states_2": "text_2",
         "encoder_attention_mask_2": "text_mask_2",
-        "image_embeds": _no_picture,
+        "image_embeds": _picture,
     },
     derive=_derive,
-    beside=_no_frames,
+    # One batch is either from frames or from text.
+    pictures=PictureStates("siglip_vision_model", layer=None, of_all=True),
+    frames=(Conditioning("channels", "latent frames", always=True),),
     text=(
         TextStates(
             encoders=("qwen2_5_vl_text",),

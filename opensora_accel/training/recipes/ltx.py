@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, even_times
 
 # How much noise is left before the last step of a sample: its scheduler's `shift_terminal`.
@@ -44,7 +45,7 @@ RECIPE = Recipe(
     models=("LTXVideoTransformer3DModel",),
     pipeline="LTXPipeline",
     call={
-        "timestep": "timestep",
+        "timestep": "token_timestep",
         "encoder_hidden_states": "text",
         "encoder_attention_mask": "text_mask",
         "num_frames": lambda inputs: inputs.latents.size(2),
@@ -54,6 +55,7 @@ RECIPE = Recipe(
     },
     derive=_derive,
     layout="tokens",
+    frames=(Conditioning("latents"),),
     text=(TextStates(padding="zeroed"),),
     takes_frame_rate=True,
     times=_times,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from opensora_accel.training.conditions import Conditioning
+from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.recipes.base import Recipe, Sizes
 
 
@@ -20,15 +23,21 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
 
 
 RECIPE = Recipe(
-    models=("WanTransformer3DModel", "SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"),
+    models=("WanTransformer3DModel",),
     pipeline="WanPipeline",
     call={
-        "timestep": "timestep",
+        "timestep": "token_timestep",
         "encoder_hidden_states": "text",
         "encoder_hidden_states_image": "pictures",
     },
     derive=_derive,
-    takes_frames=True,
+    # The last 512 of all tokens are the text's, and the others the picture's.
+    pictures=PictureStates(text_length=512),
+    frames=(
+        Conditioning("channels", "frames", in_grey=True),
+        # 2.2 5B.
+        Conditioning("latents"),
+    ),
     published={"data.num_frames": 81, "data.height": 480, "data.width": 832, "text.length": 512},
     tiny={
         "num_layers": 2,
@@ -38,4 +47,10 @@ RECIPE = Recipe(
         "freq_dim": 32,
         "rope_max_seq_len": 32,
     },
+)
+
+LIKE_WAN = replace(
+    RECIPE,
+    models=("SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"),
+    frames=RECIPE.frames[:1],
 )
