@@ -32,6 +32,8 @@ from opensora_accel.training.sections import TextConfig
 TEXT_STEM = "model"
 _VOCABULARY = 2048
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
+# Files that were saved with a head, or by an older release, have one of these before each name.
+_PREFIXES = {"llama": "model.", "gemma2": "model.", "clip_text_model": "text_model."}
 # Captions, and words, that are looked at.
 _TOLD_APART = 1000
 
@@ -46,8 +48,12 @@ class TextStates:
     template: str = "{}"
     # What the encoder reads of a caption, in the template; None where it reads nothing of it.
     reads: Callable[[str], str | None] | None = None
-    # Tokens of the template before the caption, of which no states are taken.
-    skipped: int = 0
+    # An empty caption is read without the template.
+    is_empty_alone: bool = False
+    # Tokens of the template before the caption, of which no states are taken; None is all but the last.
+    skipped: int | None = 0
+    # The state of the first of them is taken all the same.
+    keeps_first: bool = False
     # The layer whose output is taken, −2 the last but one; None is what the encoder gives, behind its last norm.
     layer: int | None = None
     # One state for the whole caption, in place of one for each token.
@@ -61,12 +67,16 @@ class TextStates:
     @property
     def of_small_encoder(self) -> TextStates:
         """Those of an encoder that is drawn: it has learned no template."""
-        return dataclasses.replace(self, encoders=("t5",), template="{}", skipped=0, layer=None)
+        return dataclasses.replace(
+            self, encoders=("t5",), template="{}", skipped=0, keeps_first=False, layer=None
+        )
 
     def text_of(self, caption: str) -> str | None:
         """What the encoder is given for a caption."""
         read = caption if self.reads is None else self.reads(caption)
-        return None if read is None else self.template.format(read)
+        if read is None or (self.is_empty_alone and not read):
+            return read
+        return self.template.format(read)
 
 
 class TextShape(NamedTuple):
@@ -95,12 +105,20 @@ class TextEncoder:
     ):
         self.tokenizer, self.taken, self.option = tokenizer, taken, option
         self.model = model.eval().requires_grad_(False)
-        self._num_tokens = taken.skipped + num_tokens
+        self._length, skipped = num_tokens, taken.skipped
+        if skipped is None:
+            # Of which the last may have grown together with a caption's first.
+            skipped = len(tokenizer(taken.template.partition("{}")[0])["input_ids"]) - 1
+        # Which states are left out: those from the first, or the second, up to this one.
+        self._skipped = range(int(taken.keeps_first), skipped)
 
     @property
     def shape(self) -> TextShape:
-        length = 1 if self.taken.pooled else self._num_tokens - self.taken.skipped
-        return TextShape(length, _width_of(self.model.config))
+        return TextShape(1 if self.taken.pooled else self._length, _width_of(self.model.config))
+
+    def skipped(self, caption: str) -> range:
+        """The tokens of which no states are taken."""
+        return range(0) if self.taken.is_empty_alone and not self.taken.text_of(caption) else self._skipped
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,8 +131,9 @@ class TextEncoder:
         Both are 0 where it reads nothing of the caption.
         """
         text = self.taken.text_of(caption)
+        num_tokens = len(self.skipped(caption)) + self._length
         if text is None:
-            nothing = torch.zeros(1, self._num_tokens, dtype=torch.int64)
+            nothing = torch.zeros(1, num_tokens, dtype=torch.int64)
             return nothing, nothing
         tokens = self.tokenizer(
             [text],
@@ -122,7 +141,7 @@ class TextEncoder:
             # Some tokenizers are saved with the other side, for a model that is to go on writing.
             padding_side="right",
             truncation=True,
-            max_length=self._num_tokens,
+            max_length=num_tokens,
             return_tensors="pt",
         )
         return tokens["input_ids"], tokens["attention_mask"]
@@ -147,20 +166,28 @@ class TextEncoder:
             state = output.last_hidden_state[:, int(mask.sum()) - 1] if pooled is None else pooled
             return state.unsqueeze(1).to(dtype)
         states = output.last_hidden_state if taken.layer is None else output.hidden_states[taken.layer]
-        states, mask = states[:, taken.skipped :].to(dtype), mask[:, taken.skipped :]
+        skipped = self.skipped(caption)
+        states, mask = (
+            torch.cat([each[:, : skipped.start], each[:, skipped.stop :]], dim=1) if skipped else each
+            for each in (states.to(dtype), mask)
+        )
         return states if taken.padding == "kept" else states * mask.unsqueeze(-1).to(dtype)
 
     def num_tokens(self, captions: Sequence[str]) -> list[int]:
         """How many states of each caption the model sees: of its own tokens, or, where padding is kept, all."""
         if self.taken.pooled or self.taken.padding == "kept":
             return [self.shape.length] * len(captions)
-        return [max(0, len(ids) - self.taken.skipped) for ids in self._ids(captions)]
+        return [
+            max(0, len(ids) - len(self.skipped(caption)))
+            for ids, caption in zip(self._ids(captions), captions, strict=True)
+        ]
 
     def _ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Of each caption in its template, cut and not padded; none where nothing of it is read."""
         texts = [self.taken.text_of(caption) for caption in captions]
-        tokens = self.tokenizer([text or "" for text in texts], truncation=True, max_length=self._num_tokens)
-        return [[] if text is None else ids for text, ids in zip(texts, tokens["input_ids"], strict=True)]
+        tokens = self.tokenizer([text or "" for text in texts])["input_ids"]
+        ends = [len(self.skipped(caption)) + self._length for caption in captions]
+        return [[] if text is None else ids[:end] for text, ids, end in zip(texts, tokens, ends, strict=True)]
 
     def check(self, captions: Iterable[str]) -> None:
         """Checks that the captions say something to the model.
@@ -169,9 +196,10 @@ class TextEncoder:
             ValueError: different words, or different captions, all become the same tokens, or tokens that the encoder
                 does not have; or the tokenizer makes too few of the template.
         """
-        if self.taken.skipped and len(self._ids([""])[0]) <= self.taken.skipped:
+        of_template = len(self.tokenizer(self.taken.template.format(""))["input_ids"])
+        if self.taken.skipped and of_template <= self.taken.skipped:
             raise ValueError(
-                f"the tokenizer of {self.option} is of another encoder: it makes {len(self._ids([''])[0])} tokens of a "
+                f"the tokenizer of {self.option} is of another encoder: it makes {of_template} tokens of a "
                 f"template that has more than {self.taken.skipped}; give a --{self.option} whose tokenizer and encoder "
                 "belong together"
             )
@@ -326,6 +354,7 @@ def _classes() -> dict[str, Any]:
     """Encoders by the types that transformers gives them."""
     from transformers import (
         CLIPTextModel,
+        Gemma2Model,
         LlamaModel,
         Qwen2_5_VLTextModel,
         T5EncoderModel,
@@ -336,6 +365,7 @@ def _classes() -> dict[str, Any]:
         "t5": T5EncoderModel,
         "umt5": UMT5EncoderModel,
         "llama": LlamaModel,
+        "gemma2": Gemma2Model,
         "clip_text_model": CLIPTextModel,
         "qwen2_5_vl_text": Qwen2_5_VLTextModel,
     }
@@ -392,8 +422,7 @@ def _load(
         raise unloadable(AutoTokenizer, option, folder, error) from error
     dtype = PRETRAINED_DTYPES[config.dtype]
     model = load_pretrained(
-        # Files that were saved with a head, or by an older release, have one of these before each name.
         cls, lambda: cls(description), option, path, TEXT_STEM, dtype, device,
-        prefix={"llama": "model.", "clip_text_model": "text_model."}.get(description.model_type, ""),
+        prefix=_PREFIXES.get(description.model_type, ""),
     )  # fmt: skip
     return TextEncoder(tokenizer, model, taken.length or config.length, taken, option)

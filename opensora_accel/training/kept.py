@@ -227,7 +227,7 @@ class StoredCaptions:
     ):
         """`needed` are the captions that will be asked for; once all are stored, the encoder is released."""
         self.tokenizer, self.tokens, self.shape = outline.tokenizer, outline.tokens, outline.shape
-        self.dtype, self.num_tokens = outline.dtype, outline.num_tokens
+        self.dtype, self.num_tokens, self._skipped = outline.dtype, outline.num_tokens, outline.skipped
         self._encoder = OnDemand(lambda: stored.files.unchanged(build))
         self._needed, self._stored = set(needed), stored
 
@@ -253,7 +253,9 @@ class StoredCaptions:
             return self._encoder.get().encode([caption], device, self.dtype)[0, :count].cpu()
 
         given = hashlib.sha256(torch.cat([ids, mask]).numpy().tobytes()).hexdigest()
-        rows, is_kept = self._stored.get_or_compute({"tokens": given}, caption, encode)
+        skipped = self._skipped(caption)
+        key = {"tokens": given, "skipped": [skipped.start, skipped.stop]}
+        rows, is_kept = self._stored.get_or_compute(key, caption, encode)
         if is_kept:
             self._needed.discard(caption)
         return rows

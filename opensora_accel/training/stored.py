@@ -117,7 +117,7 @@ class Stored:
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         # What it reads is in the tokens.
         states = taken[number]
-        common |= {name: getattr(states, name) for name in ("skipped", "layer", "pooled", "padding")}
+        common |= {name: getattr(states, name) for name in ("layer", "pooled", "padding")}
         return cls(cache, EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM), common)
 
     def get_or_compute(

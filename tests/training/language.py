@@ -39,6 +39,16 @@ def llama(taken, length, captions):
     return in_template("Llama", taken, length, captions)
 
 
+def gemma(taken, length, captions):
+    """Its tokenizer begins every text with a mark."""
+    encoder = in_template("Gemma2", taken, length, captions, num_key_value_heads=2, head_dim=8)
+    encoder.tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", encoder.tokenizer.unk_token_id)]
+    )
+    # As it counts tokens of its template when it is made.
+    return TextEncoder(encoder.tokenizer, encoder.model, length, taken)
+
+
 def qwen(taken, length, captions):
     """Its tokenizer knows the template as that of a chat."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}

@@ -52,6 +52,7 @@ SHIFTS = {
     "CogVideoXTransformer3DModel, 1.5": "auto",
     "HunyuanVideoTransformer3DModel": 7.0,
     "HunyuanVideo15Transformer3DModel": 5.0,
+    "SanaVideoTransformer3DModel": 8.0,
 }
 
 

@@ -29,7 +29,7 @@ from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes, check_recipe
 from opensora_accel.training.samples import sample_latents
 from tests.tiers import PROVE, some
-from tests.training.language import byt5, clip, llama, qwen
+from tests.training.language import byt5, clip, gemma, llama, qwen
 
 CPU = torch.device("cpu")
 CAPTIONS = ['a rabbit looks "up"', "two birds"]
@@ -150,6 +150,9 @@ FAMILIES = {
     "HunyuanVideo15Transformer3DModel": Family(
         hunyuan_video15_vae, {"shift": 5.0}, 5.0, (9, 64, 96), length=96
     ),
+    "SanaVideoTransformer3DModel": Family(
+        wan_vae, {"shift": 8.0}, 8.0, (9, 32, 64), {"use_resolution_binning": False}
+    ),
 }
 
 
@@ -212,6 +215,7 @@ def encoders(name):
         "llama": lambda each: llama(each, length, CAPTIONS),
         "clip_text_model": lambda each: clip(each, small.tokenizer),
         "qwen2_5_vl_text": lambda each: qwen(each, length, CAPTIONS),
+        "gemma2": lambda each: gemma(each, length, CAPTIONS),
     }
     return [
         byt5(each) if each.length == 256 else kinds.get(each.encoders[0], lambda _: small)(each)
@@ -314,6 +318,8 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
     size = made.bucket
     # Some have their guidance, the length of a caption, or their size beside the call.
     by_call = {
+        "num_frames": size.num_frames,
+        "frames": size.num_frames,
         "height": size.height,
         "width": size.width,
         "guidance_scale": GUIDANCE,
@@ -323,7 +329,6 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
     return made.pipeline(
         prompt=captions,
         negative_prompt=[""] * len(captions),
-        num_frames=size.num_frames,
         num_inference_steps=STEPS,
         output_type=output_type,
         **{name: value for name, value in by_call.items() if name in known},

@@ -15,9 +15,10 @@ from opensora_accel.training.captions import (
     text_shapes,
     train_tokenizer,
 )
+from opensora_accel.training.kept import EmbeddedCaptions
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import TextConfig
-from tests.training.language import saved_pair
+from tests.training.language import gemma, saved_pair
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
@@ -47,6 +48,24 @@ def test_captions_differ_and_padding_is_zero():
     assert not torch.allclose(states[0], states[1])
     assert states[3, 1:].abs().max() == 0 and states[3, 0].abs().max() > 0, "an empty caption is one token"
     assert encode(["a rabbit waves " * 20]).abs().amin(-1).min() > 0, "a long caption is cut at the length"
+
+
+def test_a_template_whose_tokens_the_tokenizer_counts():
+    """SANA-Video's: the first state, those behind the template, and an empty caption without it."""
+    torch.manual_seed(0)
+    taken, captions = RECIPES["SanaVideoTransformer3DModel"].text[0], ["", "a bird", "two birds in a tree"]
+    encoder = gemma(taken, 8, captions)
+    assert encoder.num_tokens(captions) == [1, 1 + 1 + 2, 1 + 1 + 5] and encoder.shape == (8, 32)
+    states = encoder.encode(captions, CPU, torch.float64)
+    ids, mask = encoder.tokens("a bird")
+    whole = encoder.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    # Of the template the first token and the last count.
+    place = int(mask.sum()) - 3
+    assert torch.equal(states[1, :4], torch.cat([whole[0, :1], whole[0, place : place + 3]]))
+    assert not states[1, 4:].any() and not states[0, 1:].any()
+    kept = EmbeddedCaptions(encoder, captions, CPU)
+    assert torch.equal(kept.encode(captions, CPU, torch.float64), states)
+    assert kept.num_tokens(captions) == encoder.num_tokens(captions)
 
 
 def test_words_never_seen_are_no_error():

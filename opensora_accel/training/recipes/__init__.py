@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from opensora_accel.training.recipes import cogvideox, hunyuan_video, hunyuan_video15, ltx, mochi, wan
+from opensora_accel.training.recipes import (
+    cogvideox,
+    hunyuan_video,
+    hunyuan_video15,
+    ltx,
+    mochi,
+    sana_video,
+    wan,
+)
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
 from opensora_accel.training.recipes.checks import check_conditioning, check_recipe
 
@@ -14,7 +22,7 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         wan.RECIPE,
         wan.LIKE_WAN,
-        *(module.RECIPE for module in (ltx, mochi, cogvideox, hunyuan_video, hunyuan_video15)),
+        *(module.RECIPE for module in (ltx, mochi, cogvideox, hunyuan_video, hunyuan_video15, sana_video)),
     )
     for name in recipe.models
 }
