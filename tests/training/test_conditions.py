@@ -245,6 +245,7 @@ def test_the_proof_has_frames_of_the_same_sides(tmp_path):
 OTHER_WAYS = {
     "WanTransformer3DModel": {"model.config": {**RECIPES["WanTransformer3DModel"].tiny, "in_channels": 48}},
     "LTXVideoTransformer3DModel": {},
+    "SanaVideoTransformer3DModel": {},
     "CogVideoXTransformer3DModel": {},
     "HunyuanVideo15Transformer3DModel": {"conditions.t2v": 0, "image.width": 8},
 }

@@ -188,6 +188,7 @@ FROM_FRAMES = {
         config={"ofs_embed_dim": 8},
         vae=functools.partial(cogvideox_vae, invert_scale_latents=True),
     ),
+    "SANA-Video": FromFrame("SanaVideoTransformer3DModel", "SanaImageToVideoPipeline"),
     "HunyuanVideo 1.5": FromFrame(
         "HunyuanVideo15Transformer3DModel", "HunyuanVideo15ImageToVideoPipeline", picture_width=8
     ),
@@ -333,7 +334,8 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
         output_type=output_type,
         **{name: value for name, value in by_call.items() if name in known},
         **made.given,
-        **{"latents": as_given(made, noise), **given},
+        # Some write into it.
+        **{"latents": as_given(made, noise).clone(), **given},
     ).frames
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes.base import Recipe, Sizes
 
 # Source: diffusers, SanaVideoPipeline.__call__, complex_human_instruction.
@@ -44,11 +45,12 @@ RECIPE = Recipe(
     models=("SanaVideoTransformer3DModel",),
     pipeline="SanaVideoPipeline",
     call={
-        "timestep": "timestep",
+        "timestep": "token_timestep",
         "encoder_hidden_states": "text",
         "encoder_attention_mask": "text_mask",
     },
     derive=_derive,
+    frames=(Conditioning("latents"),),
     text=(
         TextStates(
             encoders=("gemma2",),
