@@ -173,7 +173,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     # Whole patches of latent frames.
     while ((num_frames - 1) // codec.temporal + 1) % patches_of(arguments)[0]:
         num_frames += codec.temporal
-    takes_frames = any(
+    sees_pictures = recipe.pictures is not None and (folder / "image_encoder").is_dir()
+    takes_frames = sees_pictures or any(
         each.place == "channels"
         and not each.always
         and codec.channels + each.num_channels(codec.channels, codec.temporal) == arguments.get("in_channels")
@@ -209,8 +210,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             ("conditions.t2v", 0.0, "no clip is made from its caption alone"),
             ("conditions.i2v_head", 1.0, "the first frame of each clip is given"),
         ]
-        if arguments.get("image_dim") is not None:
-            lines.append(("image.path", str(folder / "image_encoder"), "what CLIP sees of it"))
+        if sees_pictures:
+            lines.append(("image.path", str(folder / "image_encoder"), "what an image encoder sees of it"))
     lines += _flow_lines(folder, recipe, published)
     if rank:
         lines += [

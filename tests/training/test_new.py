@@ -12,7 +12,7 @@ from opensora_accel.training import new_command, planned
 from opensora_accel.training.config import load_config
 from opensora_accel.training.tiny_run import write_clips
 from tests.tiers import PROVE, some
-from tests.training.test_recipes import CAPTIONS, FAMILIES, setting
+from tests.training.test_recipes import CAPTIONS, FAMILIES, FROM_FRAMES, setting
 
 
 def saved(name, folder):
@@ -62,21 +62,36 @@ def steps(config):
     return Trainer(config).train()
 
 
-@pytest.mark.parametrize("name", some(SHIFTS, "HunyuanVideoTransformer3DModel"))
-def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
-    config, text = written(pipelines(name))
-    assert config.flow.shift == SHIFTS[name] and config.lora.rank == 16
-    assert '\nplan = "auto"' in text and text.startswith("#:schema ./")
-    clips = write_clips(tmp_path / "clips", num_frames=13)
+def tiny(config, name, folder):
+    """Two steps of what was written, on clips of the size of a family's test."""
+    clips = write_clips(folder / "clips", num_frames=13)
     lines = [json.dumps({"file": f"{n}.mp4", "caption": CAPTIONS[n % 2]}) for n in range(5)]
     (clips / "metadata.jsonl").write_text("\n".join(lines))
     num_frames, height, width = FAMILIES[name].size
     data = dataclasses.replace(
         config.data, folder=str(clips), num_frames=num_frames, height=height, width=width
     )
-    small = dataclasses.replace(config, data=data, output=str(tmp_path / "run"), steps=2, num_samples=0)
-    (losses,) = ranks(1, steps, small)
+    return dataclasses.replace(config, data=data, output=str(folder / "run"), steps=2, num_samples=0)
+
+
+@pytest.mark.parametrize("name", some(SHIFTS, "HunyuanVideoTransformer3DModel"))
+def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
+    config, text = written(pipelines(name))
+    assert config.flow.shift == SHIFTS[name] and config.lora.rank == 16
+    assert '\nplan = "auto"' in text and text.startswith("#:schema ./")
+    (losses,) = ranks(1, steps, tiny(config, name, tmp_path))
     assert len(losses) == 2
+
+
+@pytest.mark.parametrize("name", some(["CogVideoX", "HunyuanVideo 1.5"], "CogVideoX"))
+def test_weights_that_begin_with_a_frame(ranks, tmp_path, name):
+    frame = FROM_FRAMES[name]
+    made = setting(frame.family, frame.vae, frame)
+    made.pipeline.to(torch.float32).save_pretrained(tmp_path / "pipeline")
+    config, _ = written(tmp_path / "pipeline")
+    assert (config.conditions.t2v, config.conditions.i2v_head) == (0.0, 1.0)
+    assert bool(config.image.path) == bool(frame.picture_width)
+    assert len(ranks(1, steps, tiny(config, frame.family, tmp_path))[0]) == 2
 
 
 def test_two_experts_and_first_frames(pipelines, tmp_path):
