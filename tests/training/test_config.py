@@ -1,8 +1,11 @@
 """Configurations: read as data, refused in words that help, shown where they differ."""
 
 import dataclasses
+import functools
 import json
 import math
+import re
+from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
@@ -152,3 +155,20 @@ def test_differences_have_full_names():
     assert (
         differences(before, config_from_dict(json.loads(json.dumps(dataclasses.asdict(before))), "x")) == {}
     )
+
+
+def test_the_table_of_other_trainers_names_what_is_there():
+    """Options of this trainer, and tests that show them."""
+    section = (
+        (ROOT / "docs" / "training.md")
+        .read_text(encoding="utf-8")
+        .partition("## Coming from another trainer")[2]
+    )
+    rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\| \w", line)]
+    assert len(rows) > 20 and {len(row) for row in rows} == {6}
+    for *_, options, test in rows:
+        for option in re.findall(r"`([\w.]+)`", options):
+            functools.reduce(getattr, option.split("."), TrainConfig())
+        path, _, name = test.strip(" `").partition("::")
+        source = (Path(__file__).parent / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", source, re.M), test
