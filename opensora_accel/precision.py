@@ -84,7 +84,9 @@ class LiftOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         # Below autograd: what backward computes comes by here too.
         is_double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if func.overloadpacket in _MAKE_FLOATS and kwargs.get("dtype") is None:
+        is_made = func.overloadpacket in _MAKE_FLOATS and kwargs.get("dtype") is None
+        # With `out=` they take none.
+        if is_made and any(argument.name == "dtype" for argument in func._schema.arguments):
             kwargs = {**kwargs, "dtype": torch.float64}
         if (is_double or func.overloadpacket in _FACTORIES) and _narrow(kwargs.get("dtype")):
             if self._note is not None and func.overloadpacket is _aten._to_copy and is_double:

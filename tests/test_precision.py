@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opensora_accel.checkpoint import checkpoint_blocks
-from opensora_accel.precision import lift_casts
+from opensora_accel.precision import LiftOperations, lift_casts
 from tests.models import wan, wan_inputs
 from tests.tolerances import relative_errors
 
@@ -94,3 +94,12 @@ def halves_error(checkpointed):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_of_two_halves_add_up_to_the_whole(checkpointed):
     assert halves_error(checkpointed) < 1e-11
+
+
+def test_what_is_made_without_a_type_is_fp64_and_what_is_written_into_stays():
+    out = torch.empty(3)
+    with LiftOperations():
+        made = [torch.zeros(3), torch.ones(3), torch.rand(3), torch.randn(3), torch.linspace(0, 1, 3)]
+        assert {each.dtype for each in made} == {torch.float64}
+        assert torch.zeros(3, dtype=torch.int64).dtype == torch.int64
+        assert torch.zeros(3, out=out).dtype == torch.float32

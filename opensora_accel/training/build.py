@@ -128,7 +128,8 @@ def build_model(
 
 def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     """Where an argument that does not fit may come from."""
-    extra = max((each.num_channels(codec.channels, codec.temporal) for each in recipe.frames), default=0)
+    ways = [each for each in recipe.frames if not each.always]
+    extra = max((each.num_channels(codec.channels, codec.temporal) for each in ways), default=0)
     pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
     return {
         "image_dim": pictures,
@@ -315,6 +316,22 @@ def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
         if codec.channels + each.num_channels(codec.channels, codec.temporal) == channels
     ]
     return next(iter([*fitting, *ways]), None)
+
+
+def conditioning_of_all(configs: Sequence[TrainConfig], codec: Codec) -> Conditioning | None:
+    """That of every model of a run.
+
+    Raises:
+        ValueError: two experts take frames in different ways.
+    """
+    first, *others = ways = [conditioning_of(config, codec) for config in configs]
+    if any(each != first for each in others):
+        channels = [given_arguments(config.model).get("in_channels") for config in configs]
+        raise ValueError(
+            f"model.path and model.path_2 take frames that are given in different ways (their in_channels are "
+            f"{' and '.join(map(str, channels))}); choose the two of one pipeline"
+        )
+    return ways[0]
 
 
 def _condition_channels(config: TrainConfig, codec: Codec) -> int:

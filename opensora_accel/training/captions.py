@@ -185,9 +185,15 @@ class TextEncoder:
     def _ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Of each caption in its template, cut and not padded; none where nothing of it is read."""
         texts = [self.taken.text_of(caption) for caption in captions]
-        tokens = self.tokenizer([text or "" for text in texts])["input_ids"]
+        found: list[list[int]] = [[] for _ in captions]
         ends = [len(self.skipped(caption)) + self._length for caption in captions]
-        return [[] if text is None else ids[:end] for text, ids, end in zip(texts, tokens, ends, strict=True)]
+        for end in set(ends):
+            read = {row: text for row, text in enumerate(texts) if text is not None and ends[row] == end}
+            if read:
+                tokens = self.tokenizer([*read.values()], truncation=True, max_length=end)["input_ids"]
+                for row, ids in zip(read, tokens, strict=True):
+                    found[row] = ids
+        return found
 
     def check(self, captions: Iterable[str]) -> None:
         """Checks that the captions say something to the model.

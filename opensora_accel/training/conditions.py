@@ -98,6 +98,10 @@ class Conditioning:
             return 0
         return codec_channels + {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
 
+    def is_needed(self, kinds: Sequence[str]) -> bool:
+        """Whether a model is told anything of clips of which what these kinds say is given."""
+        return self.place == "channels" or any(kind != "t2v" for kind in kinds)
+
     def of_nothing(self, like: Tensor, temporal: int) -> Condition | None:
         """What the model gets of clips of latents like [B, C, t, h, w], of which nothing is given."""
         if self.place == "latents":
@@ -113,7 +117,9 @@ class Conditioning:
         num_latents = (frames.size(1) - 1) // codec.temporal + 1
         heads = []
         for clip, each in zip(frames, given, strict=True):
-            head = codec.given_scale * codec.encode(clip[None, : each.head])
+            head = codec.encode(clip[None, : each.head])
+            if self.place == "channels":
+                head = codec.given_scale * head
             heads.append(F.pad(head, (0, 0, 0, 0, 0, num_latents - head.size(2))))
         return torch.cat(heads)
 

@@ -14,6 +14,7 @@ and no collective depends on what was found. Ranks that compute the same at the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import os
@@ -201,7 +202,9 @@ class CachedLatents:
             "height": size.height,
             "width": size.width,
             "given": given,
-            "in_grey": None if given is None or self._conditioning is None else self._conditioning.in_grey,
+            "how": None
+            if given is None
+            else dataclasses.astuple(self._conditioning or Conditioning("channels")),
         }
         return self._kept.value_of(clip, given, key, encode)
 
@@ -218,8 +221,8 @@ class CachedLatents:
 class StoredCaptions:
     """A text encoder whose embeddings are kept in a folder, without padding; it is loaded where one is missing.
 
-    The key has the tokens, not the caption and the files of the tokenizer: tokens are all that the encoder is given. So
-    a tokenizer that changes some captions costs those, whatever of its files has changed.
+    The key has the tokens, and which are skipped, not the caption and the files of the tokenizer: the encoder is given
+    no more. So a tokenizer that changes some captions costs those, whatever of its files has changed.
     """
 
     def __init__(

@@ -109,6 +109,7 @@ class Trainer:
         # The model takes no memory yet, and the text encoder is gone before it does.
         first, *others = config.experts
         shapes = [text.shape for text in texts]
+        conditioning = build.conditioning_of_all([first, *others], codec)
         model, latent_shapes = build.build_model(first, codec, shapes, self.dtype)
         encoders: list[CaptionSource] = [*texts]
         if config.text.cache:
@@ -129,7 +130,7 @@ class Trainer:
             codec,
             encoders,
             pictures,
-            build.conditioning_of(first, codec),
+            conditioning,
             model,
             forward,
             latent_shapes,

@@ -125,8 +125,8 @@ class Objective:
         condition, learned = None, None
         with region("encode", "clips"):
             clean = self._encode(frames, batch.clips).to(self.dtype)
-            if self.conditioning is not None:
-                kinds = self._draw_conditions(batch.bucket, batch.positions)
+            kinds = self._draw_conditions(batch.bucket, batch.positions) if self.conditioning else []
+            if self.conditioning is not None and self.conditioning.is_needed(kinds):
                 condition, whole = self.encode_condition(kinds, frames, clean, batch.clips)
                 # What stands in the place of noise is put back after a sample.
                 if condition.given is not None or not self.config.conditions.learn_given:
@@ -272,11 +272,11 @@ class Objective:
             if image.cache:
                 num_elements = len(shown) * encoder.num_states * encoder.width
                 _check_room("image.cache keeps the states of every first frame", len(shown), num_elements)
-            how = self.config.seed, self.device, self.dtype, self.recipe.pictures or PictureStates()
-            again = partial(build_picture_encoder, image, *how)
+            taken = self.recipe.pictures or PictureStates()
+            again = partial(build_picture_encoder, image, self.config.seed, self.device, self.dtype, taken)
             in_folder = None
             if disk_cache is not None and image.path:
-                in_folder = Stored.pictures(disk_cache, image, self.device)
+                in_folder = Stored.pictures(disk_cache, image, self.device, taken)
             self.pictures = KeptPictures(encoder, again, shown, in_memory=image.cache, stored=in_folder)
         if self.second is not None:
             # Or it would hold the encoders that are released.

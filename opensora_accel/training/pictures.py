@@ -153,7 +153,7 @@ def read_processor(config: ImageConfig) -> dict[str, Any]:
                 return settings
     raise FileNotFoundError(
         f"image.path {own} does not say how pictures are prepared: there is no {_PROCESSOR} in it"
-        f"{f' or in {beside}' if beside != absolute else ''}; put the file of its image processor there"
+        f"{f', in {beside} or in {extractor}' if beside != absolute else ''}; put the file of its image processor there"
     )
 
 

@@ -118,7 +118,7 @@ def _sample(
         [torch.randn(shape, generator=generator(config.seed, "sample", number)) for number in captions]
     ).to(objective.device, objective.dtype)
     condition = None
-    if objective.conditioning is not None:
+    if objective.conditioning is not None and objective.conditioning.is_needed([kind]):
         if frames is None:
             size = bucket.num_frames, bucket.height, bucket.width
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)

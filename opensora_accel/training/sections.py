@@ -309,6 +309,11 @@ class ConditionsConfig:
     def __post_init__(self) -> None:
         if not any(self.weights.values()):
             raise ValueError("all weights of conditions are 0; set one above 0, as conditions.t2v = 1")
+        if not self.learn_given and not self.are_used:
+            raise ValueError(
+                "conditions.learn_given is about frames that are given, and this run gives none; set "
+                "conditions.i2v_head above 0, or leave it out"
+            )
 
     @property
     def weights(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from opensora_accel.training.captions import TEXT_STEM, TextStates, text_paths
 from opensora_accel.training.codec import VAE_STEM
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache, code_version
-from opensora_accel.training.pictures import IMAGE_STEM
+from opensora_accel.training.pictures import IMAGE_STEM, PictureStates
 from opensora_accel.training.ranks import from_first_of_machine, from_first_rank
 from opensora_accel.training.sections import ImageConfig, TextConfig
 from opensora_accel.weights import find_stored
@@ -81,7 +81,13 @@ class Stored:
         return cls(cache, EncoderFiles.read("codec.path", config.codec.path, VAE_STEM), common)
 
     @classmethod
-    def pictures(cls, cache: DiskCache, config: ImageConfig, device: torch.device) -> Stored:
+    def pictures(
+        cls,
+        cache: DiskCache,
+        config: ImageConfig,
+        device: torch.device,
+        taken: PictureStates | None = None,
+    ) -> Stored:
         """For the picture encoder's states. The common part has all that decides them, but the video, the first frame
         and the size."""
         made_with = _made_with(
@@ -94,6 +100,7 @@ class Stored:
             "what": "picture",
             "dtype": config.dtype,
             "processor": pictures.read_processor(config),
+            "layer": (taken or PictureStates()).layer,
             "made_with": made_with,
         }
         return cls(cache, EncoderFiles.read("image.path", config.path, IMAGE_STEM), common)

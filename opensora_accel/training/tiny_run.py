@@ -26,7 +26,7 @@ from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.captions import TextShape, text_shapes
 from opensora_accel.training.codec import build_codec, latent_shape
-from opensora_accel.training.conditions import Condition
+from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.flow import flow_loss
 from opensora_accel.training.recipes import Inputs, Sizes
@@ -40,6 +40,9 @@ from opensora_accel.training.sections import (
 )
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
+
+# Of the small codec: pixels a side of a latent position.
+_PATCH = 4
 
 
 def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
@@ -98,6 +101,10 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         i2v_loop=given.i2v_loop,
         learn_given=given.learn_given,
     )
+    conditioning = None
+    if given.are_used:
+        sizes = build_codec(config.codec, torch.device("cpu"), torch.float32, outline=True)
+        conditioning = build.conditioning_of(config, sizes)
     return dataclasses.replace(
         config,
         output=str(folder / "run"),
@@ -107,8 +114,8 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         cache_folder="",
         resume="",
         data=data,
-        model=_tiny_model(config.model),
-        codec=CodecConfig(patch=4),
+        model=_tiny_model(config.model, conditioning),
+        codec=CodecConfig(patch=_PATCH),
         text=TextConfig(length=512 if config.image.is_used else 8, width=32),
         image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
@@ -119,7 +126,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def _tiny_model(config: ModelConfig) -> ModelConfig:
+def _tiny_model(config: ModelConfig, conditioning: Conditioning | None) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
@@ -128,6 +135,13 @@ def _tiny_model(config: ModelConfig) -> ModelConfig:
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known and name not in derived}
+    if conditioning is not None:
+        # By its channels a model says how it takes frames.
+        channels = 3 * _PATCH**2
+        arguments["in_channels"] = channels + conditioning.num_channels(channels, 1)
+    if given.get("use_learned_positional_embeddings"):
+        # It takes clips of one size.
+        arguments |= {"sample_frames": 5, "sample_height": 24 // _PATCH, "sample_width": 40 // _PATCH}
     return ModelConfig(class_name=cls.__name__, config=arguments)
 
 

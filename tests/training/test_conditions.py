@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan
+from opensora_accel.training import build
 from opensora_accel.training.buckets import parse_buckets
 from opensora_accel.training.codec import SpaceToDepth, VideoVAE
 from opensora_accel.training.conditions import (
@@ -193,21 +194,23 @@ def sampled(config):
     from opensora_accel.training.loop import Trainer
 
     trainer = Trainer(config)
-    assert trainer.state.model.config.in_channels == 2 * 48 + 1
-    losses = trainer.train()
-    return losses, trainer.output
+    return trainer.train(), trainer.output, trainer.state.model.config.in_channels
 
 
-def test_a_run_trains_and_samples_with_frames_that_are_given(ranks, folder, tmp_path):
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "LTXVideoTransformer3DModel"])
+def test_a_run_trains_and_samples_with_frames_that_are_given(ranks, folder, tmp_path, name):
+    kinds = ALL if name.startswith("Wan") else {"conditions.i2v_head": 5}
     config = tiny_config(
         folder,
         tmp_path / "run",
         Plan(),
-        **ALL,
+        **kinds,
         **{"steps": 3, "num_samples": 2, "flow.sample_steps": 2, "flow.guidance": 2.0},
+        **{"model.class_name": name, "model.config": dict(RECIPES[name].tiny)},
     )
-    losses, output = ranks(1, sampled, config)[0]
+    losses, output, channels = ranks(1, sampled, config)[0]
     assert len(losses) == 3 and (output / "samples/step_000003/strip.png").is_file()
+    assert channels == (2 * 48 + 1 if name.startswith("Wan") else 48)
 
 
 def test_a_condition_that_trains_nothing_is_refused(ranks, folder, tmp_path):
@@ -251,27 +254,24 @@ OTHER_WAYS = {
 }
 
 
-def losses_and_channels(config):
-    from opensora_accel.training.loop import Trainer
-
-    trainer = Trainer(config)
-    return trainer.train(), trainer.state.model.config.in_channels
-
-
 @pytest.mark.parametrize("degrees", some([{"ulysses": 3}, {"ring": 2}]), ids=str)
 @pytest.mark.parametrize("name", some(OTHER_WAYS, "LTXVideoTransformer3DModel"))
 def test_frames_are_given_in_other_ways(ranks, folder, tmp_path, name, degrees):
-    """Three ranks share a clip unevenly; what is sampled at the end begins with a frame and is decoded."""
-    changes = {"model.class_name": name, "model.config": dict(RECIPES[name].tiny)}
-    changes |= {"steps": 3, "num_samples": 1, "flow.sample_steps": 2, "conditions.i2v_head": 2}
+    """Losses, norms and gradients are those of one rank; three share a clip unevenly."""
+    changes = {"model.class_name": name, "model.config": dict(RECIPES[name].tiny), "conditions.i2v_head": 2}
     changes |= OTHER_WAYS[name]
     found = []
     for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
         config = tiny_config(folder, tmp_path / str(number), plan, **changes)
-        found.append(ranks(plan.world_size, losses_and_channels, config)[0])
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
-    conditioning = next(each for each in reversed(RECIPES[name].frames))
-    assert found[0][1] == 48 + conditioning.num_channels(48, 1)
+        found.append(ranks(plan.world_size, curve, config, 2)[0])
+        # The proof of a run takes frames as the run does.
+        way = build.conditioning_of(config, SpaceToDepth(4, torch.float32))
+        assert way == RECIPES[name].frames[-1]
+        assert build.conditioning_of(tiny_proof(config, tmp_path), SpaceToDepth(4, torch.float32)) == way
+    (losses, norms, gradients), (others, other_norms, other_gradients) = found
+    assert others == pytest.approx(losses, rel=1e-9) and other_norms == pytest.approx(norms, rel=1e-9)
+    for weight, gradient in gradients.items():
+        assert torch.allclose(other_gradients[weight], gradient, rtol=1e-8, atol=1e-11), weight
 
 
 def test_a_frame_at_the_end_is_refused_where_a_model_takes_one_at_the_beginning(ranks, folder, tmp_path):
@@ -283,13 +283,49 @@ def test_a_frame_at_the_end_is_refused_where_a_model_takes_one_at_the_beginning(
         ranks(1, curve, tiny_config(folder, tmp_path, Plan(), **changes), 1)
 
 
+def learned(config):
+    """Which latent frames of the first batch are learned; and what the model gets of a batch without frames."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    objective, batch = trainer.objective, next(iter(trainer.loader))
+    first = objective.encode(batch).learned
+    objective._draw_conditions = lambda bucket, positions: ["t2v"] * len(positions)
+    return first, objective.encode(batch).condition
+
+
 def test_given_frames_are_learned_where_a_sampler_makes_them(ranks, folder, tmp_path):
-    """Open-Sora's `no_i2v_ref_loss` leaves them out."""
-    losses = [
-        ranks(1, curve, tiny_config(folder, tmp_path / str(is_learned), Plan(), **ALL, **changes), 1)[0][0]
-        for is_learned, changes in ((True, {}), (False, {"conditions.learn_given": False}))
-    ]
-    assert losses[0] != losses[1]
+    """Open-Sora's `no_i2v_ref_loss` leaves them out; in the place of noise nothing is left to learn of them."""
+    given = {"conditions.t2v": 0, "conditions.i2v_head": 1}
+    ltx = {"model.class_name": "LTXVideoTransformer3DModel"}
+    ltx |= {"model.config": dict(RECIPES[ltx["model.class_name"]].tiny)}
+    rows = [[False] + [True] * 4] * 4
+    for number, (changes, expected) in enumerate(
+        (({}, None), ({"conditions.learn_given": False}, rows), (ltx, rows))
+    ):
+        config = tiny_config(folder, tmp_path / str(number), Plan(), **given, **changes)
+        found, of_text = ranks(1, learned, config)[0]
+        assert found is expected is None or found.tolist() == expected
+        # Tokens of a clip from text alone have one time for all.
+        assert (of_text is None) == (changes == ltx)
+    changes = {**given, **ltx, "conditions.learn_given": False}
+    with pytest.raises(
+        RankError, match=r"in the place of noise are never in the loss; leave conditions\.learn"
+    ):
+        ranks(1, learned, tiny_config(folder, tmp_path, Plan(), **changes))
+    with pytest.raises(ValueError, match="this run gives none"):
+        ConditionsConfig(learn_given=False)
+
+
+def test_two_experts_take_frames_in_one_way():
+    folders = [{"in_channels": 97}, {"in_channels": 48}]
+    codec, configs = SpaceToDepth(4, torch.float32), []
+    for given in folders:
+        values = {"model": {"config": given}, "conditions": {"i2v_head": 1.0}}
+        configs.append(config_from_dict(values, "the test"))
+    assert build.conditioning_of_all(configs[:1] * 2, codec).place == "channels"
+    with pytest.raises(ValueError, match=r"in different ways \(their in_channels are 97 and 48\)"):
+        build.conditioning_of_all(configs, codec)
 
 
 @pytest.mark.parametrize("takes_frames", [True, False])

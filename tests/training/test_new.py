@@ -10,7 +10,9 @@ import torch
 from opensora_accel import Plan
 from opensora_accel.training import new_command, planned
 from opensora_accel.training.config import load_config
+from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import write_clips
+from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
 from tests.training.test_recipes import CAPTIONS, FAMILIES, FROM_FRAMES, setting
 
@@ -92,6 +94,14 @@ def test_weights_that_begin_with_a_frame(ranks, tmp_path, name):
     assert (config.conditions.t2v, config.conditions.i2v_head) == (0.0, 1.0)
     assert bool(config.image.path) == bool(frame.picture_width)
     assert len(ranks(1, steps, tiny(config, frame.family, tmp_path))[0]) == 2
+
+
+def test_weights_from_text_learn_no_frames(ranks, pipelines, tmp_path):
+    config, _ = written(pipelines("WanTransformer3DModel"))
+    config = tiny(config, "WanTransformer3DModel", tmp_path)
+    config = dataclasses.replace(config, conditions=ConditionsConfig(i2v_head=1.0))
+    with pytest.raises(RankError, match=r"no channels for frames that are given, and .*expand_timesteps"):
+        ranks(1, steps, config)
 
 
 def test_two_experts_and_first_frames(pipelines, tmp_path):

@@ -271,7 +271,8 @@ def setting(name, vae=None, frame=None):
         },
         "the test",
     )
-    texts = encoders(name)
+    # Some tests change the types of their parts.
+    texts = copy.deepcopy(encoders(name))
     arguments = build.model_arguments(config, codec, [text.shape for text in texts])
     model = build.model_class(config.model)(**arguments).double().eval()
     for parameter in model.parameters():

@@ -68,6 +68,13 @@ def test_a_template_whose_tokens_the_tokenizer_counts():
     assert kept.num_tokens(captions) == encoder.num_tokens(captions)
 
 
+def test_captions_are_cut_where_the_encoder_cuts_them():
+    """The mark at the end of a caption takes the last place."""
+    encoder = built(TextConfig(length=4, width=32), train_tokenizer(CAPTIONS))
+    with pytest.raises(ValueError, match="all captions are the same in their first 4 tokens"):
+        encoder.check(["a grey rabbit yawns", "a grey rabbit waves"])
+
+
 def test_words_never_seen_are_no_error():
     assert torch.isfinite(encode(["日本語 ☃ zebra"])).all()
 

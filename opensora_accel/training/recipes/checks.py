@@ -48,11 +48,24 @@ def check_conditioning(recipe: Recipe, conditioning: Conditioning | None, config
     Raises:
         ValueError: its weights would learn to take frames in a way in which no pipeline gives them any.
     """
+    if conditioning is None or conditioning.place != "latents":
+        return
+    if not config.conditions.learn_given:
+        raise ValueError(
+            "frames that are given in the place of noise are never in the loss; leave conditions.learn_given out"
+        )
     # A family with one way alone has a pipeline for that.
-    if conditioning is None or conditioning.place != "latents" or len(recipe.frames) == 1:
+    if len(recipe.frames) == 1 or not config.model.path:
         return
     index = Path(config.model.path).resolve().parent / "model_index.json"
-    if config.model.path and index.is_file() and not read_json(index, dict[str, Any]).get("expand_timesteps"):
+    if not index.is_file():
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s has no channels for frames that are given, and learns to take them in the place of noise, as Wan "
+                "2.2 5B does; no model_index.json beside it says whether its pipeline gives any so",
+                config.model.path,
+            )
+    elif not read_json(index, dict[str, Any]).get("expand_timesteps"):
         raise ValueError(
             f"{config.model.path} has no channels for frames that are given, and {index} says that its pipeline puts "
             "none in the place of noise (expand_timesteps); leave all of conditions but t2v out, or choose weights of "
