@@ -16,13 +16,14 @@ from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket, batch_sizes, bucket_of, cropped_share, parse_buckets
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import ClipLoader
+from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.tiny_run import TrueSize, proof_meshes
 from opensora_accel.training.tiny_run import tiny_config as tiny_config_of
 from opensora_accel.training.video import Entry, UnreadableVideo, index_videos, probe, read_clip
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.runs import TINY_WAN, tiny_config
 
 # Which bucket a file belongs to
@@ -377,6 +378,19 @@ def test_a_mix_trains_alike_on_any_mesh(folder, tmp_path, ranks, plan):
     for found, _ in ranks(plan.world_size, trained, mixed_config(folder, tmp_path, plan)):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+@PROVE
+def test_images_train_beside_clips_that_begin_with_a_frame(folder, tmp_path, ranks):
+    """Frames of SANA-Video's clips are shared whole, and an image has fewer than there are ranks."""
+    name = "SanaVideoTransformer3DModel"
+    changes = {"model.class_name": name, "model.config": dict(RECIPES[name].tiny), "conditions.i2v_head": 3}
+    found = []
+    for plan in (Plan(precision="fp64"), Plan(precision="fp64", ulysses=2)):
+        ((steps, _), *_) = ranks(plan.world_size, trained, mixed_config(folder, tmp_path, plan, **changes))
+        found.append(steps)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 # Three buckets have settings of their own, one has the run's.
