@@ -37,8 +37,7 @@ _NOT_FAKE = (
     fake_tensor.UnsupportedMutationAliasingException,
 )
 _FAKE_MESSAGES = (".numpy() is not supported", "data is not allocated", "Cannot access data pointer")
-
-
+# What has one known value all over.
 _MADE_AS = {torch.ops.aten.zeros.default: 0, torch.ops.aten.ones.default: 1}
 
 

@@ -310,11 +310,7 @@ def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
     """
     ways = [each for each in recipe_of(config.model).frames if config.conditions.are_used or each.always]
     channels = given_arguments(config.model).get("in_channels")
-    fitting = [
-        each
-        for each in ways
-        if codec.channels + each.num_channels(codec.channels, codec.temporal) == channels
-    ]
+    fitting = [each for each in ways if each.input_channels(codec) == channels]
     return next(iter([*fitting, *ways]), None)
 
 
@@ -324,14 +320,14 @@ def conditioning_of_all(configs: Sequence[TrainConfig], codec: Codec) -> Conditi
     Raises:
         ValueError: two experts take frames in different ways.
     """
-    first, *others = ways = [conditioning_of(config, codec) for config in configs]
+    first, *others = [conditioning_of(config, codec) for config in configs]
     if any(each != first for each in others):
         channels = [given_arguments(config.model).get("in_channels") for config in configs]
         raise ValueError(
             f"model.path and model.path_2 take frames that are given in different ways (their in_channels are "
             f"{' and '.join(map(str, channels))}); choose the two of one pipeline"
         )
-    return ways[0]
+    return first
 
 
 def _condition_channels(config: TrainConfig, codec: Codec) -> int:

@@ -98,6 +98,10 @@ class Conditioning:
             return 0
         return codec_channels + {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
 
+    def input_channels(self, codec: Codec) -> int:
+        """All channels that a model takes, with those of the noisy clip."""
+        return codec.channels + self.num_channels(codec.channels, codec.temporal)
+
     def is_needed(self, kinds: Sequence[str]) -> bool:
         """Whether a model is told anything of clips of which what these kinds say is given."""
         return self.place == "channels" or any(kind != "t2v" for kind in kinds)
@@ -149,13 +153,13 @@ def check_conditions(
     config: ConditionsConfig,
     buckets: Sequence[Bucket],
     temporal: int,
-    conditioning: Conditioning | None = Conditioning("channels", "frames", in_grey=True),
+    conditioning: Conditioning | None = None,
 ) -> None:
     """Checks that every kind is for some clip, and that every clip, but an image, has a kind.
 
     Args:
         buckets: the sizes of clips, each 1 frame and a multiple of `temporal`.
-        conditioning: how the model takes what is given.
+        conditioning: how the model takes what is given; None takes any kind.
 
     Raises:
         ValueError: what was asked for would not be trained.

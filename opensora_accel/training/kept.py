@@ -14,7 +14,6 @@ and no collective depends on what was found. Ranks that compute the same at the 
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import hashlib
 import os
@@ -190,21 +189,20 @@ class CachedLatents:
     def _latents_of(self, clip: Clip, frames: Tensor, given: Given | None) -> Tensor:
         """frames: uint8 [T, H, W, 3] → latents [C, t, h, w] on the host."""
 
-        def encode(codec: Codec) -> Tensor:
-            if given is None:
-                return codec.encode(frames.unsqueeze(0))[0]
-            assert self._conditioning is not None
-            return self._conditioning.encode(codec, frames.unsqueeze(0), [given])[0]
+        how, size = self._conditioning, clip.bucket
+        assert given is None or how is not None
 
-        size = clip.bucket
+        def encode(codec: Codec) -> Tensor:
+            if given is None or how is None:
+                return codec.encode(frames.unsqueeze(0))[0]
+            return how.encode(codec, frames.unsqueeze(0), [given])[0]
+
         key = {
             "num_frames": size.num_frames,
             "height": size.height,
             "width": size.width,
             "given": given,
-            "how": None
-            if given is None
-            else dataclasses.astuple(self._conditioning or Conditioning("channels")),
+            "how": None if given is None or how is None else [how.place, how.in_grey],
         }
         return self._kept.value_of(clip, given, key, encode)
 

@@ -177,7 +177,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     takes_frames = sees_pictures or any(
         each.place == "channels"
         and not each.always
-        and codec.channels + each.num_channels(codec.channels, codec.temporal) == arguments.get("in_channels")
+        and each.input_channels(codec) == arguments.get("in_channels")
         for each in recipe.frames
     )
     lines += [
