@@ -42,7 +42,7 @@ from opensora_accel.training.recipes import (
 )
 from opensora_accel.training.sampler import Portion
 from opensora_accel.training.sections import DataConfig, ModelConfig
-from opensora_accel.training.video import Video
+from opensora_accel.training.sound import sound_shape
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
 
@@ -138,6 +138,10 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
         "image_condition_type": " (first frames that are given are not trained in this family yet)",
         "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
+        **dict.fromkeys(
+            ("audio_in_channels", "audio_sampling_rate", "audio_hop_length"),
+            " (codec.sound_path, the audio_vae of its pipeline)",
+        ),
         "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
         if extra
         else "",
@@ -197,7 +201,16 @@ def inputs_of_one(
         spatial=codec.spatial,
         temporal=codec.temporal,
         config=arguments,
+        **sound_of_one(config, (shape[1] - 1) * codec.temporal + 1),
     )
+
+
+def sound_of_one(config: TrainConfig, num_frames: int, frame_rate: float = 25.0) -> dict[str, Any]:
+    """What `Inputs` has of the sound of one clip of so many frames; nothing of a model that makes none."""
+    if not recipe_of(config.model).makes_sound:
+        return {}
+    shape = sound_shape(config.codec).latents(num_frames / (config.data.frame_rate or frame_rate))
+    return {"sound": torch.empty(1, *shape), "sound_timestep": torch.empty(1)}
 
 
 def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
@@ -249,15 +262,6 @@ def _class_name(config: ModelConfig) -> str:
     raise ValueError(f"model class {name!r} cannot be trained here; {choice}")
 
 
-def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
-    """Frames a second of clips, as a model is told."""
-    if config.frame_rate:
-        return config.frame_rate
-    rates = [video.info.fps / config.frame_stride for video in videos if video.info and video.info.fps > 0]
-    # Images have none.
-    return rates[0] if rates else 25.0
-
-
 def model_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
     """The arguments that the model is made with.
 
@@ -296,8 +300,10 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
         channels=codec.channels,
         input_channels=codec.channels + _condition_channels(config, codec),
         texts=texts,
+        spatial=codec.spatial,
         temporal=codec.temporal,
         picture_width=_picture_shape(config)[1] if config.image.is_used else None,
+        sound=sound_shape(config.codec),
         arguments=all_arguments(config.model),
     )
     return recipe_of(config.model).derive(sizes)
@@ -399,13 +405,16 @@ def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the types that the class asks for: JSON's and TOML's lists become tuples."""
     checked = {}
     hints = get_type_hints(cls.__init__)  # type: ignore[misc]
-    known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]  # type: ignore[misc]
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    known = [name for name in parameters if name != "self"]
     for name, value in arguments.items():
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ValueError(f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(known)}")
-        checked[name] = check_argument(hints[name], value, f"model.config.{name}")
+        # Some have a default and no hint.
+        kind = hints.get(name, type(parameters[name].default))
+        checked[name] = check_argument(kind, value, f"model.config.{name}")
         for size in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(size, int) and not isinstance(size, bool) and size < 1:
                 raise ValueError(f"model.config.{name} must be at least 1; got {value!r}")

@@ -10,9 +10,11 @@ end; and what CLIP makes of the caption as a whole:
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.documents import read_json
+from opensora_accel.training.codec import VAE_STEM
 from opensora_accel.training.pretrained import (
     PRETRAINED_DTYPES,
     load_pretrained,
@@ -33,7 +36,13 @@ TEXT_STEM = "model"
 _VOCABULARY = 2048
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 # Files that were saved with a head, or by an older release, have one of these before each name.
-_PREFIXES = {"llama": "model.", "gemma2": "model.", "clip_text_model": "text_model."}
+_PREFIXES = {
+    "llama": ("model.",),
+    "gemma2": ("model.",),
+    # Of one that sees pictures too.
+    "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
+    "clip_text_model": ("text_model.",),
+}
 # Captions, and words, that are looked at.
 _TOLD_APART = 1000
 
@@ -63,6 +72,16 @@ class TextStates:
     # The encoder leaves padding out of its attention, and what it gives there becomes zero; it attends to it, and that
     # becomes zero; or it stays, and the model sees it.
     padding: Literal["unseen", "zeroed", "kept"] = "unseen"
+    # Where padding stands.
+    padding_side: Literal["right", "left"] = "right"
+    # Classes of diffusers, any of which makes two kinds of states, here side by side, of what all layers give: for
+    # clips and for sound. It lies in `text.path_2`. Padding becomes states that it has learned, which the model sees.
+    connectors: tuple[str, ...] = ()
+
+    @property
+    def sees_padding(self) -> bool:
+        """Whether the model sees as many states of every caption."""
+        return self.padding == "kept" or bool(self.connectors)
 
     @property
     def of_small_encoder(self) -> TextStates:
@@ -93,6 +112,7 @@ class TextEncoder:
         taken: which states the model takes.
         num_tokens: to which captions are cut and padded, without what `taken.skipped` counts.
         option: that names it, for messages.
+        connectors: what `taken.connectors` names; without it a small encoder's states stand for both kinds.
     """
 
     def __init__(
@@ -102,7 +122,9 @@ class TextEncoder:
         num_tokens: int,
         taken: TextStates = TextStates(),
         option: str = "text.path",
+        connectors: Any = None,
     ):
+        self.connectors = None if connectors is None else connectors.eval().requires_grad_(False)
         self.tokenizer, self.taken, self.option = tokenizer, taken, option
         self.model = model.eval().requires_grad_(False)
         self._length, skipped = num_tokens, taken.skipped
@@ -114,7 +136,12 @@ class TextEncoder:
 
     @property
     def shape(self) -> TextShape:
-        return TextShape(1 if self.taken.pooled else self._length, _width_of(self.model.config))
+        width = _width_of(self.model.config)
+        if self.connectors is not None:
+            width = _width_of_connectors(self.connectors.config)
+        elif self.taken.connectors:
+            width *= 2
+        return TextShape(1 if self.taken.pooled else self._length, width)
 
     def skipped(self, caption: str) -> range:
         """The tokens of which no states are taken."""
@@ -139,7 +166,7 @@ class TextEncoder:
             [text],
             padding="max_length",
             # Some tokenizers are saved with the other side, for a model that is to go on writing.
-            padding_side="right",
+            padding_side=self.taken.padding_side,
             truncation=True,
             max_length=num_tokens,
             return_tensors="pt",
@@ -159,7 +186,13 @@ class TextEncoder:
             return torch.zeros(1, *self.shape, dtype=dtype, device=device)
         ids, mask = (each.to(device) for each in self.tokens(caption))
         seen = mask if taken.padding == "unseen" else None
-        output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=taken.layer is not None)
+        is_inner = taken.layer is not None or self.connectors is not None
+        output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=is_inner)
+        if self.connectors is not None:
+            # [1, length, width · layers]
+            states = torch.stack(output.hidden_states, dim=-1).flatten(2)
+            of_clips, of_sound, _ = self.connectors(states, mask, padding_side=taken.padding_side)
+            return torch.cat([of_clips, of_sound], dim=-1).to(dtype)
         if taken.pooled:
             pooled = output.get("pooler_output")
             # T5 has none; what it makes of the mark at the end of a caption stands for it.
@@ -171,11 +204,12 @@ class TextEncoder:
             torch.cat([each[:, : skipped.start], each[:, skipped.stop :]], dim=1) if skipped else each
             for each in (states.to(dtype), mask)
         )
-        return states if taken.padding == "kept" else states * mask.unsqueeze(-1).to(dtype)
+        states = states if taken.padding == "kept" else states * mask.unsqueeze(-1).to(dtype)
+        return torch.cat([states, states], dim=-1) if taken.connectors else states
 
     def num_tokens(self, captions: Sequence[str]) -> list[int]:
-        """How many states of each caption the model sees: of its own tokens, or, where padding is kept, all."""
-        if self.taken.pooled or self.taken.padding == "kept":
+        """How many states of each caption the model sees: of its own tokens, or, where padding is seen, all."""
+        if self.taken.pooled or self.taken.sees_padding:
             return [self.shape.length] * len(captions)
         return [
             max(0, len(ids) - len(self.skipped(caption)))
@@ -276,22 +310,32 @@ def text_paths(config: TextConfig, taken: Sequence[TextStates]) -> list[tuple[st
         ValueError: there is one too many, or too few.
     """
     both = ("text.path", config.path), ("text.path_2", config.path_2)
+    if taken[0].connectors and not config.path_2:
+        raise ValueError(
+            f"this model takes what {' or '.join(taken[0].connectors)} makes of the encoder's states; set text.path_2 "
+            f"to its folder, as connectors beside {config.path}"
+        )
     if len(taken) == 2 and not config.path_2:
         raise ValueError(
             f"this model takes states of two encoders; set text.path_2 to the folder of the second, of type "
             f"{' or '.join(taken[1].encoders)}, as text_encoder_2 beside {config.path}"
         )
-    if len(taken) == 1 and config.path_2:
+    if len(taken) == 1 and config.path_2 and not taken[0].connectors:
         raise ValueError("this model takes states of one encoder; leave text.path_2 out")
     return list(both[: len(taken)])
 
 
 def text_shapes(config: TextConfig, taken: Sequence[TextStates]) -> list[TextShape]:
     """Of the states of each encoder that `build_text_encoder` gives, without loading one."""
-    widths = [config.width] * len(taken)
+    widths = [config.width * (2 if each.connectors else 1) for each in taken]
     if config.path:
         folders = zip(taken, text_paths(config, taken), strict=True)
-        widths = [_width_of(_config_of(*named, each)) for each, named in folders]
+        widths = [
+            _width_of_connectors(_connectors_of(config, each))
+            if each.connectors
+            else _width_of(_config_of(*named, each))
+            for each, named in folders
+        ]
     return [
         TextShape(1 if each.pooled else each.length or config.length, width)
         for each, width in zip(taken, widths, strict=True)
@@ -356,11 +400,43 @@ def _width_of(config: Any) -> int:
     return int(config.d_model if hasattr(config, "d_model") else config.hidden_size)
 
 
+def _width_of_connectors(config: Any) -> int:
+    """Of their states for clips and for sound, side by side."""
+    sizes = (
+        config[f"{stream}_connector_num_attention_heads"] * config[f"{stream}_connector_attention_head_dim"]
+        for stream in ("video", "audio")
+    )
+    return int(sum(sizes))
+
+
+def _connectors_of(config: TextConfig, taken: TextStates) -> dict[str, Any]:
+    """The configuration of the connectors in `text.path_2`.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none of the classes that the family takes, or not for this length.
+    """
+    what = " or ".join(taken.connectors)
+    description = read_description("text.path_2", config.path_2, f"a diffusers {what}")
+    if description.get("_class_name") not in taken.connectors:
+        name = description.get("_class_name")
+        raise ValueError(f"text.path_2 {config.path_2} holds {name!r}; what this model takes is {what}")
+    units = [
+        description.get(f"{stream}_connector_num_learnable_registers") or 1 for stream in ("video", "audio")
+    ]
+    if config.length % math.lcm(*units):
+        raise ValueError(
+            f"text.length ({config.length}) must be a multiple of {math.lcm(*units)}, the states that {what} has "
+            "learned in place of padding; use 1024, as it was trained"
+        )
+    return description
+
+
 def _classes() -> dict[str, Any]:
     """Encoders by the types that transformers gives them."""
     from transformers import (
         CLIPTextModel,
         Gemma2Model,
+        Gemma3TextModel,
         LlamaModel,
         Qwen2_5_VLTextModel,
         T5EncoderModel,
@@ -372,6 +448,7 @@ def _classes() -> dict[str, Any]:
         "umt5": UMT5EncoderModel,
         "llama": LlamaModel,
         "gemma2": Gemma2Model,
+        "gemma3_text": Gemma3TextModel,
         "clip_text_model": CLIPTextModel,
         "qwen2_5_vl_text": Qwen2_5_VLTextModel,
     }
@@ -388,6 +465,10 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
     kind = description.get("model_type")
     if kind not in taken.encoders:
         raise ValueError(f"{option} {folder} holds a {kind!r} model; what this model takes is {wanted}")
+    if isinstance(description.get("text_config"), dict):
+        # One that sees pictures too, of which the part that reads is taken.
+        description = description["text_config"]
+        kind = description.get("model_type")
     cls = _classes()[str(kind)]
     try:
         return cls.config_class.from_dict(description)
@@ -429,6 +510,20 @@ def _load(
     dtype = PRETRAINED_DTYPES[config.dtype]
     model = load_pretrained(
         cls, lambda: cls(description), option, path, TEXT_STEM, dtype, device,
-        prefix=_PREFIXES.get(description.model_type, ""),
+        prefixes=_PREFIXES.get(description.model_type, ()),
     )  # fmt: skip
-    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option)
+    connectors = None
+    if taken.connectors:
+        connectors = _load_connectors(config, taken, dtype, device)
+    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option, connectors)
+
+
+def _load_connectors(
+    config: TextConfig, taken: TextStates, dtype: torch.dtype, device: torch.device | None
+) -> Any:
+    from diffusers.pipelines import ltx2
+
+    description = _connectors_of(config, taken)
+    cls = getattr(ltx2, description["_class_name"])
+    make = partial(cls.from_config, description)
+    return load_pretrained(cls, make, "text.path_2", config.path_2, VAE_STEM, dtype, device)

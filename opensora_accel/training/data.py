@@ -39,15 +39,21 @@ from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
 from opensora_accel.training.sections import DataConfig
+from opensora_accel.training.sound import SoundShape
 from opensora_accel.training.video import (
     UnreadableVideo,
     Video,
+    VideoInfo,
     index_videos,
     nothing_usable,
     read_clip,
+    read_sound,
 )
 
 logger = logging.getLogger(__name__)
+
+# A clip of 5 seconds at a rate that differs by more ends 50 ms away from its sound, which is heard.
+_SAME_RATE = 0.01
 
 
 @dataclass(frozen=True)
@@ -74,17 +80,23 @@ class Sample:
     frames: Tensor | None = None
     error: str | None = None
     digest: str | None = None
+    # [channels, samples], where it was asked for and the file has sound that fits.
+    sound: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3] of one bucket."""
+    """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3] of one bucket.
+
+    With sound, `sounds` are the samples [channels, n] of each clip, or None where it has none.
+    """
 
     frames: Tensor
     captions: list[str]
     positions: list[int]
     files: list[str]
     clips: list[Clip]
+    sounds: list[Tensor | None]
 
     @property
     def bucket(self) -> Bucket:
@@ -96,13 +108,21 @@ class VideoFolder(Dataset[Sample]):
     """Clips by key `(position, video_index)`; the start frame follows from (seed, position).
 
     A bad file never raises: its Sample has no frames and says why in `error`. With `digests` a Sample has the SHA-256
-    sum of the file that its frames are from.
+    sum of the file that its frames are from, and with `sound` the sound of its frames, as it is at `frame_rate`.
     """
 
     def __init__(
-        self, videos: Sequence[Video], config: DataConfig, *, seed: int, digests: bool = False
+        self,
+        videos: Sequence[Video],
+        config: DataConfig,
+        *,
+        seed: int,
+        digests: bool = False,
+        sound: SoundShape | None = None,
+        frame_rate: float = 25.0,
     ) -> None:
         self.videos, self.config, self._seed, self._digests = videos, config, seed, digests
+        self.sound, self.frame_rate = sound, frame_rate
 
     def __len__(self) -> int:
         return len(self.videos)
@@ -111,7 +131,7 @@ class VideoFolder(Dataset[Sample]):
         position, video_index = key
         video, config = self.videos[video_index], self.config
         bucket, path = video.bucket, Path(config.root) / video.file
-        frames = error = digest = None
+        frames = error = digest = sound = None
         try:
             before = file_digest(path) if self._digests else None
             read = partial(
@@ -124,12 +144,25 @@ class VideoFolder(Dataset[Sample]):
                 width=bucket.width,
             )
             frames = retried(read, f"reading {video.file}")
+            if self.sound is not None and self.has_sound(video):
+                num_samples = self.sound.num_samples(bucket.num_frames / self.frame_rate)
+                how = {"rate": self.sound.rate, "num_channels": self.sound.num_channels}
+                hear = partial(read_sound, path, self.start(video, position), num_samples, **how)
+                sound = retried(hear, f"reading the sound of {video.file}")
             # The frames are those of this sum where the file is the same before and after.
             if before is not None and file_digest(path) == before:
                 digest = before
         except UnreadableVideo as failure:
             error = str(failure)
-        return Sample(position, video_index, video.file, video.caption, frames, error, digest)
+        return Sample(position, video_index, video.file, video.caption, frames, error, digest, sound)
+
+    def has_sound(self, video: Video) -> bool:
+        """Whether the video has sound that lasts as long as its frames do at the job's frame rate."""
+        info = video.info
+        return info is not None and info.has_sound and self._is_in_time(info)
+
+    def _is_in_time(self, info: VideoInfo) -> bool:
+        return abs(info.fps / self.config.frame_stride / self.frame_rate - 1) < _SAME_RATE
 
     def start(self, video: Video, position: int) -> int:
         """The first frame of the clip at this position."""
@@ -137,6 +170,16 @@ class VideoFolder(Dataset[Sample]):
         # Every first frame from which the clip is whole, the last such one included.
         num_starts = video.info.num_frames - video.bucket.frames_needed(self.config.frame_stride) + 1
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
+
+
+def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
+    """Frames a second of clips, as a model is told."""
+    if config.frame_rate:
+        return config.frame_rate
+    # Images have none.
+    infos = [video.info for video in videos if video.info is not None and video.info.num_frames > 1]
+    rates = [info.fps / config.frame_stride for info in infos if info.fps > 0]
+    return rates[0] if rates else 25.0
 
 
 class ClipLoader:
@@ -153,6 +196,7 @@ class ClipLoader:
             with NCCL the check after each batch waits for the GPU.
         digests: the clips of a batch have the SHA-256 sums of their files.
         held_out: so many files, chosen by the seed, are in no batch; `held_out_batches` has a clip of each.
+        sound: how the sound of clips is read; None leaves it out.
 
     Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
     all-reduce of one number; only after a failure an all-gather of the failures' texts.
@@ -172,6 +216,7 @@ class ClipLoader:
         group: dist.ProcessGroup | None,
         digests: bool = False,
         held_out: int = 0,
+        sound: SoundShape | None = None,
     ) -> None:
         # A batch that does not divide must fail here, on all ranks, before the first collective.
         check_divides(config.batch_size, data_size, "--data.batch_size")
@@ -182,6 +227,7 @@ class ClipLoader:
         self._batches: Iterator[list[Sample]] | None = None
         self._seed, self._data_rank, self._data_size, self._group = seed, data_rank, data_size, group
         self._is_first, self._digests = group is None or dist.get_rank(group) == 0, digests
+        self._sound = sound
 
         def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
             entries = entries_of(config)
@@ -206,6 +252,8 @@ class ClipLoader:
                 "higher, or set another seed, by which they are chosen"
             )
         self._batch_sizes = {bucket: bucket.batch_size or config.batch_size for bucket in config.sizes}
+        of_batches = [file for file in self._usable if file not in self._held_out]
+        self.frame_rate = frame_rate(config, [self._usable[file] for file in of_batches])
         self._begin(0, excluded=self._unreadable, quarantined=self._unreadable)
         if self._is_first and self.quarantined:
             reasons = "\n  ".join(list(self.quarantined.values())[:5])
@@ -216,6 +264,28 @@ class ClipLoader:
                 config.root,
                 reasons,
             )
+        if self._is_first and sound is not None:
+            self._warn_of_silence()
+
+    def _warn_of_silence(self) -> None:
+        """Warns of videos whose sound is not learned, because they have none or another frame rate."""
+        silent = [video for video in self.videos if not self._folder.has_sound(video)]
+        other = [video for video in silent if video.info is not None and video.info.has_sound]
+        if not silent:
+            return
+        first = other[0] if other else silent[0]
+        why = "they have none"
+        if other:
+            assert first.info is not None
+            why = (
+                f"{len(other)} of them have another frame rate than this run's {self.frame_rate:g}, so that their "
+                f"sound would not last as long as their frames, as {first.file} with {first.info.fps:g}: bring them to "
+                f"one rate, as `ffmpeg -i FILE -r {self.frame_rate * self.config.frame_stride:g}` does"
+            )
+        logger.warning(
+            "%d of %d videos are learned without sound, %s among them: %s",
+            *(len(silent), len(self.videos), first.file, why),
+        )
 
     @property
     def videos(self) -> list[Video]:
@@ -234,7 +304,7 @@ class ClipLoader:
         clip that cannot be read, or that this rank has one fewer of, is black and does not count.
         """
         videos, share = self._held_out_share()
-        folder = VideoFolder(videos, self.config, seed=self._seed, digests=self._digests)
+        folder = self._folder_of(videos)
         for number, is_own in share:
             sample, bucket = folder[(-1 - number, number)], videos[number].bucket
             frames = sample.frames
@@ -242,7 +312,9 @@ class ClipLoader:
                 logger.warning("a clip is left out of the validation: %s", sample.error)
                 frames = torch.zeros(bucket.num_frames, bucket.height, bucket.width, 3, dtype=torch.uint8)
             clip = self._clip(sample.file, sample.position, sample.digest)
-            batch = Batch(frames[None], [sample.caption], [sample.position], [sample.file], [clip])
+            batch = Batch(
+                frames[None], [sample.caption], [sample.position], [sample.file], [clip], [sample.sound]
+            )
             yield batch, is_own and sample.frames is not None
 
     def held_out_clips(self) -> dict[int, Clip]:
@@ -298,6 +370,7 @@ class ClipLoader:
             [sample.position for sample in samples],
             [sample.file for sample in samples],
             [self._clip(sample.file, sample.position, sample.digest) for sample in samples],
+            [sample.sound for sample in samples],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -363,7 +436,7 @@ class ClipLoader:
             for entry in self.entries
             if entry.file not in self._excluded and entry.file not in self._held_out
         ]
-        self._folder = VideoFolder(self._videos, self.config, seed=self._seed, digests=self._digests)
+        self._folder = self._folder_of(self._videos)
         # Not a method: the sampler would refer back to this loader, and workers that are collected as part
         # of a cycle take five seconds each to stop.
         self._substitute = partial(_stand_in, self._videos, self.quarantined)
@@ -375,6 +448,10 @@ class ClipLoader:
             Portion(bucket, videos, self._batch_sizes[bucket]) for bucket, videos in indices.items() if videos
         ]
         self._check_any_left()
+
+    def _folder_of(self, videos: Sequence[Video]) -> VideoFolder:
+        how: dict[str, Any] = {"sound": self._sound, "frame_rate": self.frame_rate}
+        return VideoFolder(videos, self.config, seed=self._seed, digests=self._digests, **how)
 
     def _new_batches(self) -> Iterator[list[Sample]]:
         """Reads from `position` on; workers read ahead of it, which is why the loader counts by itself."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,18 +113,21 @@ def loss_weights(config: FlowConfig, alpha: float, times: Tensor) -> Tensor | No
     return bell(times) / bell(_times_at(config, alpha, middles)).mean()
 
 
-def draw_noise(like: Tensor, seed: int, positions: Sequence[int], offset: float = 0.0) -> Tensor:
+def draw_noise(
+    like: Tensor, seed: int, positions: Sequence[int], offset: float = 0.0, *, purpose: str = "noise"
+) -> Tensor:
     """Standard normal noise of the shape of `like` [B, C, …], drawn on the host: every device trains on the same.
 
     Args:
         offset: every channel of a sample is moved by so many times a standard normal number.
+        purpose: of the draw; each stream has its own.
     """
     noise = torch.stack(
-        [torch.randn(like.shape[1:], generator=generator(seed, "noise", p)) for p in positions]
+        [torch.randn(like.shape[1:], generator=generator(seed, purpose, p)) for p in positions]
     )
     if offset:
         channels = like.size(1), *[1] * (like.dim() - 2)
-        moves = [torch.randn(channels, generator=generator(seed, "noise offset", p)) for p in positions]
+        moves = [torch.randn(channels, generator=generator(seed, f"{purpose} offset", p)) for p in positions]
         noise = noise + offset * torch.stack(moves)
     return noise.to(like)
 
@@ -134,52 +138,94 @@ def drop_captions(captions: Sequence[str], share: float, seed: int, positions: S
     return ["" if draw < share else caption for draw, caption in zip(draws, captions, strict=True)]
 
 
+@dataclass(frozen=True)
+class Stream:
+    """What a model makes of B samples at a time: clips, or the sound of clips, each a stream of its own."""
+
+    # Latents [B, C, …], and noise of that shape.
+    clean: Tensor
+    noise: Tensor
+    # [B] in 0…1.
+    times: Tensor
+    # Bool, to be broadcast over the latents: what a sample's mean is over. A sample without any counts nothing; None
+    # is all.
+    learned: Tensor | None = None
+
+    @property
+    def noisy(self) -> Tensor:
+        """[B, C, …] at the samples' times."""
+        t = self._each(self.times.to(self.clean))
+        return (1 - t) * self.clean + t * self.noise
+
+    @property
+    def timestep(self) -> Tensor:
+        """[B], as models take times."""
+        return self.times.to(self.clean.device) * TIMESTEPS
+
+    def loss(self, velocity: Tensor, weights: Tensor | None, huber: float) -> Tensor:
+        """Mean squared error of a predicted velocity [B, C, …]; arguments are those of `flow_loss`."""
+        error = velocity - (self.noise - self.clean)
+        # bf16 would round the sum of squares; fp64 stays.
+        squares = (error.float() if error.dtype != torch.float64 else error).square()
+        if huber:
+            squares = 2 * huber * ((squares + huber**2).sqrt() - huber)
+        if self.learned is not None:
+            learned = self.learned.to(squares)
+            share = learned.mean(tuple(range(1, learned.dim())), keepdim=True)
+            squares = squares * (learned / torch.where(share > 0, share, 1.0))
+        if weights is not None:
+            squares = squares * self._each(weights.to(squares))
+        return squares.mean()
+
+    def _each(self, of_samples: Tensor) -> Tensor:
+        """[B] → [B, 1, …], to be broadcast over the latents."""
+        return of_samples.view(-1, *[1] * (self.clean.dim() - 1))
+
+
 def flow_loss(
-    predict: Callable[[Tensor, Tensor], Tensor],
-    clean: Tensor,
-    noise: Tensor,
-    times: Tensor,
+    predict: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
+    streams: Sequence[Stream],
     *,
     weights: Tensor | None = None,
-    learned: Tensor | None = None,
     huber: float = 0.0,
 ) -> Tensor:
-    """Mean squared error of the predicted velocity, over all elements of each sample, then over samples.
+    """Mean squared error of the predicted velocities, over all elements of each sample, then over samples.
+
+    Where a model makes several streams, it is the sum over these.
 
     Args:
-        predict: gives the velocity [B, C, t, h, w] for latents of that shape and timesteps [B].
-        clean, noise: [B, C, t, h, w].
-        times: [B] in 0…1.
+        predict: gives the velocity [B, C, …] of each stream, for latents of that shape and timesteps [B] of each.
         weights: [B], what each sample's mean counts; 1 without.
-        learned: bool [B, t], the latent frames that a sample's mean is over, at least one; all without.
         huber: c of 2c(√(e² + c²) − c) in place of the square of an error e: e² where it is small, 2c|e| where it is
             large. 0 is the square everywhere.
     """
-    # [B, 1, 1, 1, 1], to be broadcast over a clip.
-    t = times.to(clean).view(-1, *[1] * (clean.dim() - 1))
-    noisy = (1 - t) * clean + t * noise
+    noisy = [stream.noisy for stream in streams]
     # Before the model is given its work, for which a copy from the host would wait.
-    weights = None if weights is None else weights.to(clean.device)
-    velocity = predict(noisy, times.to(clean.device) * TIMESTEPS)
-    error = velocity - (noise - clean)
-    # bf16 would round the sum of squares; fp64 stays.
-    squares = (error.float() if error.dtype != torch.float64 else error).square()
-    if huber:
-        squares = 2 * huber * ((squares + huber**2).sqrt() - huber)
-    if learned is not None:
-        share = learned.to(squares).mean(1, keepdim=True)
-        squares = squares * (learned / share)[:, None, :, None, None]
-    if weights is not None:
-        squares = squares * weights.to(squares).view(-1, 1, 1, 1, 1)
-    return squares.mean()
+    weights = None if weights is None else weights.to(noisy[0].device)
+    velocities = predict(noisy, [stream.timestep for stream in streams])
+    first, *others = (
+        stream.loss(velocity, weights, huber) for stream, velocity in zip(streams, velocities, strict=True)
+    )
+    return sum(others, start=first)
 
 
 @torch.no_grad()
-def sample(predict: Callable[[Tensor, Tensor], Tensor], noise: Tensor, times: Tensor) -> Tensor:
-    """Latents [B, C, t, h, w] from noise of that shape, by Euler steps along the times [steps + 1], from 1 to 0."""
-    latents = noise
+def sample(
+    predict: Callable[[list[Tensor], Tensor], Sequence[Tensor]], noise: Sequence[Tensor], times: Tensor
+) -> list[Tensor]:
+    """Latents [B, C, …] from noise of that shape, by Euler steps along the times [steps + 1], from 1 to 0.
+
+    Args:
+        predict: gives the velocity of each stream, for the latents of each and a timestep [B].
+        noise: of each stream.
+    """
+    latents, first = [*noise], noise[0]
     for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
         # x_{t'} = x_t + (t' − t)·v, with t' < t: from noise towards the clip.
-        timestep = torch.full((noise.size(0),), now * TIMESTEPS, dtype=torch.float64, device=noise.device)
-        latents = latents + (following - now) * predict(latents, timestep).to(noise.dtype)
+        timestep = torch.full((first.size(0),), now * TIMESTEPS, dtype=torch.float64, device=first.device)
+        velocities = predict(latents, timestep)
+        latents = [
+            each + (following - now) * velocity.to(each.dtype)
+            for each, velocity in zip(latents, velocities, strict=True)
+        ]
     return latents

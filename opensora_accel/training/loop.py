@@ -49,6 +49,7 @@ from opensora_accel.training.saved_state import (
     record_of_model,
     set_newer_aside,
 )
+from opensora_accel.training.sound import build_sound_codec, sound_shape
 from opensora_accel.training.stored import Stored, open_disk_cache
 from opensora_accel.training.validation import fixed_times, validation_losses
 from shardformer import parallelize, save_lora
@@ -85,6 +86,7 @@ class Trainer:
         self.disk_cache = open_disk_cache(config.cache_folder) if config.cache_folder else None
         data_group = get_data_parallel_group()
         assert data_group is not None
+        recipe = build.recipe_of(config.model)
         self.loader = ClipLoader(
             config.data,
             seed=config.seed,
@@ -93,10 +95,10 @@ class Trainer:
             group=dist.group.WORLD,
             digests=self.disk_cache is not None and bool(config.codec.path or config.image.path),
             held_out=config.validation.num_clips,
+            sound=sound_shape(config.codec) if recipe.makes_sound else None,
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
-        recipe = build.recipe_of(config.model)
         texts = self._texts(recipe, captions)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None
@@ -131,11 +133,12 @@ class Trainer:
             encoders,
             pictures,
             conditioning,
+            build_sound_codec(config.codec, self.device, self.dtype) if recipe.makes_sound else None,
             model,
             forward,
             latent_shapes,
             self.num_tokens,
-            build.frame_rate(config.data, self.loader.videos),
+            self.loader.frame_rate,
             self.device,
             self.dtype,
         )

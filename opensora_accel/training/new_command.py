@@ -35,6 +35,7 @@ _PUBLISHED = {
     "wan2.2-i2v": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     "wan2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
     "ltx-video": "Lightricks/LTX-Video",
+    "ltx-2": "Lightricks/LTX-2",
     "mochi": "genmo/mochi-1-preview",
     "cogvideox-2b": "THUDM/CogVideoX-2b",
     "cogvideox-5b": "THUDM/CogVideoX-5b",
@@ -196,6 +197,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         ]
     lines += [
         ("codec.path", str(folder / "vae"), ""),
+        *([("codec.sound_path", str(folder / "audio_vae"), "")] if recipe.makes_sound else []),
         ("text.path", str(folder / "text_encoder"), ""),
         (
             "text.length",
@@ -205,6 +207,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     ]
     if len(recipe.text) == 2:
         lines.append(("text.path_2", str(folder / "text_encoder_2"), ""))
+    if recipe.text[0].connectors:
+        lines.append(("text.path_2", str(folder / "connectors"), "what it makes of the encoder's states"))
     if takes_frames:
         lines += [
             ("conditions.t2v", 0.0, "no clip is made from its caption alone"),

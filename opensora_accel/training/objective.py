@@ -4,6 +4,9 @@
     caption ──► text encoder ────┼──────────────────────────────────────►
     frames that are given ───────┴──► mask, latents, picture ───────────►
 
+A model that makes sound too has two streams of latents, at the same time t, and two velocities. The sound of a clip
+that has none is at t = 1, where it is noise alone and says nothing, and is not learned.
+
 Everything that is drawn (what is given, time, noise, whether the caption is dropped) follows from the seed and the
 sample's position in the job (`flow.py`), so that the same samples give the same loss on any mesh.
 """
@@ -40,6 +43,7 @@ from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.disk_cache import DiskCache
 from opensora_accel.training.flow import (
     TIMESTEPS,
+    Stream,
     draw_noise,
     drop_captions,
     flow_loss,
@@ -49,6 +53,7 @@ from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictu
 from opensora_accel.training.levels import variance
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
+from opensora_accel.training.sound import Sound, SoundCodec
 from opensora_accel.training.stored import Stored
 from shardformer import run_blocks
 
@@ -64,8 +69,22 @@ class Encoded:
     clean: Tensor
     # Where the model takes frames that are given: those.
     condition: Condition | None
-    # Bool [B, t], the latent frames that are learned; None where all are.
+    # Bool [B, t], the latent frames that are learned, at least one; None where all are.
     learned: Tensor | None
+    # Where the model makes sound: that of the clips.
+    sound: Sound | None = None
+
+    def streams(self, times: Tensor, seed: int, noise_offset: float = 0.0) -> list[Stream]:
+        """What is learned of the batch at these times [B], with noise by the samples' positions."""
+        noise = draw_noise(self.clean, seed, self.positions, noise_offset)
+        learned = None if self.learned is None else self.learned[:, None, :, None, None]
+        streams = [Stream(self.clean, noise, times, learned)]
+        if self.sound is not None:
+            latents, is_there = self.sound
+            noise = draw_noise(latents, seed, self.positions, noise_offset, purpose="noise of sound")
+            times = torch.where(is_there, times, 1.0)
+            streams.append(Stream(latents, noise, times, is_there[:, None, None, None]))
+        return streams
 
 
 class Objective:
@@ -73,6 +92,7 @@ class Objective:
 
     Args:
         conditioning: how the model takes frames that are given; None where it takes none.
+        sounds: of a model that makes sound.
         model: the sharded one, whose blocks run by the plan of a clip's bucket, where that has its own.
         forward: the same, as a step calls it.
         latent_shapes, num_tokens: of a clip of each size.
@@ -87,6 +107,7 @@ class Objective:
         texts: Sequence[CaptionSource],
         pictures: PictureEncoder | None,
         conditioning: Conditioning | None,
+        sounds: SoundCodec | None,
         model: nn.Module,
         forward: Callable[..., Any],
         latent_shapes: Mapping[Bucket, LatentShape],
@@ -101,7 +122,7 @@ class Objective:
         self.model, self.forward = model, forward
         self.codec: Codec | CachedLatents = codec
         self.pictures: PictureEncoder | KeptPictures | None = pictures
-        self.conditioning = conditioning
+        self.conditioning, self.sounds = conditioning, sounds
         self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
         self.device, self.dtype = device, dtype
         # That of the second of two experts, which learns the times below this one's.
@@ -131,7 +152,21 @@ class Objective:
                 # What stands in the place of noise is put back after a sample.
                 if condition.given is not None or not self.config.conditions.learn_given:
                     learned = ~whole
-        return Encoded(batch.bucket, batch.positions, batch.captions, clean, condition, learned)
+            sound = None if self.sounds is None else self._encode_sound(self.sounds, batch)
+        return Encoded(batch.bucket, batch.positions, batch.captions, clean, condition, learned, sound)
+
+    def sound_shape(self, bucket: Bucket) -> tuple[int, int, int] | None:
+        """The latents [C, L, M] of the sound of a clip of this size, where the model makes sound."""
+        if self.sounds is None:
+            return None
+        return self.sounds.shape.latents(bucket.num_frames / self.frame_rate)
+
+    def _encode_sound(self, sounds: SoundCodec, batch: Batch) -> Sound:
+        num_samples = sounds.shape.num_samples(batch.bucket.num_frames / self.frame_rate)
+        silence = torch.zeros(sounds.shape.num_channels, num_samples)
+        samples = torch.stack([silence if each is None else each for each in batch.sounds])
+        is_there = torch.tensor([each is not None for each in batch.sounds]).to(self.device)
+        return Sound(sounds.encode(samples.to(self.device)).to(self.dtype), is_there)
 
     def loss(self, batch: Encoded) -> Tensor:
         """The mean loss of this data rank's samples, a scalar."""
@@ -141,11 +176,8 @@ class Objective:
         times = self.recipe.draw_times(config, alpha, seed, batch.positions)
         return flow_loss(
             partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition),
-            batch.clean,
-            draw_noise(batch.clean, seed, batch.positions, config.noise_offset),
-            times.to(self.device),
+            batch.streams(times.to(self.device), seed, config.noise_offset),
             weights=self.recipe.loss_weights(config, alpha, times),
-            learned=batch.learned,
             huber=config.huber,
         )
 
@@ -156,25 +188,24 @@ class Objective:
         expert = self.at(times * TIMESTEPS)
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
-            batch.clean,
-            draw_noise(batch.clean, self.config.seed, batch.positions),
-            times.to(self.device),
+            batch.streams(times.to(self.device), self.config.seed),
             weights=None if self.recipe.levels is None else variance(times),
-            learned=batch.learned,
         )
 
     def predict(
         self,
-        noisy: Tensor,
-        timestep: Tensor,
+        noisy: Sequence[Tensor],
+        timesteps: Sequence[Tensor],
         bucket: Bucket,
         captions: Sequence[str],
         condition: Condition | None = None,
         guidance: float = 1.0,
-    ) -> Tensor:
-        """The velocity [B, C, t, h, w] that the model predicts for `noisy` [B, C, t, h, w] at `timestep` [B].
+    ) -> list[Tensor]:
+        """The velocities that the model predicts, [B, C, …] of each stream.
 
         Args:
+            noisy: latents [B, C, …] of each stream, the clips' first.
+            timesteps: [B] of each.
             bucket: of all B clips.
             condition: what is given of the clips; None is nothing.
             guidance: what a model is told that was distilled from guided ones.
@@ -187,16 +218,17 @@ class Objective:
                     ends = torch.tensor(each.num_tokens(captions))
                     masks.append((torch.arange(text.size(1)) < ends[:, None]).to(self.device))
         if condition is None and self.conditioning is not None:
-            condition = self.conditioning.of_nothing(noisy, self.codec.temporal)
+            condition = self.conditioning.of_nothing(noisy[0], self.codec.temporal)
         sizes = self.frame_rate, self.codec.spatial, self.codec.temporal
         config: Any = self.model.config
         inputs = Inputs(
-            noisy, timestep, texts, masks, condition, *sizes, self.time_shift(bucket), guidance, config
-        )
+            noisy[0], timesteps[0], texts, masks, condition, *sizes, self.time_shift(bucket), guidance, config,
+            *noisy[1:], *timesteps[1:],
+        )  # fmt: skip
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
-            (answer,) = self.forward(**self.recipe.arguments(inputs), return_dict=False)
-        return self.recipe.velocity(answer, inputs)
+            answers = self.forward(**self.recipe.arguments(inputs), return_dict=False)
+        return self.recipe.velocities(answers, inputs)
 
     def time_shift(self, bucket: Bucket) -> float:
         """α of clips of this size."""

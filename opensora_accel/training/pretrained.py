@@ -6,7 +6,7 @@ Nothing is fetched, and no code of a folder is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ def load_pretrained(
     stem: str,
     dtype: torch.dtype,
     device: torch.device | None,
-    prefix: str = "",
+    prefixes: Sequence[str] = (),
 ) -> ModelT:
     """The model of a folder in `dtype`, frozen, as `from_pretrained(folder, dtype=dtype)` of its library gives it.
 
@@ -65,7 +65,7 @@ def load_pretrained(
         make: builds the `cls`.
         stem: how the library names the files of weights.
         device: None leaves it without memory: its sizes are known, and that all of its weights are there.
-        prefix: of names in the files, which the model's own may lack.
+        prefixes: the first of these that a name in the files begins with is no part of the model's own name.
 
     Raises:
         ValueError: there are no safetensors, they cannot be read, or weights are missing or of another shape.
@@ -83,7 +83,7 @@ def load_pretrained(
     _keep_in_fp32(model)
     try:
         found = find_stored(Path(folder), stem)
-        stored = {name.removeprefix(prefix): each for name, each in found.items()}
+        stored = {_without_prefix(name, prefixes): each for name, each in found.items()}
     except FileNotFoundError as error:
         raise ValueError(
             f"{option} {folder} has no {stem}.safetensors, and weights are read from safetensors alone; save them once "
@@ -107,6 +107,10 @@ def load_pretrained(
     except (SafetensorError, OSError) as error:
         raise unloadable(cls, option, folder, error) from error
     return model.eval().requires_grad_(False)
+
+
+def _without_prefix(name: str, prefixes: Sequence[str]) -> str:
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
 
 def _keep_in_fp32(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from io import BytesIO
@@ -48,6 +48,8 @@ class SampledClip:
     source: Tensor | None
     # Frames a second.
     fps: float
+    # What it sounds like, [channels, samples], and samples a second, where the model makes sound.
+    sound: tuple[Tensor, int] | None = None
     # What was given of the source (`conditions.KINDS`).
     kind: str = "t2v"
 
@@ -87,14 +89,17 @@ def sample_clips(
         shown = torch.stack([sources[number] for number in numbers]) if sources else None
         captions = {number: videos[number].caption for number in numbers}
         sampled = _sample(objective, captions, bucket, kind, shown, clips)
-        for number, clip in zip(numbers, sampled, strict=True):
+        for number, (clip, sound) in zip(numbers, sampled, strict=True):
             source = sources[number] if sources else None
-            samples[number] = SampledClip(captions[number], clip, source, rates[number], kind)
+            # Sound is made for the frame rate that the model is told.
+            rate = rates[number] if sound is None else objective.frame_rate
+            samples[number] = SampledClip(captions[number], clip, source, rate, sound, kind)
     captions = dict(enumerate(others, start=len(videos)))
     if captions:
         bucket = max(objective.num_tokens, key=objective.num_tokens.__getitem__)
-        for number, clip in zip(captions, _sample(objective, captions, bucket), strict=True):
-            samples[number] = SampledClip(captions[number], clip, None, rates[0] if rates else _FPS)
+        for number, (clip, sound) in zip(captions, _sample(objective, captions, bucket), strict=True):
+            rate = (rates[0] if rates else _FPS) if sound is None else objective.frame_rate
+            samples[number] = SampledClip(captions[number], clip, None, rate, sound)
     return [samples[number] for number in sorted(samples)]
 
 
@@ -105,18 +110,15 @@ def _sample(
     kind: str = "t2v",
     frames: Tensor | None = None,
     clips: Sequence[Clip] = (),
-) -> Tensor:
-    """One clip per caption, uint8 [N, T, H, W, 3].
+) -> list[tuple[Tensor, tuple[Tensor, int] | None]]:
+    """One clip per caption, uint8 [T, H, W, 3], and its sound, where the model makes it.
 
     Args:
         captions: each under the number that its noise is drawn by.
         kind: what is given of `frames`, uint8 [N, T, H, W, 3] of `clips`.
     """
-    config, shape = objective.config, objective.latent_shapes[bucket]
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
-    noise = torch.stack(
-        [torch.randn(shape, generator=generator(config.seed, "sample", number)) for number in captions]
-    ).to(objective.device, objective.dtype)
+    noise = _noise(objective, objective.latent_shapes[bucket], "sample", captions)
     condition = None
     if objective.conditioning is not None and objective.conditioning.is_needed([kind]):
         if frames is None:
@@ -124,38 +126,56 @@ def _sample(
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
         frames = frames.to(objective.device)
         condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips)
-    return objective.codec.decode(
-        sample_latents(objective, noise, list(captions.values()), bucket, condition)
-    )
+    streams, of_sound = [noise], objective.sound_shape(bucket)
+    if of_sound is not None:
+        streams.append(_noise(objective, of_sound, "sound of a sample", captions))
+    latents = sample_latents(objective, streams, list(captions.values()), bucket, condition)
+    made = objective.codec.decode(latents[0])
+    if objective.sounds is None:
+        return [(clip, None) for clip in made]
+    samples, rate = objective.sounds.decode(latents[1])
+    return [(clip, (each, rate)) for clip, each in zip(made, samples, strict=True)]
+
+
+def _noise(objective: Objective, shape: tuple[int, ...], purpose: str, numbers: Iterable[int]) -> Tensor:
+    """[N, *shape], each by the number of its caption."""
+    rngs = (generator(objective.config.seed, purpose, number) for number in numbers)
+    noise = torch.stack([torch.randn(shape, generator=rng) for rng in rngs])
+    return noise.to(objective.device, objective.dtype)
 
 
 def sample_latents(
     objective: Objective,
-    noise: Tensor,
+    noise: Sequence[Tensor],
     captions: Sequence[str],
     bucket: Bucket,
     condition: Condition | None = None,
-) -> Tensor:
-    """The latents that the model makes of noise [N, C, t, h, w] by N captions, of that shape."""
+) -> list[Tensor]:
+    """The latents that the model makes of noise by N captions: [N, C, …] of each stream, the clips' first."""
     config, recipe = objective.config.flow, objective.recipe
 
-    def guided(latents: Tensor, timestep: Tensor) -> Tensor:
-        """latents [N, C, t, h, w] and timestep [N] → the velocity [N, C, t, h, w]."""
-        expert = objective.at(timestep)
+    def guided(latents: list[Tensor], timestep: Tensor) -> list[Tensor]:
+        """latents [N, C, …] of each stream and timestep [N] → their velocities."""
+        expert, timesteps = objective.at(timestep), [timestep] * len(latents)
         arguments: Any = expert.model.config
         # Distilled from guided answers, and told by how much they are to be guided.
         if arguments.get("guidance_embeds"):
-            return expert.predict(latents, timestep, bucket, captions, condition, config.guidance)
-        velocity = expert.predict(latents, timestep, bucket, captions, condition)
+            return expert.predict(latents, timesteps, bucket, captions, condition, config.guidance)
+        conditional = expert.predict(latents, timesteps, bucket, captions, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
-            return velocity
-        unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
-        return unconditional + config.guidance * (velocity - unconditional)
+            return conditional
+        unconditional = expert.predict(latents, timesteps, bucket, [""] * len(captions), condition)
+        return [
+            without + config.guidance * (velocity - without)
+            for without, velocity in zip(unconditional, conditional, strict=True)
+        ]
 
-    made = sample(guided, noise, recipe.sample_times(config.sample_steps, objective.time_shift(bucket)))
+    clips, *others = sample(
+        guided, noise, recipe.sample_times(config.sample_steps, objective.time_shift(bucket))
+    )
     # What was given in the place of noise is put back; what was given beside it, the model has made.
-    return made if condition is None or condition.given is None else condition.put(made)
+    return [clips if condition is None or condition.given is None else condition.put(clips), *others]
 
 
 def _middle(video: Video, config: DataConfig) -> int:
@@ -182,7 +202,7 @@ def write_comparison(folder: Path, samples: Sequence[SampledClip]) -> list[Path]
     rows, paths = [], []
     for number, each in enumerate(samples, start=1):
         paths.append(folder / f"clip_{number}.mp4")
-        write_video(paths[-1], each.shown, each.fps)
+        write_video(paths[-1], each.shown, each.fps, each.sound)
         if each.source is not None:
             rows.append((f"source {number}", each.source))
         given = "" if each.kind == "t2v" else f", {each.kind}"
@@ -206,9 +226,12 @@ def gif_of(sampled: SampledClip) -> tuple[bytes, int, int]:
     return file.getvalue(), *pictures[0].size
 
 
-def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> None:
+def write_video(
+    path: str | os.PathLike[str], frames: Tensor, fps: float, sound: tuple[Tensor, int] | None = None
+) -> None:
     """Writes `frames` (uint8 [T, H, W, 3]) to `path` as mp4: H.264 if this build of PyAV has it, else MPEG-4.
 
+    Its sound, where there is one, are samples [channels, n] in −1…1 and how many a second has; it is written as AAC.
     yuv420p stores colour at half the size, so an odd height or width gets its last row or column repeated
     once. The file appears under its name only when it is complete.
 
@@ -230,10 +253,20 @@ def write_video(path: str | os.PathLike[str], frames: Tensor, fps: float) -> Non
         rate = Fraction(fps).limit_denominator(1001)
         stream: Any = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width, stream.pix_fmt = array.shape[1], array.shape[2], "yuv420p"
+        audio: Any = None
+        if sound is not None:
+            layout = ("mono", "stereo")[len(sound[0]) - 1]
+            audio = container.add_stream("aac", rate=sound[1], layout=layout)
         for picture in array:
             picture = numpy.ascontiguousarray(picture)  # as PyAV reads it
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
+        if sound is not None:
+            samples = numpy.ascontiguousarray(sound[0].float().numpy())
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+            frame.sample_rate, frame.pts = sound[1], 0
+            container.mux(audio.encode(frame))
+            container.mux(audio.encode())
 
 
 def write_strip(

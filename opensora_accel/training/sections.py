@@ -129,6 +129,9 @@ class CodecConfig:
     """Side of the pixel square that becomes one latent position, without a VAE."""
     path: str = ""
     """Local folder of a diffusers video VAE (AutoencoderKLWan, …)."""
+    sound_path: str = ""
+    """Local folder of an audio VAE, for a model that makes sound too (LTX-2): audio_vae of its pipeline, where the
+    vocoder lies beside it. Without one samples of the sound are folded, 8,000 a second."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """What the VAE is loaded and computed in."""
     cache: bool = False

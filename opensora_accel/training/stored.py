@@ -125,6 +125,8 @@ class Stored:
         # What it reads is in the tokens.
         states = taken[number]
         common |= {name: getattr(states, name) for name in ("layer", "pooled", "padding")}
+        if states.connectors and config.path_2:
+            common["connectors"] = EncoderFiles.read("text.path_2", config.path_2, VAE_STEM).key
         return cls(cache, EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM), common)
 
     def get_or_compute(

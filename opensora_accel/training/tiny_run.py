@@ -28,7 +28,7 @@ from opensora_accel.training.captions import TextShape, text_shapes
 from opensora_accel.training.codec import build_codec, latent_shape
 from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.flow import Stream, flow_loss
 from opensora_accel.training.recipes import Inputs, Sizes
 from opensora_accel.training.sections import (
     CodecConfig,
@@ -38,6 +38,7 @@ from opensora_accel.training.sections import (
     TextConfig,
     ValidationConfig,
 )
+from opensora_accel.training.sound import sound_shape
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
 
@@ -53,7 +54,8 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
     """
     # Two experts go the same way, one after the other: what holds for one at its times holds for the other.
     config = config.experts[0]
-    tiny = tiny_config(config, write_clips(folder / "clips"))
+    with_sound = build.recipe_of(config.model).makes_sound
+    tiny = tiny_config(config, write_clips(folder / "clips", with_sound=with_sound))
     true = TrueSize.of(config)
     return Proof(
         step=TrainerStep(tiny),
@@ -130,7 +132,8 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None) -> Model
     cls, recipe = build.model_class(config), build.recipe_of(config)
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
-    sizes = Sizes(1, 1, [TextShape(1, 1)] * len(recipe.text), 1, 1, build.all_arguments(config))
+    texts = [TextShape(1, 1)] * len(recipe.text)
+    sizes = Sizes(1, 1, texts, 1, 1, 1, sound_shape(CodecConfig()), build.all_arguments(config))
     derived = {*recipe.derive(sizes), "pos_embed_seq_len"}
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
@@ -201,6 +204,8 @@ class TrueSize:
     # Clips of all data ranks together.
     batch_size: int
     texts: Sequence[TextShape]
+    # What `Inputs` has of the sound of one clip.
+    sound: Mapping[str, Any]
 
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
@@ -215,7 +220,8 @@ class TrueSize:
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
         compression = codec.spatial, codec.temporal
-        return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts)
+        sound = build.sound_of_one(config, largest.num_frames)
+        return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -234,6 +240,10 @@ class TrueSize:
                 None if condition.given is None else condition.given.expand(batch, -1),
                 None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
             )
+        sound: dict[str, Any] = {}
+        if self.sound:
+            shape = self.sound["sound"].shape[1:]
+            sound = {"sound": torch.randn(batch, *shape, dtype=dtype), "sound_timestep": torch.rand(batch)}
         return Inputs(
             latents=torch.randn(batch, *self.latents, dtype=dtype),
             timestep=torch.rand(batch),
@@ -243,6 +253,7 @@ class TrueSize:
             spatial=self.spatial,
             temporal=self.temporal,
             config=build.all_arguments(self.config.model) | self.arguments,
+            **sound,
         )
 
     def step(self, model: nn.Module, run: Run) -> None:
@@ -262,24 +273,29 @@ class TrueSize:
         batch = max(1, self.batch_size // run.data_size)
         recipe, drawn = build.recipe_of(self.config.model), self.inputs(batch)
 
-        def predict(noisy: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-            """noisy [B, ...] and timestep [B] → the velocity [B, ...]."""
-            inputs = dataclasses.replace(drawn, latents=noisy, timestep=timestep)
-            (answer,) = forward(**recipe.arguments(inputs), return_dict=False)
-            return recipe.velocity(answer, inputs)
+        def predict(noisy: list[torch.Tensor], timesteps: list[torch.Tensor]) -> list[torch.Tensor]:
+            """noisy [B, ...] and timesteps [B] of each stream → their velocities."""
+            inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timesteps[0])
+            if len(noisy) == 2:
+                inputs = dataclasses.replace(inputs, sound=noisy[1], sound_timestep=timesteps[1])
+            return recipe.velocities(forward(**recipe.arguments(inputs), return_dict=False), inputs)
 
         def one_pass(is_last: bool) -> None:
             is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
             set_last_microbatch(model, is_last)
             with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
-                clean = drawn.latents
-                flow_loss(predict, clean, torch.randn_like(clean), torch.rand(batch)).backward()
+                clean = [drawn.latents, *([] if drawn.sound is None else [drawn.sound])]
+                times = torch.rand(batch)
+                flow_loss(predict, [Stream(each, torch.randn_like(each), times) for each in clean]).backward()
 
         return one_pass
 
 
-def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path:
-    """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing."""
+def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12, *, with_sound: bool = False) -> Path:
+    """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing.
+
+    With sound each hums another tone.
+    """
     from opensora_accel.training.samples import write_video
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +304,9 @@ def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12) -> Path
         ramp = torch.arange(40).view(1, 1, 40, 1) * 4 + torch.arange(num_frames).view(-1, 1, 1, 1) * 3
         tint = torch.tensor([number * 40, 120, 200 - number * 40])
         frames = ((ramp + tint) % 256).expand(num_frames, 24, 40, 3).to(torch.uint8)
-        write_video(folder / f"{number}.mp4", frames, 12)
+        seconds = torch.arange(8000 * num_frames // 12) / 8000
+        hum = (0.3 * torch.sin(2 * torch.pi * 110 * (1 + number) * seconds))[None], 8000
+        write_video(folder / f"{number}.mp4", frames, 12, hum if with_sound else None)
         lines.append(
             json.dumps({"file": f"{number}.mp4", "caption": f"a gradient of colour number {number}"})
         )

@@ -1,7 +1,8 @@
-"""Video files and images: which of them can be trained on, and exact clips of them.
+"""Video files and images: which of them can be trained on, and exact clips of them, with their sound.
 
-PyAV decodes videos, Pillow images, and Pillow resizes. Every way in which a file can be bad (missing, empty, truncated,
-damaged, too short) ends in one exception, `UnreadableVideo`, so that the data loader can set the file aside and go on.
+PyAV decodes videos and sound, Pillow images, and Pillow resizes. Every way in which a file can be bad (missing, empty,
+truncated, damaged, too short) ends in one exception, `UnreadableVideo`, so that the data loader can set the file aside
+and go on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 _MUCH_CROPPED = 0.25
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
+# Sound is decoded from so long before a clip.
+_LEAD_S = Fraction(1, 2)
 # FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
 # patterns and devices are not among them: they open other files and addresses, wherever these lie.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpegpipe"
@@ -57,6 +60,7 @@ class VideoInfo:
     height: int
     width: int
     fps: float
+    has_sound: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,13 @@ def probe(path: str | os.PathLike[str], *, upright: bool = False) -> VideoInfo:
             raise UnreadableVideo(f"{path}: holds no video frame")
         rate = stream.average_rate or stream.guessed_rate or Fraction(25)
         height, width = stream.codec_context.height, stream.codec_context.width
+        has_sound = bool(container.streams.audio)
     if upright:
         with _open(path) as (container, stream):
             first = next(container.decode(stream), None)
             if first is not None and first.rotation % 180 == 90:
                 height, width = width, height
-    return VideoInfo(num_frames, height, width, float(rate))
+    return VideoInfo(num_frames, height, width, float(rate), has_sound)
 
 
 def read_clip(
@@ -136,6 +141,48 @@ def read_clip(
     if pictures is None:
         pictures = _decode_from_start(path, wanted, height, width)
     return torch.from_numpy(numpy.stack(pictures))
+
+
+def read_sound(
+    path: str | os.PathLike[str], start: int, num_samples: int, *, rate: int, num_channels: int
+) -> Tensor | None:
+    """The sound of `path` from its frame `start` on: [num_channels, num_samples] in −1…1; None where it has none.
+
+    It is resampled to `rate` a second, and mixed to 1 or 2 channels. Where it begins after the frame, or ends early,
+    there is silence.
+
+    Raises:
+        UnreadableVideo: the file is missing or damaged, or its sound is.
+    """
+    if _is_image(path):
+        return None
+    times = _packet_table(*_identity(path)).times
+    with _open(path) as (container, pictures):
+        if not container.streams.audio:
+            return None
+        stream = container.streams.audio[0]
+        if start < len(times):
+            first = Fraction(times[start] * pictures.time_base)
+        else:
+            # Whose packets do not say when its frames are shown.
+            fps = pictures.average_rate or pictures.guessed_rate or Fraction(25)
+            first = Fraction((pictures.start_time or 0) * pictures.time_base + start / fps)
+        sound = torch.zeros(num_channels, num_samples)
+        resampler = av.AudioResampler(format="fltp", layout=("mono", "stereo")[num_channels - 1], rate=rate)
+        # What was decoded just before is heard in what follows.
+        container.seek(int((first - _LEAD_S) / stream.time_base), stream=stream, backward=True)
+        for frame in itertools.chain(container.decode(stream), [None]):
+            for part in resampler.resample(frame):
+                if part.pts is None or part.time_base is None:
+                    raise UnreadableVideo(f"{path}: its sound does not say when it is heard")
+                # Fractions, so that parts which follow one another meet.
+                at = round((part.pts * part.time_base - first) * rate)
+                inside = slice(max(0, -at), max(0, min(part.samples, num_samples - at)))
+                samples = torch.from_numpy(part.to_ndarray())[:, inside]
+                sound[:, at + inside.start : at + inside.start + samples.size(1)] = samples
+                if at >= num_samples:
+                    return sound
+    return sound
 
 
 def _is_image(path: str | os.PathLike[str]) -> bool:

@@ -150,6 +150,7 @@ BAD: dict[str, list[Any]] = {
     "conditions.learn_given": ["often"],
     "sample_every": [-1, 0.5, 2],
     "image.path": ["nowhere", "\0"],
+    "codec.sound_path": ["nowhere"],
     "image.width": [8, 12],
     "image.dtype": ["bf16"],
     "image.cache": [True],

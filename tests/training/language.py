@@ -5,6 +5,7 @@ import re
 import tokenizers
 import torch
 import transformers
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
 from opensora_accel.training.captions import TextEncoder
 
@@ -47,6 +48,32 @@ def gemma(taken, length, captions):
     )
     # As it counts tokens of its template when it is made.
     return TextEncoder(encoder.tokenizer, encoder.model, length, taken)
+
+
+def gemma3(taken, length, captions, *, per_stream=False):
+    """A language model, and the connectors that make states for clips and for sound of what all its layers give.
+
+    Those of LTX-2.3, per stream, have states as wide as its transformer is for clips and for sound.
+    """
+    # Of words in pairs, as sliding windows are drawn.
+    encoder = in_template(
+        "Gemma3Text", taken, length, captions, num_key_value_heads=2, head_dim=8, sliding_window=4
+    )
+    sizes = {"video": (3, 12), "audio": (3, 8)} if per_stream else {"video": (4, 8), "audio": (4, 8)}
+    given = {}
+    for stream, (heads, width) in sizes.items():
+        prefix = f"{stream}_connector"
+        given |= {f"{prefix}_num_attention_heads": heads, f"{prefix}_attention_head_dim": width}
+        given |= {f"{prefix}_num_layers": 1, f"{prefix}_num_learnable_registers": 4}
+    if per_stream:
+        given |= {
+            "per_modality_projections": True,
+            "video_hidden_dim": 36,
+            "audio_hidden_dim": 24,
+            "rope_type": "split",
+        }
+    connectors = LTX2TextConnectors(32, encoder.model.config.num_hidden_layers + 1, **given).double()
+    return TextEncoder(encoder.tokenizer, encoder.model, length, taken, connectors=connectors)
 
 
 def qwen(taken, length, captions):

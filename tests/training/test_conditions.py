@@ -22,7 +22,7 @@ from opensora_accel.training.conditions import (
     weights_of,
 )
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.flow import flow_loss
+from opensora_accel.training.flow import Stream, flow_loss
 from opensora_accel.training.recipes import RECIPES, check_conditioning
 from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
@@ -146,12 +146,11 @@ def test_frames_in_the_place_of_noise_are_put_back_and_not_learned():
     assert torch.equal(made[2, :, :2], codec.encode(frames)[2, :, :2])
     clean, noise, times = torch.zeros(3, 1, 5, 2, 2), torch.zeros(3, 1, 5, 2, 2), torch.full((3,), 0.5)
     errors = learned.float()[:, None, :, None, None].expand_as(clean)
-    assert flow_loss(lambda x, t: errors, clean, noise, times, learned=learned).item() == pytest.approx(1.0)
-    assert flow_loss(lambda x, t: 1 - errors, clean, noise, times, learned=learned).item() == 0.0
+    streams = [Stream(clean, noise, times, learned[:, None, :, None, None])]
+    assert flow_loss(lambda *_: [errors], streams).item() == pytest.approx(1.0)
+    assert flow_loss(lambda *_: [1 - errors], streams).item() == 0.0
     weights = torch.tensor([1.0, 2.0, 3.0])
-    assert flow_loss(
-        lambda x, t: errors, clean, noise, times, learned=learned, weights=weights
-    ).item() == pytest.approx(2.0)
+    assert flow_loss(lambda *_: [errors], streams, weights=weights).item() == pytest.approx(2.0)
 
 
 def test_kinds_are_drawn_by_weight_and_only_where_something_is_left_to_learn():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from opensora_accel.training.codec import SpaceToDepth, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.flow import (
+    Stream,
     draw_noise,
     draw_times,
     drop_captions,
@@ -113,7 +114,8 @@ def test_large_errors_count_by_their_size():
 
     def loss(huber, part):
         predicted = torch.where(torch.arange(3) == part, 0.0, noise)
-        return flow_loss(lambda *_: predicted, clean, noise, torch.tensor([0.5]), huber=huber).item() * 3
+        stream = Stream(clean, noise, torch.tensor([0.5]))
+        return flow_loss(lambda *_: [predicted], [stream], huber=huber).item() * 3
 
     c = 0.1
     assert [loss(0.0, part) for part in range(3)] == pytest.approx([1e-6, 1.0, 1e4])
@@ -157,19 +159,40 @@ def test_the_loss_of_the_true_velocity_is_zero():
 
     def truth(x, timestep):
         seen.append((x, timestep))
-        return noise - clean
+        return [noise - clean]
 
-    assert flow_loss(truth, clean, noise, times).item() == 0.0
-    x, timestep = seen[0]
+    stream = Stream(clean, noise, times)
+    assert flow_loss(truth, [stream]).item() == 0.0
+    (x,), (timestep,) = seen[0]
     assert timestep.tolist() == [250.0, 750.0]
     assert torch.allclose(x[1], 0.25 * clean[1] + 0.75 * noise[1])
-    assert flow_loss(lambda x, t: truth(x, t) + 2, clean, noise, times).item() == pytest.approx(4.0)
+    assert flow_loss(lambda *_: [noise - clean + 2], [stream]).item() == pytest.approx(4.0)
+
+
+def test_two_streams_are_learned_at_their_own_times_and_one_that_is_not_there_counts_nothing():
+    """Of two clips the second has no sound: it is noise alone, and whatever is answered for it costs nothing."""
+    clean, noise = torch.randn(2, 2, 3, 4, 5, 6, dtype=torch.float64)
+    sound, other = torch.randn(2, 2, 3, 7, 2, dtype=torch.float64)
+    clips = Stream(clean, noise, torch.tensor([0.25, 0.5]))
+    sounds = Stream(sound, other, torch.tensor([0.25, 1.0]), torch.tensor([True, False]).view(2, 1, 1, 1))
+    seen = []
+
+    def wrong(x, timesteps):
+        seen.append((x, timesteps))
+        return [noise - clean + 1, other - sound + torch.tensor([3.0, 100.0]).view(2, 1, 1, 1)]
+
+    assert flow_loss(wrong, [clips, sounds]).item() == pytest.approx(1.0 + 9.0 / 2)
+    ((_, noisy), (_, timestep)) = seen[0]
+    assert torch.equal(noisy[1], other[1]) and timestep.tolist() == [250.0, 1000.0]
+    made = sample(lambda x, t: [noise - clean, other - sound], [noise, other], even_times(4, 2.0))
+    torch.testing.assert_close(made, [clean, sound])
 
 
 @pytest.mark.parametrize("alpha", [1.0, 3.0])
 def test_euler_on_the_true_velocity_ends_at_the_data(alpha):
     target, noise = torch.randn(1, 2, 3), torch.randn(1, 2, 3)
-    assert torch.allclose(sample(lambda x, t: noise - target, noise, even_times(7, alpha)), target, atol=1e-5)
+    (found,) = sample(lambda x, t: [noise - target], [noise], even_times(7, alpha))
+    assert torch.allclose(found, target, atol=1e-5)
 
 
 def test_space_to_depth_is_exact_and_local():

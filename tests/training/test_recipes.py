@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ltx2 import LTX2Vocoder
 from PIL import Image
 
 from opensora_accel.precision import LiftOperations
@@ -28,8 +29,10 @@ from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes, check_recipe
 from opensora_accel.training.samples import sample_latents
+from opensora_accel.training.sections import CodecConfig
+from opensora_accel.training.sound import SoundVAE, sound_shape
 from tests.tiers import PROVE, some
-from tests.training.language import byt5, clip, gemma, llama, qwen
+from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen
 
 CPU = torch.device("cpu")
 CAPTIONS = ['a rabbit looks "up"', "two birds"]
@@ -62,6 +65,45 @@ def ltx_vae(timestep_conditioning=False, scaling_factor=1.3):
     vae.latents_mean.copy_(torch.linspace(-1, 1, 8))
     vae.latents_std.copy_(torch.linspace(0.5, 2, 8))
     return vae
+
+
+def ltx2_vae():
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=8,
+        block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, True),
+        decoder_spatio_temporal_scaling=(True, True),
+        decoder_inject_noise=(False, False, False),
+        downsample_type=("spatiotemporal", "spatiotemporal"),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+        patch_size=1,
+        patch_size_t=1,
+    )
+    vae.latents_mean.copy_(torch.linspace(-1, 1, 8))
+    vae.latents_std.copy_(torch.linspace(0.5, 2, 8))
+    return vae
+
+
+def ltx2_audio_vae():
+    vae = diffusers.AutoencoderKLLTX2Audio(base_channels=8, latent_channels=4, mel_bins=8, num_res_blocks=1)
+    vae.latents_mean.copy_(torch.linspace(-1, 1, 8))
+    vae.latents_std.copy_(torch.linspace(0.5, 2, 8))
+    return vae
+
+
+def ltx2_vocoder():
+    return LTX2Vocoder(
+        in_channels=16,
+        hidden_channels=8,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 1, 1]],
+    )
 
 
 def mochi_vae():
@@ -101,6 +143,9 @@ class Family:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Tokens of a caption: with a template, room for the caption behind it.
     length: int = 8
+    # What makes latents of sound, and what makes sound of spectrograms.
+    audio_vae: Callable[[], Any] | None = None
+    vocoder: Callable[[], Any] | None = None
 
 
 LEVELS = {
@@ -109,24 +154,30 @@ LEVELS = {
     "rescale_betas_zero_snr": True,
     "clip_sample": False,
 }
+LTX = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.95,
+    "max_shift": 2.05,
+    "base_image_seq_len": 1024,
+    "max_image_seq_len": 4096,
+    "shift_terminal": 0.1,
+}
+# By the caption alone: LTX-2's pipeline has three more kinds, and rescales.
+PLAIN_GUIDANCE = {
+    "frame_rate": FRAME_RATE,
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "guidance_rescale": 0.0,
+    "audio_guidance_scale": GUIDANCE,
+    "audio_stg_scale": 0.0,
+    "audio_modality_scale": 1.0,
+    "audio_guidance_rescale": 0.0,
+}
 ROTARY = {"use_rotary_positional_embeddings": True, "sample_height": 4, "sample_width": 6}
 # By the class of the model, and what is published under one.
 FAMILIES = {
     "WanTransformer3DModel": Family(wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48)),
-    "LTXVideoTransformer3DModel": Family(
-        ltx_vae,
-        {
-            "use_dynamic_shifting": True,
-            "base_shift": 0.95,
-            "max_shift": 2.05,
-            "base_image_seq_len": 1024,
-            "max_image_seq_len": 4096,
-            "shift_terminal": 0.1,
-        },
-        "ltx",
-        (9, 32, 64),
-        {"frame_rate": FRAME_RATE},
-    ),
+    "LTXVideoTransformer3DModel": Family(ltx_vae, LTX, "ltx", (9, 32, 64), {"frame_rate": FRAME_RATE}),
     "MochiTransformer3DModel": Family(mochi_vae, {"invert_sigmas": True}, 1.0, (7, 32, 48)),
     "CogVideoXTransformer3DModel, 2B": Family(
         cogvideox_vae, {**LEVELS, "snr_shift_scale": 3.0}, 3**0.5, (9, 32, 48), config={"sample_frames": 9}
@@ -154,6 +205,47 @@ FAMILIES = {
         wan_vae, {"shift": 8.0}, 8.0, (9, 32, 64), {"use_resolution_binning": False}
     ),
 }
+
+
+# As the audio VAE has it.
+OF_SOUND = {
+    "audio_in_channels": 8,
+    "audio_out_channels": 8,
+    "audio_sampling_rate": 16000,
+    "audio_hop_length": 160,
+}
+WITH_SOUND = {
+    "LTX2VideoTransformer3DModel": Family(
+        ltx2_vae,
+        LTX,
+        "ltx",
+        (9, 32, 64),
+        PLAIN_GUIDANCE,
+        OF_SOUND,
+        audio_vae=ltx2_audio_vae,
+        vocoder=ltx2_vocoder,
+    ),
+    "LTX2VideoTransformer3DModel, 2.3": Family(
+        ltx2_vae,
+        LTX,
+        "ltx",
+        (9, 32, 64),
+        PLAIN_GUIDANCE,
+        {
+            "gated_attn": True,
+            "cross_attn_mod": True,
+            "audio_gated_attn": True,
+            "audio_cross_attn_mod": True,
+            "rope_type": "split",
+            "use_prompt_embeddings": False,
+            "perturbed_attn": True,
+            **OF_SOUND,
+        },
+        audio_vae=ltx2_audio_vae,
+        vocoder=ltx2_vocoder,
+    ),
+}
+EVERY = FAMILIES | WITH_SOUND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +302,14 @@ def encoders(name):
     """What a family's captions are encoded by, in fp64."""
     torch.manual_seed(0)
     config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
-    length, taken = FAMILIES[name].length, RECIPES[class_of(name)].text
+    length, taken = EVERY[name].length, RECIPES[class_of(name)].text
     small = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float64, taken)
     kinds = {
         "llama": lambda each: llama(each, length, CAPTIONS),
         "clip_text_model": lambda each: clip(each, small.tokenizer),
         "qwen2_5_vl_text": lambda each: qwen(each, length, CAPTIONS),
         "gemma2": lambda each: gemma(each, length, CAPTIONS),
+        "gemma3": lambda each: gemma3(each, length, CAPTIONS, per_stream="2.3" in name),
     }
     return [
         byt5(each) if each.length == 256 else kinds.get(each.encoders[0], lambda _: small)(each)
@@ -253,7 +346,7 @@ def without_rounding():
 
 def setting(name, vae=None, frame=None):
     """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
-    family, recipe = FAMILIES[name], RECIPES[class_of(name)]
+    family, recipe = EVERY[name], RECIPES[class_of(name)]
     num_frames, height, width = family.size
     torch.manual_seed(0)
     codec = VideoVAE((vae or family.vae)().double())
@@ -280,6 +373,10 @@ def setting(name, vae=None, frame=None):
         torch.nn.init.normal_(parameter, std=0.1)
     shape = latent_shape(codec, num_frames, height, width)
     (bucket,) = config.data.sizes
+    sounds = None
+    if family.audio_vae is not None:
+        vocoder = family.vocoder().double()
+        sounds = SoundVAE(family.audio_vae().double(), lambda: vocoder)
     tokens = build.tokens_per_sample(shape, model)
     rate = family.given.get("frame_rate", 25.0)
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
@@ -287,9 +384,11 @@ def setting(name, vae=None, frame=None):
     pictures = None
     if config.image.is_used:
         pictures = build_picture_encoder(config.image, 0, CPU, torch.float64, build.pictures_of(config))
-    objective = Objective(config, recipe, codec, texts, pictures, conditioning, model, model, *around)
+    objective = Objective(config, recipe, codec, texts, pictures, conditioning, sounds, model, model, *around)
     times = recipe.sample_times(STEPS, objective.time_shift(bucket))
     parts = {"vae": codec.model, "transformer": model}
+    if sounds is not None:
+        parts |= {"audio_vae": sounds.model, "vocoder": vocoder, "connectors": texts[0].connectors}
     for text, number in zip(texts, ("", "_2"), strict=False):
         parts |= {f"text_encoder{number}": text.model, f"tokenizer{number}": text.tokenizer}
     if pictures is not None:
@@ -311,12 +410,13 @@ def as_given(made, latents):
     """Latents [B, C, t, h, w] as its pipeline has them, without what stands beside them for the model."""
     config = made.objective.model.config
     nothing = [torch.zeros(len(latents), 1, 1)] * 2
-    inputs = Inputs(latents, torch.zeros(len(latents)), nothing, nothing, config=config)
+    sound = torch.zeros(len(latents), 1, 1, 1)
+    inputs = Inputs(latents, torch.zeros(len(latents)), nothing, nothing, config=config, sound=sound)
     return made.objective.recipe.arguments(inputs)["hidden_states"]
 
 
-def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
-    """Of the pipeline's own making, from captions on."""
+def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **given):
+    """Of the pipeline's own making, from captions on: frames or latents, or the whole answer."""
     size = made.bucket
     # Some have their guidance, the length of a caption, or their size beside the call.
     by_call = {
@@ -328,7 +428,7 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
         "max_sequence_length": made.objective.config.text.length,
     }
     known = inspect.signature(made.pipeline.__call__).parameters
-    return made.pipeline(
+    answer = made.pipeline(
         prompt=captions,
         negative_prompt=[""] * len(captions),
         num_inference_steps=STEPS,
@@ -337,7 +437,8 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, **given):
         **made.given,
         # Some write into it.
         **{"latents": as_given(made, noise).clone(), **given},
-    ).frames
+    )
+    return answer if whole else answer.frames
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -346,7 +447,7 @@ def test_a_sample_is_the_pipelines(name):
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
         expected = by_pipeline(made, noise, "latent")
-        found = sample_latents(made.objective, noise, CAPTIONS, made.bucket)
+        (found,) = sample_latents(made.objective, [noise], CAPTIONS, made.bucket)
     assert (found - noise).abs().max() > 0.1, "the model does something"
     assert (as_given(made, found) - expected).abs().max() < 1e-10
 
@@ -378,11 +479,41 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
         )
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
         condition, _ = made.objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)])
-        found = sample_latents(made.objective, noise, CAPTIONS[:1], made.bucket, condition)
+        (found,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, condition)
         other = condition._replace(latents=torch.zeros_like(condition.latents))
-        without = sample_latents(made.objective, noise, CAPTIONS[:1], made.bucket, other)
+        (without,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, other)
     assert (as_given(made, found) - expected).abs().max() < 1e-10
     assert (found - without).abs().max() > 1e-3, "the frame counts"
+
+
+@pytest.mark.parametrize("name", WITH_SOUND)
+def test_a_sample_with_sound_is_the_pipelines(name):
+    made = setting(name)
+    objective, pipeline, rng = made.objective, made.pipeline, torch.Generator().manual_seed(1)
+    of_sound = objective.sound_shape(made.bucket)
+    noise = [torch.randn(2, *shape, dtype=torch.float64, generator=rng) for shape in (made.shape, of_sound)]
+    vae, audio_vae = pipeline.vae, pipeline.audio_vae
+    # Noise of sound is taken for latents of the VAE, and normalised.
+    given = noise[1].transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
+
+    def expected(output_type):
+        return by_pipeline(made, noise[0], output_type, whole=True, audio_latents=given.clone())
+
+    with without_rounding():
+        found = sample_latents(objective, noise, CAPTIONS, made.bucket)
+        latents = expected("latent")
+        clips = pipeline._denormalize_latents(found[0], vae.latents_mean, vae.latents_std)
+        sounds = found[1].transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
+        whole = expected("np")
+        frames, (samples, rate) = objective.codec.decode(found[0]), objective.sounds.decode(found[1])
+    assert (clips - latents.frames).abs().max() < 1e-10
+    assert (sounds - latents.audio.transpose(1, 2).flatten(2)).abs().max() < 1e-10
+    assert all((each - before).abs().max() > 0.1 for each, before in zip(found, noise, strict=True))
+    levels = torch.from_numpy(numpy.round(whole.frames * 255)).int()
+    assert frames.shape == levels.shape and (frames.int() - levels).abs().max() <= 1
+    assert rate == 24000 and torch.allclose(samples.double(), whole.audio.double(), atol=1e-6)
+    # Of 9 frames at 20 a second: 11 positions, 41 spectra, 4 samples for each.
+    assert of_sound == (4, 11, 2) and samples.shape == (2, 2, 41 * 4) and samples.std() > 0.01
 
 
 def test_experts_have_the_times_that_their_pipeline_gives_them():
@@ -422,9 +553,9 @@ def test_a_sample_with_two_experts_is_the_pipelines():
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
         expected = by_pipeline(made, noise, "latent")
-        found = sample_latents(objective, noise, CAPTIONS, made.bucket)
+        (found,) = sample_latents(objective, [noise], CAPTIONS, made.bucket)
         objective.second = None
-        with_one = sample_latents(objective, noise, CAPTIONS, made.bucket)
+        (with_one,) = sample_latents(objective, [noise], CAPTIONS, made.bucket)
     assert (as_given(made, found) - expected).abs().max() < 1e-10
     assert (found - with_one).abs().max() > 0.01, "the second one was asked"
 
@@ -448,7 +579,8 @@ def test_frames_are_the_pipelines(name, kind):
             expected = numpy.concatenate([by_pipeline(made, one, "np", [caption]) for one, caption in each])
         else:
             expected = by_pipeline(made, noise, "np")
-        found = made.objective.codec.decode(sample_latents(made.objective, noise, CAPTIONS, made.bucket))
+        (latents,) = sample_latents(made.objective, [noise], CAPTIONS, made.bucket)
+        found = made.objective.codec.decode(latents)
     levels = torch.from_numpy(numpy.round(expected * 255)).int()
     # One level: the pipeline rounds x/2 + ½ times 255, the codec x + 1 times 127.5, in fp32.
     assert found.shape == levels.shape and (found.int() - levels).abs().max() <= 1
@@ -565,7 +697,8 @@ def test_every_recipe_says_what_its_constructor_takes():
     for name, recipe in RECIPES.items():
         parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
         defaults = {key: each.default for key, each in parameters.items()}
-        derived = recipe.derive(Sizes(4, 8, [TextShape(32, 16)] * len(recipe.text), 4, None, defaults))
+        texts = [TextShape(32, 16)] * len(recipe.text)
+        derived = recipe.derive(Sizes(4, 8, texts, 8, 4, None, sound_shape(CodecConfig()), defaults))
         assert set(derived) <= set(parameters)
         assert recipe.models[0] != name or set(recipe.tiny) <= set(parameters)
         call = inspect.signature(getattr(diffusers, name).forward).parameters

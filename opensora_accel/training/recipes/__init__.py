@@ -7,6 +7,7 @@ from opensora_accel.training.recipes import (
     hunyuan_video,
     hunyuan_video15,
     ltx,
+    ltx2,
     mochi,
     sana_video,
     wan,
@@ -22,7 +23,10 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         wan.RECIPE,
         wan.LIKE_WAN,
-        *(module.RECIPE for module in (ltx, mochi, cogvideox, hunyuan_video, hunyuan_video15, sana_video)),
+        *(
+            module.RECIPE
+            for module in (ltx, ltx2, mochi, cogvideox, hunyuan_video, hunyuan_video15, sana_video)
+        ),
     )
     for name in recipe.models
 }

@@ -35,6 +35,7 @@ from opensora_accel.training.levels import (
 )
 from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.sections import FlowConfig
+from opensora_accel.training.sound import SoundShape
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Inputs:
     guidance: float = 1.0
     # What the model was made with.
     config: Mapping[str, Any] = field(default_factory=dict)
+    # The sound of the clips, noisy, [B, C, L, M], of a model that makes sound.
+    sound: Tensor | None = None
+    # Its times, [B]: those of the clips, or 1000 where a clip has no sound.
+    sound_timestep: Tensor | None = None
 
     @property
     def text(self) -> Tensor:
@@ -109,10 +114,13 @@ class Sizes:
     input_channels: int
     # Of the states of a caption, of each encoder.
     texts: Sequence[TextShape]
-    # Frames per latent frame.
+    # Pixels along each side of a latent position, and frames per latent frame.
+    spatial: int
     temporal: int
     # Width of picture states; None where there are none.
     picture_width: int | None
+    # Of a model that makes sound.
+    sound: SoundShape
     # The constructor's arguments that are given, with its defaults for the others.
     arguments: Mapping[str, Any]
 
@@ -150,6 +158,8 @@ class Recipe:
     frames: tuple[Conditioning, ...] = ()
     # Whether it is told the frame rate.
     takes_frame_rate: bool = False
+    # Whether it makes sound too.
+    makes_sound: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
     times: Callable[[int, float], Tensor] = even_times
     # The blocks of which the last gives states of text that nothing uses.
@@ -210,8 +220,16 @@ class Recipe:
             name: value for name, value in found.items() if value is not None
         }
 
-    def velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
-        """The model's answer, as it came, as the velocity [B, C, t, h, w]."""
+    def velocities(self, answers: Sequence[Tensor], inputs: Inputs) -> list[Tensor]:
+        """The model's answers, as they came, as velocities: of clips [B, C, t, h, w], and of sound [B, C, L, M]."""
+        velocities = [self._velocity(answers[0], inputs)]
+        if inputs.sound is not None:
+            # As tokens [B, L, C · M].
+            channels, bins = inputs.sound.size(1), inputs.sound.size(3)
+            velocities.append(answers[1].unflatten(2, (channels, bins)).transpose(1, 2))
+        return velocities
+
+    def _velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
         if self.layout == "tokens":
             answer = answer.transpose(1, 2).unflatten(2, inputs.latents.shape[2:])
         elif self.layout == "frames":

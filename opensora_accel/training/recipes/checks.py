@@ -32,6 +32,8 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             "takes them, as WanTransformer3DModel"
         )
     _check_pictures(family, recipe.pictures, config)
+    if config.codec.sound_path and not recipe.makes_sound:
+        raise ValueError(f"{family} makes no sound; leave codec.sound_path out")
     if config.data.frame_rate and not recipe.takes_frame_rate:
         raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
     if recipe.levels is None and config.flow.min_snr:

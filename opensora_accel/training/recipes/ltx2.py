@@ -1,0 +1,104 @@
+"""LTX-2 and LTX-2.3: clips and their sound, two streams of tokens that see each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
+from opensora_accel.training.recipes import ltx
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
+from opensora_accel.training.sound import FRAMES_PER_LATENT
+
+
+def _sound(inputs: Inputs) -> Tensor:
+    """[B, L, C · M], a token of all that one moment has."""
+    assert inputs.sound is not None
+    return inputs.sound.transpose(1, 2).flatten(2)
+
+
+def _text_widths(config: Any) -> tuple[int, int]:
+    """How wide the states of a caption are that clips see, and those that sound sees."""
+    if config["use_prompt_embeddings"]:
+        return config["caption_channels"], config["caption_channels"]
+    return config["cross_attention_dim"], config["audio_cross_attention_dim"]
+
+
+def _derive(sizes: Sizes) -> dict[str, Any]:
+    given, sound = sizes.arguments, sizes.sound
+    width = given["num_attention_heads"] * given["attention_head_dim"]
+    sound_width = given["audio_num_attention_heads"] * given["audio_attention_head_dim"]
+    derived = {
+        "in_channels": sizes.input_channels,
+        "out_channels": sizes.channels,
+        # A token is one latent position here, as in all that is published.
+        "patch_size": 1,
+        "patch_size_t": 1,
+        # Where tokens lie in seconds and pixels.
+        "vae_scale_factors": [sizes.temporal, sizes.spatial, sizes.spatial],
+        "audio_in_channels": sound.channels * sound.bins,
+        "audio_out_channels": sound.channels * sound.bins,
+        "audio_sampling_rate": sound.rate,
+        "audio_hop_length": sound.hop,
+        "audio_scale_factor": FRAMES_PER_LATENT,
+        "cross_attention_dim": width,
+        "audio_cross_attention_dim": sound_width,
+    }
+    # What the connectors make for clips and for sound, side by side.
+    of_text = sizes.texts[0].width
+    if given["use_prompt_embeddings"]:
+        # Of one width, and projected to those of the transformer before they are attended to.
+        return derived | {"caption_channels": of_text // 2}
+    return derived | {"audio_cross_attention_dim": of_text - width}
+
+
+RECIPE = Recipe(
+    models=("LTX2VideoTransformer3DModel",),
+    pipeline="LTX2Pipeline",
+    call={
+        "audio_hidden_states": _sound,
+        "encoder_hidden_states": lambda inputs: inputs.text[..., : _text_widths(inputs.config)[0]],
+        "audio_encoder_hidden_states": lambda inputs: inputs.text[..., -_text_widths(inputs.config)[1] :],
+        "timestep": "token_timestep",
+        "audio_timestep": "sound_timestep",
+        "sigma": "timestep",
+        "audio_sigma": "sound_timestep",
+        "num_frames": lambda inputs: inputs.latents.size(2),
+        "height": lambda inputs: inputs.latents.size(3),
+        "width": lambda inputs: inputs.latents.size(4),
+        "fps": "frame_rate",
+        "audio_num_frames": lambda inputs: _sound(inputs).size(1),
+        # Each stream knows the other's time, as the pipeline has it.
+        "use_cross_timestep": lambda _: True,
+    },
+    derive=_derive,
+    layout="tokens",
+    frames=(Conditioning("latents"),),
+    text=(
+        TextStates(
+            encoders=("gemma3", "gemma3_text"),
+            reads=str.strip,
+            padding_side="left",
+            connectors=("LTX2TextConnectors",),
+        ),
+    ),
+    takes_frame_rate=True,
+    makes_sound=True,
+    times=ltx.RECIPE.times,
+    published={
+        "data.num_frames": 121,
+        "data.height": 512,
+        "data.width": 768,
+        "text.length": 1024,
+        "flow.shift": "ltx",
+    },
+    tiny={
+        "num_layers": 2,
+        "num_attention_heads": 3,
+        "attention_head_dim": 12,
+        "audio_num_attention_heads": 3,
+        "audio_attention_head_dim": 8,
+    },
+)
