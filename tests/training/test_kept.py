@@ -28,7 +28,7 @@ from opensora_accel.training.sections import ImageConfig, TextConfig
 from opensora_accel.training.stored import EncoderFiles, Stored, open_disk_cache
 from opensora_accel.training.video import Video, probe
 from tests.tiers import PROVE, some
-from tests.training.language import saved_pair
+from tests.training.language import gemma3, saved_pair
 from tests.training.runs import tiny_config
 from tests.training.test_disk_cache import rewrite_in_place
 from tests.training.test_pictures import saved_image_encoder
@@ -295,6 +295,27 @@ def test_all_code_that_decides_values_is_in_the_keys(materials, tmp_path, monkey
         sys.setprofile(None)
     ours = {name for name in ran if name.split(".")[0] in ("opensora_accel", "shardformer")}
     assert ours - CARRIERS == hashed and len(hashed) > 1
+
+
+def test_embeddings_are_those_of_their_connectors(tmp_path):
+    """What goes through others is computed again."""
+    torch.manual_seed(0)
+    taken, folders = RECIPES["LTX2VideoTransformer3DModel"].text, {}
+    made = gemma3(taken[0], 8, WORDS)
+    for option, model in (("path", made.model), ("path_2", made.connectors)):
+        folders[option] = str(tmp_path / option)
+        model.float().save_pretrained(folders[option])
+    config, cache = TextConfig(**folders, length=8, dtype="fp32"), DiskCache(tmp_path / "cache")
+
+    def is_kept():
+        asked = []
+        stored = Stored.embeddings(cache, config, CPU, taken)
+        stored.get_or_compute({}, "a caption", lambda: asked.append(1) or torch.zeros(1))
+        return not asked
+
+    assert [is_kept(), is_kept()] == [False, True]
+    change_a_weight(tmp_path / "path_2")
+    assert [is_kept(), is_kept()] == [False, True]
 
 
 def test_code_and_versions_are_in_the_keys(materials, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
-from tests.training.test_recipes import CAPTIONS, FAMILIES, FROM_FRAMES, setting
+from tests.training.test_recipes import CAPTIONS, EVERY, FROM_FRAMES, setting
 
 
 def saved(name, folder):
@@ -48,6 +48,8 @@ def pipelines(tmp_path_factory):
 SHIFTS = {
     "WanTransformer3DModel": 3.0,
     "LTXVideoTransformer3DModel": "ltx",
+    "LTX2VideoTransformer3DModel": "ltx",
+    "LTX2VideoTransformer3DModel, 2.3": "ltx",
     "MochiTransformer3DModel": 1.0,
     "CogVideoXTransformer3DModel, 2B": 1.73205,
     "CogVideoXTransformer3DModel, 5B": "auto",
@@ -66,10 +68,10 @@ def steps(config):
 
 def tiny(config, name, folder):
     """Two steps of what was written, on clips of the size of a family's test."""
-    clips = write_clips(folder / "clips", num_frames=13)
+    clips = write_clips(folder / "clips", num_frames=13, with_sound=bool(config.codec.sound_path))
     lines = [json.dumps({"file": f"{n}.mp4", "caption": CAPTIONS[n % 2]}) for n in range(5)]
     (clips / "metadata.jsonl").write_text("\n".join(lines))
-    num_frames, height, width = FAMILIES[name].size
+    num_frames, height, width = EVERY[name].size
     data = dataclasses.replace(
         config.data, folder=str(clips), num_frames=num_frames, height=height, width=width
     )

@@ -516,6 +516,39 @@ def test_a_sample_with_sound_is_the_pipelines(name):
     assert of_sound == (4, 11, 2) and samples.shape == (2, 2, 41 * 4) and samples.std() > 0.01
 
 
+@pytest.mark.parametrize("name", WITH_SOUND)
+def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
+    made = setting(name, frame=FromFrame(name, "LTX2ImageToVideoPipeline"))
+    objective, pipeline, size = made.objective, made.pipeline, made.bucket
+    module, rng = sys.modules[type(pipeline).__module__], torch.Generator().manual_seed(1)
+    shapes = (made.shape, objective.sound_shape(size))
+    noise = [torch.randn(1, *shape, dtype=torch.float64, generator=rng) for shape in shapes]
+    frames = torch.randint(
+        0, 2, (1, size.num_frames, size.height, size.width, 3), dtype=torch.uint8, generator=rng
+    )
+    frames *= 255
+    monkeypatch.setattr(module, "retrieve_latents", lambda output, *_, **__: output.latent_dist.mode())
+    # It draws what the frame stands in, and no sound beside what is given.
+    monkeypatch.setattr(
+        module, "randn_tensor", lambda shape, **_: noise[0] if len(shape) == 5 else torch.zeros(shape)
+    )
+    statistics = pipeline.vae.latents_mean, pipeline.vae.latents_std
+    mean, std = pipeline.audio_vae.latents_mean, pipeline.audio_vae.latents_std
+    # Not as a video would have worn it.
+    given = {"image": Image.fromarray(frames[0, 0].numpy()), "image_crf": 0, "latents": None}
+    given |= {"audio_latents": noise[1].transpose(1, 2).flatten(2) * std + mean}
+    with without_rounding():
+        expected = by_pipeline(made, noise[0], "latent", CAPTIONS[:1], whole=True, **given)
+        condition, _ = objective.encode_condition(["i2v_head"], frames, noise[0], [Clip("", 0, size)])
+        found = sample_latents(objective, noise, CAPTIONS[:1], size, condition)
+        without = sample_latents(objective, noise, CAPTIONS[:1], size)
+        clips = pipeline._denormalize_latents(found[0], *statistics)
+        sounds = found[1].transpose(1, 2).flatten(2) * std + mean
+    assert (clips - expected.frames).abs().max() < 1e-10
+    assert (sounds - expected.audio.transpose(1, 2).flatten(2)).abs().max() < 1e-10
+    assert all((each - other).abs().max() > 1e-3 for each, other in zip(found, without, strict=True))
+
+
 def test_experts_have_the_times_that_their_pipeline_gives_them():
     """Wan 2.2's boundary is one of shifted times: meant before a shift of 12, T2V's 0.875 would be 0.988."""
     made = setting("WanTransformer3DModel")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from opensora_accel.training.captions import (
     TextEncoder,
@@ -18,10 +19,11 @@ from opensora_accel.training.captions import (
 from opensora_accel.training.kept import EmbeddedCaptions
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import TextConfig
-from tests.training.language import gemma, saved_pair
+from tests.training.language import gemma, gemma3, saved_pair
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
+LTX2 = "LTX2VideoTransformer3DModel"
 
 
 def built(config, tokenizer_json, seed=0):
@@ -66,6 +68,75 @@ def test_a_template_whose_tokens_the_tokenizer_counts():
     kept = EmbeddedCaptions(encoder, captions, CPU)
     assert torch.equal(kept.encode(captions, CPU, torch.float64), states)
     assert kept.num_tokens(captions) == encoder.num_tokens(captions)
+
+
+@pytest.fixture
+def with_pictures(tmp_path):
+    """A model that sees pictures too, its tokenizer, and LTX-2's connectors, as their pipeline has them."""
+    torch.manual_seed(0)
+    made = gemma3(RECIPES[LTX2].text[0], 8, CAPTIONS)
+    pictures = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=made.model.config.to_dict(),
+        vision_config={**pictures, "image_size": 28, "patch_size": 14},
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(made.model.state_dict())
+    model.save_pretrained(tmp_path / "text_encoder")
+    made.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    made.connectors.float().save_pretrained(tmp_path / "connectors")
+    return model, made
+
+
+def test_states_of_all_layers_go_through_connectors(tmp_path, with_pictures):
+    model, made = with_pictures
+    folders = {"path": str(tmp_path / "text_encoder"), "path_2": str(tmp_path / "connectors")}
+    config, taken = TextConfig(**folders, length=8, dtype="fp32"), RECIPES[LTX2].text
+    encoder = build_text_encoder(config, "", 0, CPU, torch.float32, taken)
+    assert [encoder.shape] == text_shapes(config, taken) == [TextShape(8, 64)]
+    captions = [*CAPTIONS, ""]
+    states = encoder.encode(captions, CPU, torch.float32)
+    # Padding stands on the left, and becomes what the connectors have learned, which the model sees.
+    assert encoder.num_tokens(captions) == [8] * 4 and states.abs().amin(-1).min() > 0
+    tokens = made.tokenizer(
+        captions,
+        padding="max_length",
+        padding_side="left",
+        max_length=8,
+        truncation=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        layers = model(**tokens, output_hidden_states=True).hidden_states
+        of_clips, of_sound, _ = made.connectors(torch.stack(layers, -1), tokens["attention_mask"])
+    assert torch.allclose(states, torch.cat([of_clips, of_sound], -1), atol=1e-5)
+    assert not torch.allclose(of_clips, of_sound, atol=0.1)
+    kept = EmbeddedCaptions(encoder, captions, CPU)
+    assert torch.equal(kept.encode(captions, CPU, torch.float32), states)
+
+
+def test_connectors_that_do_not_fit_are_refused(tmp_path, with_pictures):
+    taken = RECIPES[LTX2].text
+
+    def build(**options):
+        config = TextConfig(path=str(tmp_path / "text_encoder"), dtype="fp32", **options)
+        return build_text_encoder(config, "", 0, CPU, torch.float32, taken)
+
+    with pytest.raises(ValueError, match=r"set text.path_2 to its folder, as connectors beside"):
+        build()
+    with pytest.raises(ValueError, match=r"text.length \(10\) must be a multiple of 4"):
+        build(path_2=str(tmp_path / "connectors"), length=10)
+    with pytest.raises(ValueError, match=r"what this model takes is LTX2TextConnectors"):
+        build(path_2=str(tmp_path / "text_encoder"), length=8)
+
+
+def test_a_small_encoder_stands_for_both_kinds_of_states():
+    taken = RECIPES[LTX2].text
+    config = TextConfig(length=8, width=32)
+    encoder = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float32, taken)
+    states = encoder.encode(CAPTIONS, CPU, torch.float32)
+    assert [encoder.shape] == text_shapes(config, taken) == [TextShape(8, 64)]
+    assert torch.equal(states[..., :32], states[..., 32:]) and states[0].any()
 
 
 def test_captions_are_cut_where_the_encoder_cuts_them():
