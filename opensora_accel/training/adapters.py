@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,26 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
             f"lora.targets {list(config.targets)} do not fit ({in_one_line(error)}); the model's linear layers end in "
             f"{', '.join(kinds)}"
         ) from error
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within it the model answers as it does without its adapters: they count 0 times.
+
+    PEFT's own switch would also take the gradients from them, which sharded parameters do not see coming back.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    scales: list[dict[str, float]] = [layer.scaling for layer in layers]
+    before = [dict(each) for each in scales]
+    try:
+        for each in scales:
+            each.update(dict.fromkeys(each, 0.0))
+        yield
+    finally:
+        for each, values in zip(scales, before, strict=True):
+            each.update(values)
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:

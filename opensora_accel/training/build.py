@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.deferred import deferred_init
@@ -87,7 +87,7 @@ def build_model(
     except Exception as error:  # whatever its constructor raises for values that do not work
         raise ValueError(f"{cls.__name__} cannot be made with {source} ({in_one_line(error)})") from error
     for argument, needed in derived.items():
-        if outline.config[argument] != needed:
+        if not is_same(outline.config[argument], needed):
             raise ValueError(
                 f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
                 f"{_hint(argument, recipe, codec)}; leave model.config.{argument} out, or choose encoders that fit"
@@ -124,6 +124,11 @@ def build_model(
         adapt(model, config)
     recipe.use_all(model)
     return model, shapes
+
+
+def is_same(value: Any, needed: Any) -> bool:
+    """Whether an argument of a model has this value; JSON has lists for tuples."""
+    return bool((list(value) if isinstance(value, tuple) else value) == needed)
 
 
 def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
@@ -201,16 +206,18 @@ def inputs_of_one(
         spatial=codec.spatial,
         temporal=codec.temporal,
         config=arguments,
-        **sound_of_one(config, (shape[1] - 1) * codec.temporal + 1),
+        sound=sound_of_one(config, (shape[1] - 1) * codec.temporal + 1),
     )
 
 
-def sound_of_one(config: TrainConfig, num_frames: int, frame_rate: float = 25.0) -> dict[str, Any]:
-    """What `Inputs` has of the sound of one clip of so many frames; nothing of a model that makes none."""
+def sound_of_one(config: TrainConfig, num_frames: int) -> Tensor | None:
+    """Latents [1, C, L, M] of the sound of one clip of so many frames; None of a model that makes none.
+
+    No file is looked at for it: without `data.frame_rate` there are 25 frames a second.
+    """
     if not recipe_of(config.model).makes_sound:
-        return {}
-    shape = sound_shape(config.codec).latents(num_frames / (config.data.frame_rate or frame_rate))
-    return {"sound": torch.empty(1, *shape), "sound_timestep": torch.empty(1)}
+        return None
+    return torch.empty(1, *sound_shape(config.codec).latents(num_frames / (config.data.frame_rate or 25.0)))
 
 
 def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
@@ -295,7 +302,11 @@ def all_arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
-    """Arguments that follow from the encoders, and whether frames are given."""
+    """Arguments that follow from the encoders, and whether frames are given.
+
+    Raises:
+        ValueError: no arguments fit them.
+    """
     sizes = Sizes(
         channels=codec.channels,
         input_channels=codec.channels + _condition_channels(config, codec),
@@ -306,7 +317,9 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
         sound=sound_shape(config.codec),
         arguments=all_arguments(config.model),
     )
-    return recipe_of(config.model).derive(sizes)
+    recipe = recipe_of(config.model)
+    recipe.check(sizes)
+    return recipe.derive(sizes)
 
 
 def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:

@@ -10,6 +10,7 @@ end; and what CLIP makes of the caption as a whole:
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -396,17 +397,23 @@ def train_tokenizer(captions: Sequence[str]) -> str:
 
 
 def _width_of(config: Any) -> int:
-    """Of states, by the configuration of an encoder."""
+    """How wide an encoder's states are, by its configuration."""
     return int(config.d_model if hasattr(config, "d_model") else config.hidden_size)
 
 
 def _width_of_connectors(config: Any) -> int:
-    """Of their states for clips and for sound, side by side."""
+    """How wide states for clips and for sound are, side by side."""
     sizes = (
         config[f"{stream}_connector_num_attention_heads"] * config[f"{stream}_connector_attention_head_dim"]
         for stream in ("video", "audio")
     )
     return int(sum(sizes))
+
+
+def _connectors_class(name: str) -> Any:
+    from diffusers.pipelines import ltx2
+
+    return getattr(ltx2, name)
 
 
 def _connectors_of(config: TextConfig, taken: TextStates) -> dict[str, Any]:
@@ -420,9 +427,14 @@ def _connectors_of(config: TextConfig, taken: TextStates) -> dict[str, Any]:
     if description.get("_class_name") not in taken.connectors:
         name = description.get("_class_name")
         raise ValueError(f"text.path_2 {config.path_2} holds {name!r}; what this model takes is {what}")
-    units = [
-        description.get(f"{stream}_connector_num_learnable_registers") or 1 for stream in ("video", "audio")
-    ]
+    parameters = inspect.signature(_connectors_class(str(description["_class_name"])).__init__).parameters
+    description = {name: each.default for name, each in parameters.items() if name != "self"} | description
+    units = [description[f"{stream}_connector_num_learnable_registers"] for stream in ("video", "audio")]
+    if not all(units):
+        raise ValueError(
+            f"text.path_2 {config.path_2} has learned nothing in place of padding (num_learnable_registers), which no "
+            f"published {what} lacks; copy the folder again, whole"
+        )
     if config.length % math.lcm(*units):
         raise ValueError(
             f"text.length ({config.length}) must be a multiple of {math.lcm(*units)}, the states that {what} has "
@@ -521,9 +533,7 @@ def _load(
 def _load_connectors(
     config: TextConfig, taken: TextStates, dtype: torch.dtype, device: torch.device | None
 ) -> Any:
-    from diffusers.pipelines import ltx2
-
     description = _connectors_of(config, taken)
-    cls = getattr(ltx2, description["_class_name"])
+    cls = _connectors_class(description["_class_name"])
     make = partial(cls.from_config, description)
     return load_pretrained(cls, make, "text.path_2", config.path_2, VAE_STEM, dtype, device)

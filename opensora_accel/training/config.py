@@ -112,6 +112,11 @@ class TrainConfig:
                 "image encodes the first frame where that is given, and conditions give it of no clip; set "
                 "conditions.i2v_head above 0, or leave image.path and image.width out"
             )
+        if self.data.regularisation and not self.lora.is_used:
+            raise ValueError(
+                "data.regularisation is for a run of adapters, which asks the model without them; set lora.rank, or "
+                "leave it out"
+            )
         if self.flow.time_range != (0.0, 1.0) and (self.num_samples or self.sample_captions):
             raise ValueError(
                 f"a model that learns the times of flow.time_range {list(self.flow.time_range)} alone samples no "

@@ -20,6 +20,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,20 @@ from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.sound import SoundShape
+from opensora_accel.training.soundtrack import read_sound
 from opensora_accel.training.video import (
     UnreadableVideo,
     Video,
-    VideoInfo,
     index_videos,
     nothing_usable,
-    read_clip,
-    read_sound,
+    read_timed_clip,
 )
 
 logger = logging.getLogger(__name__)
 
-# A clip of 5 seconds at a rate that differs by more ends 50 ms away from its sound, which is heard.
-_SAME_RATE = 0.01
+# A clip of 5 seconds at a rate that differs by more ends 50 ms away from its sound, which is noticed. Time stamps are
+# rounded, too.
+_SAME_RATE, _SAME_MOMENT_S = 0.01, 0.01
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class VideoFolder(Dataset[Sample]):
         try:
             before = file_digest(path) if self._digests else None
             read = partial(
-                read_clip,
+                read_timed_clip,
                 path,
                 self.start(video, position),
                 bucket.num_frames,
@@ -143,26 +144,35 @@ class VideoFolder(Dataset[Sample]):
                 height=bucket.height,
                 width=bucket.width,
             )
-            frames = retried(read, f"reading {video.file}")
-            if self.sound is not None and self.has_sound(video):
-                num_samples = self.sound.num_samples(bucket.num_frames / self.frame_rate)
-                how = {"rate": self.sound.rate, "num_channels": self.sound.num_channels}
-                hear = partial(read_sound, path, self.start(video, position), num_samples, **how)
+            frames, shown = retried(read, f"reading {video.file}")
+            if self.sound is not None and shown is not None and self._is_in_time(*shown, bucket.num_frames):
+                hear = partial(
+                    read_sound,
+                    path,
+                    shown[0],
+                    self.sound.num_samples(bucket.num_frames / self.frame_rate),
+                    rate=self.sound.rate,
+                    num_channels=self.sound.num_channels,
+                )
                 sound = retried(hear, f"reading the sound of {video.file}")
             # The frames are those of this sum where the file is the same before and after.
             if before is not None and file_digest(path) == before:
                 digest = before
         except UnreadableVideo as failure:
-            error = str(failure)
+            frames, error = None, str(failure)
         return Sample(position, video_index, video.file, video.caption, frames, error, digest, sound)
 
     def has_sound(self, video: Video) -> bool:
-        """Whether the video has sound that lasts as long as its frames do at the job's frame rate."""
+        """Whether the video has sound that lasts as long as its frames do at the job's frame rate, by its header."""
         info = video.info
-        return info is not None and info.has_sound and self._is_in_time(info)
-
-    def _is_in_time(self, info: VideoInfo) -> bool:
+        if info is None or not info.has_sound:
+            return False
         return abs(info.fps / self.config.frame_stride / self.frame_rate - 1) < _SAME_RATE
+
+    def _is_in_time(self, first: Fraction, last: Fraction, num_frames: int) -> bool:
+        """Whether a clip from one moment to another lasts as long as its frames do at the job's frame rate."""
+        expected = (num_frames - 1) / self.frame_rate
+        return abs(float(last - first) - expected) < _SAME_RATE * expected + _SAME_MOMENT_S
 
     def start(self, video: Video, position: int) -> int:
         """The first frame of the clip at this position."""
@@ -450,8 +460,14 @@ class ClipLoader:
         self._check_any_left()
 
     def _folder_of(self, videos: Sequence[Video]) -> VideoFolder:
-        how: dict[str, Any] = {"sound": self._sound, "frame_rate": self.frame_rate}
-        return VideoFolder(videos, self.config, seed=self._seed, digests=self._digests, **how)
+        return VideoFolder(
+            videos,
+            self.config,
+            seed=self._seed,
+            digests=self._digests,
+            sound=self._sound,
+            frame_rate=self.frame_rate,
+        )
 
     def _new_batches(self) -> Iterator[list[Sample]]:
         """Reads from `position` on; workers read ahead of it, which is why the loader counts by itself."""

@@ -64,6 +64,8 @@ def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[
     the times that are 0.583 to 1 before it.
     """
     rngs = [generator(seed, "time", position) for position in positions]
+    if config.time_distribution == "stretched":
+        return torch.stack([_draw_stretched(config, alpha, rng) for rng in rngs])
     if config.time_distribution == "uniform":
         shares = torch.stack([torch.rand((), generator=rng, dtype=torch.float64) for rng in rngs])
     else:
@@ -73,6 +75,29 @@ def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[
             return shifted((config.logit_mean + config.logit_std * normal).sigmoid(), alpha)
         shares = torch.special.ndtr(normal)
     return _times_at(config, alpha, shares)
+
+
+# Of a normal distribution, 0.5 % and 99.9 %.
+_LOW, _HIGH = -2.5758, 3.0902
+# The least time that is drawn, and the share that is even.
+_LEAST_TIME, _EVEN = 1e-3, 0.1
+
+
+def _draw_stretched(config: FlowConfig, alpha: float, rng: torch.Generator) -> Tensor:
+    """A time, fp64, as LTX-2's trainer draws it (ltx_trainer/timestep_samplers.py).
+
+    Many tokens would move nearly all times to noise: at 14,080 hardly one lies below 0.9. So what lies between 0.5 and
+    99.9 percent of them is stretched from 0 to 1, and a tenth is even.
+    """
+    normal = torch.randn((), generator=rng, dtype=torch.float64)
+    chosen, even = torch.rand(2, generator=rng, dtype=torch.float64)
+    if chosen < _EVEN:
+        return _LEAST_TIME + (1 - _LEAST_TIME) * even
+    drawn = torch.stack([normal, torch.tensor(_LOW).to(normal), torch.tensor(_HIGH).to(normal)])
+    time, low, high = shifted((config.logit_mean + config.logit_std * drawn).sigmoid(), alpha)
+    time = (time - low) / (high - low)
+    # What lies below is mirrored.
+    return torch.where(time < _LEAST_TIME, 2 * _LEAST_TIME - time, time).clamp(0, 1)
 
 
 def _times_at(config: FlowConfig, alpha: float, shares: Tensor) -> Tensor:
@@ -145,26 +170,20 @@ class Stream:
     # Latents [B, C, …], and noise of that shape.
     clean: Tensor
     noise: Tensor
-    # [B] in 0…1.
-    times: Tensor
     # Bool, to be broadcast over the latents: what a sample's mean is over. A sample without any counts nothing; None
     # is all.
     learned: Tensor | None = None
+    # The velocity that is learned, [B, C, …]; None is that from latents to noise.
+    target: Tensor | None = None
 
-    @property
-    def noisy(self) -> Tensor:
-        """[B, C, …] at the samples' times."""
-        t = self._each(self.times.to(self.clean))
+    def noisy(self, times: Tensor) -> Tensor:
+        """[B, C, …] at the samples' times [B] in 0…1."""
+        t = self._each(times.to(self.clean))
         return (1 - t) * self.clean + t * self.noise
-
-    @property
-    def timestep(self) -> Tensor:
-        """[B], as models take times."""
-        return self.times.to(self.clean.device) * TIMESTEPS
 
     def loss(self, velocity: Tensor, weights: Tensor | None, huber: float) -> Tensor:
         """Mean squared error of a predicted velocity [B, C, …]; arguments are those of `flow_loss`."""
-        error = velocity - (self.noise - self.clean)
+        error = velocity - (self.noise - self.clean if self.target is None else self.target)
         # bf16 would round the sum of squares; fp64 stays.
         squares = (error.float() if error.dtype != torch.float64 else error).square()
         if huber:
@@ -183,8 +202,9 @@ class Stream:
 
 
 def flow_loss(
-    predict: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
+    predict: Callable[[list[Tensor], Tensor], Sequence[Tensor]],
     streams: Sequence[Stream],
+    times: Tensor,
     *,
     weights: Tensor | None = None,
     huber: float = 0.0,
@@ -194,15 +214,16 @@ def flow_loss(
     Where a model makes several streams, it is the sum over these.
 
     Args:
-        predict: gives the velocity [B, C, …] of each stream, for latents of that shape and timesteps [B] of each.
+        predict: gives the velocity [B, C, …] of each stream, for latents of that shape and timesteps [B].
+        times: [B] in 0…1.
         weights: [B], what each sample's mean counts; 1 without.
         huber: c of 2c(√(e² + c²) − c) in place of the square of an error e: e² where it is small, 2c|e| where it is
             large. 0 is the square everywhere.
     """
-    noisy = [stream.noisy for stream in streams]
+    noisy = [stream.noisy(times) for stream in streams]
     # Before the model is given its work, for which a copy from the host would wait.
     weights = None if weights is None else weights.to(noisy[0].device)
-    velocities = predict(noisy, [stream.timestep for stream in streams])
+    velocities = predict(noisy, times.to(noisy[0].device) * TIMESTEPS)
     first, *others = (
         stream.loss(velocity, weights, huber) for stream, velocity in zip(streams, velocities, strict=True)
     )

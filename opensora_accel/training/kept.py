@@ -92,7 +92,7 @@ class _KeptByClip(Generic[T]):
         if stored is None:
             self._encoder = OnDemand(build, encoder)
         else:
-            self._encoder = OnDemand(lambda: stored.files.unchanged(build))
+            self._encoder = OnDemand(lambda: stored.unchanged(build))
         self._needed, self._in_memory, self._stored = set(needed), in_memory, stored
         self._values: dict[tuple[Clip, Given | None], Tensor] = {}
 
@@ -229,7 +229,7 @@ class StoredCaptions:
         """`needed` are the captions that will be asked for; once all are stored, the encoder is released."""
         self.tokenizer, self.tokens, self.shape = outline.tokenizer, outline.tokens, outline.shape
         self.dtype, self.num_tokens, self._skipped = outline.dtype, outline.num_tokens, outline.skipped
-        self._encoder = OnDemand(lambda: stored.files.unchanged(build))
+        self._encoder = OnDemand(lambda: stored.unchanged(build))
         self._needed, self._stored = set(needed), stored
 
     def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:

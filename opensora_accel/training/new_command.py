@@ -258,7 +258,7 @@ def _check(config: TrainConfig) -> None:
     texts = text_shapes(config.text, recipe.text)
     arguments = build.all_arguments(config.model)
     for name, needed in build.derived_arguments(config, codec, texts).items():
-        if arguments[name] != needed:
+        if not build.is_same(arguments[name], needed):
             raise ValueError(
                 f"{config.model.path} has {name} {arguments[name]}, and what lies beside it gives {needed}: they are "
                 "parts of different pipelines, or of a kind that is not trained here"

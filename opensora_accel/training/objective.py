@@ -5,7 +5,7 @@
     frames that are given ───────┴──► mask, latents, picture ───────────►
 
 A model that makes sound too has two streams of latents, at the same time t, and two velocities. The sound of a clip
-that has none is at t = 1, where it is noise alone and says nothing, and is not learned.
+that has none is silence, which is not learned.
 
 Everything that is drawn (what is given, time, noise, whether the caption is dropped) follows from the seed and the
 sample's position in the job (`flow.py`), so that the same samples give the same loss on any mesh.
@@ -14,6 +14,7 @@ sample's position in the job (`flow.py`), so that the same samples give the same
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.regions import region
+from opensora_accel.training.adapters import without_adapters
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
@@ -53,7 +55,7 @@ from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictu
 from opensora_accel.training.levels import variance
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
-from opensora_accel.training.sound import Sound, SoundCodec
+from opensora_accel.training.sound import EncodedSound, SoundCodec
 from opensora_accel.training.stored import Stored
 from shardformer import run_blocks
 
@@ -72,18 +74,19 @@ class Encoded:
     # Bool [B, t], the latent frames that are learned, at least one; None where all are.
     learned: Tensor | None
     # Where the model makes sound: that of the clips.
-    sound: Sound | None = None
+    sound: EncodedSound | None = None
+    # Bool [B], the clips on which adapters change nothing; None where the run has no such clips.
+    is_regularisation: Tensor | None = None
 
-    def streams(self, times: Tensor, seed: int, noise_offset: float = 0.0) -> list[Stream]:
-        """What is learned of the batch at these times [B], with noise by the samples' positions."""
+    def streams(self, seed: int, noise_offset: float = 0.0) -> list[Stream]:
+        """What is learned of the batch, with noise by the samples' positions."""
         noise = draw_noise(self.clean, seed, self.positions, noise_offset)
         learned = None if self.learned is None else self.learned[:, None, :, None, None]
-        streams = [Stream(self.clean, noise, times, learned)]
+        streams = [Stream(self.clean, noise, learned)]
         if self.sound is not None:
             latents, is_there = self.sound
-            noise = draw_noise(latents, seed, self.positions, noise_offset, purpose="noise of sound")
-            times = torch.where(is_there, times, 1.0)
-            streams.append(Stream(latents, noise, times, is_there[:, None, None, None]))
+            noise = draw_noise(latents, seed, self.positions, purpose="noise of sound")
+            streams.append(Stream(latents, noise, is_there[:, None, None, None]))
         return streams
 
 
@@ -92,7 +95,7 @@ class Objective:
 
     Args:
         conditioning: how the model takes frames that are given; None where it takes none.
-        sounds: of a model that makes sound.
+        sounds: makes latents of the clips' sound; None where the model makes no sound.
         model: the sharded one, whose blocks run by the plan of a clip's bucket, where that has its own.
         forward: the same, as a step calls it.
         latent_shapes, num_tokens: of a clip of each size.
@@ -153,20 +156,24 @@ class Objective:
                 if condition.given is not None or not self.config.conditions.learn_given:
                     learned = ~whole
             sound = None if self.sounds is None else self._encode_sound(self.sounds, batch)
-        return Encoded(batch.bucket, batch.positions, batch.captions, clean, condition, learned, sound)
+        kept = None
+        if self.config.data.regularisation:
+            kept = torch.tensor([self.config.data.is_regularisation(file) for file in batch.files])
+            kept = kept.to(self.device)
+        return Encoded(batch.bucket, batch.positions, batch.captions, clean, condition, learned, sound, kept)
 
-    def sound_shape(self, bucket: Bucket) -> tuple[int, int, int] | None:
-        """The latents [C, L, M] of the sound of a clip of this size, where the model makes sound."""
+    def sound_latents(self, bucket: Bucket) -> tuple[int, int, int] | None:
+        """The shape [C, L, M] of the sound of a clip of this size, where the model makes sound."""
         if self.sounds is None:
             return None
         return self.sounds.shape.latents(bucket.num_frames / self.frame_rate)
 
-    def _encode_sound(self, sounds: SoundCodec, batch: Batch) -> Sound:
+    def _encode_sound(self, sounds: SoundCodec, batch: Batch) -> EncodedSound:
         num_samples = sounds.shape.num_samples(batch.bucket.num_frames / self.frame_rate)
         silence = torch.zeros(sounds.shape.num_channels, num_samples)
         samples = torch.stack([silence if each is None else each for each in batch.sounds])
         is_there = torch.tensor([each is not None for each in batch.sounds]).to(self.device)
-        return Sound(sounds.encode(samples.to(self.device)).to(self.dtype), is_there)
+        return EncodedSound(sounds.encode(samples.to(self.device)).to(self.dtype), is_there)
 
     def loss(self, batch: Encoded) -> Tensor:
         """The mean loss of this data rank's samples, a scalar."""
@@ -174,12 +181,37 @@ class Objective:
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.draw_times(config, alpha, seed, batch.positions)
+        predict = partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition)
+        streams = batch.streams(seed, config.noise_offset)
+        if batch.is_regularisation is not None:
+            streams = self._kept_as_it_is(streams, times, batch.is_regularisation, predict)
         return flow_loss(
-            partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition),
-            batch.streams(times.to(self.device), seed, config.noise_offset),
+            predict,
+            streams,
+            times,
             weights=self.recipe.loss_weights(config, alpha, times),
             huber=config.huber,
         )
+
+    def _kept_as_it_is(
+        self,
+        streams: list[Stream],
+        times: Tensor,
+        is_regularisation: Tensor,
+        predict: Callable[..., list[Tensor]],
+    ) -> list[Stream]:
+        """What is learned, where some samples, bool [B], learn what the model answers without adapters.
+
+        It is asked whatever samples this rank has: another may have one, and sharded parameters are gathered by all.
+        """
+        with torch.no_grad(), without_adapters(self.model):
+            answers = predict([each.noisy(times) for each in streams], times.to(self.device) * TIMESTEPS)
+        kept = []
+        for stream, answer in zip(streams, answers, strict=True):
+            each = is_regularisation.view(-1, *[1] * (answer.dim() - 1))
+            target = torch.where(each, answer.to(stream.clean), stream.noise - stream.clean)
+            kept.append(dataclasses.replace(stream, target=target))
+        return kept
 
     def loss_at(self, batch: Encoded, time: float) -> Tensor:
         """The mean loss of these samples at one time, a scalar: with all captions, and without weights of times."""
@@ -188,14 +220,15 @@ class Objective:
         expert = self.at(times * TIMESTEPS)
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
-            batch.streams(times.to(self.device), self.config.seed),
+            batch.streams(self.config.seed),
+            times,
             weights=None if self.recipe.levels is None else variance(times),
         )
 
     def predict(
         self,
         noisy: Sequence[Tensor],
-        timesteps: Sequence[Tensor],
+        timestep: Tensor,
         bucket: Bucket,
         captions: Sequence[str],
         condition: Condition | None = None,
@@ -205,7 +238,7 @@ class Objective:
 
         Args:
             noisy: latents [B, C, …] of each stream, the clips' first.
-            timesteps: [B] of each.
+            timestep: [B].
             bucket: of all B clips.
             condition: what is given of the clips; None is nothing.
             guidance: what a model is told that was distilled from guided ones.
@@ -222,9 +255,17 @@ class Objective:
         sizes = self.frame_rate, self.codec.spatial, self.codec.temporal
         config: Any = self.model.config
         inputs = Inputs(
-            noisy[0], timesteps[0], texts, masks, condition, *sizes, self.time_shift(bucket), guidance, config,
-            *noisy[1:], *timesteps[1:],
-        )  # fmt: skip
+            noisy[0],
+            timestep,
+            texts,
+            masks,
+            condition,
+            *sizes,
+            self.time_shift(bucket),
+            guidance,
+            config,
+            sound=noisy[1] if self.sounds is not None else None,
+        )
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
             answers = self.forward(**self.recipe.arguments(inputs), return_dict=False)

@@ -126,7 +126,7 @@ def _sample(
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
         frames = frames.to(objective.device)
         condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips)
-    streams, of_sound = [noise], objective.sound_shape(bucket)
+    streams, of_sound = [noise], objective.sound_latents(bucket)
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))
     latents = sample_latents(objective, streams, list(captions.values()), bucket, condition)
@@ -156,16 +156,16 @@ def sample_latents(
 
     def guided(latents: list[Tensor], timestep: Tensor) -> list[Tensor]:
         """latents [N, C, …] of each stream and timestep [N] → their velocities."""
-        expert, timesteps = objective.at(timestep), [timestep] * len(latents)
+        expert = objective.at(timestep)
         arguments: Any = expert.model.config
         # Distilled from guided answers, and told by how much they are to be guided.
         if arguments.get("guidance_embeds"):
-            return expert.predict(latents, timesteps, bucket, captions, condition, config.guidance)
-        conditional = expert.predict(latents, timesteps, bucket, captions, condition)
+            return expert.predict(latents, timestep, bucket, captions, condition, config.guidance)
+        conditional = expert.predict(latents, timestep, bucket, captions, condition)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
             return conditional
-        unconditional = expert.predict(latents, timesteps, bucket, [""] * len(captions), condition)
+        unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
         return [
             without + config.guidance * (velocity - without)
             for without, velocity in zip(unconditional, conditional, strict=True)

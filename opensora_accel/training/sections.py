@@ -38,6 +38,9 @@ class DataConfig:
     folders: JsonTable = field(default_factory=dict)
     """Several such folders in place of data.folder, as JSON (a table in the file), and how often the files of each come
     where those of another come once: {"clips": 1, "close-ups": 3}."""
+    regularisation: tuple[str, ...] = ()
+    """Those of data.folders on whose clips adapters change nothing: there a run learns what the model answers without
+    them, so that it forgets nothing of what the clips show (prior preservation)."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1
@@ -53,7 +56,8 @@ class DataConfig:
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Decoding processes per rank; 0 decodes in the training process."""
     frame_rate: NotNegative = 0.0
-    """Frames a second of clips, for a model that is told (LTX-Video); 0 takes the first video's, over frame_stride."""
+    """Frames a second of clips, for a model that is told (LTX-Video, LTX-2); 0 takes the first video's, over
+    frame_stride."""
 
     def __post_init__(self) -> None:
         parse_buckets(self.buckets)
@@ -71,6 +75,13 @@ class DataConfig:
                 raise ValueError(f"data.folders has {name!r}, which is no folder or lies in another of them")
             if absolute.count(path) > 1:
                 raise ValueError(f"data.folders has {name!r} twice; give it once, with a larger number")
+        others = [name for name in self.regularisation if name not in self.folders]
+        if others or (self.regularisation and len(set(self.regularisation)) == len(self.folders)):
+            raise ValueError(
+                f"data.regularisation has {others[0]!r}, which is none of data.folders"
+                if others
+                else "data.regularisation has all of data.folders, which leaves nothing to learn; leave one out"
+            )
         for name, default in (("num_frames", 9), ("height", 48), ("width", 80)):
             if self.buckets and getattr(self, name) != default:
                 raise ValueError(
@@ -81,6 +92,11 @@ class DataConfig:
     def root(self) -> str:
         """The folder by which files are named: data.folder, or the one that all of data.folders lie in."""
         return os.path.commonpath(map(os.path.abspath, self.folders)) if self.folders else self.folder
+
+    def is_regularisation(self, file: str) -> bool:
+        """Whether a file, by its path in `root`, is one of data.regularisation."""
+        folders = (os.path.relpath(os.path.abspath(name), self.root) for name in self.regularisation)
+        return any(file.startswith(os.path.join(folder, "")) for folder in folders)
 
     @property
     def sizes(self) -> tuple[Bucket, ...]:
@@ -151,9 +167,11 @@ class TextConfig:
     """Captions to embeddings: a small T5 with a tokenizer trained on the captions, or a real one."""
 
     path: str = ""
-    """Local folder with a tokenizer and the family's encoder: T5, UMT5, LLaMA or the text model of Qwen2.5-VL."""
+    """Local folder with a tokenizer and the family's encoder: T5, UMT5, LLaMA, Gemma or the text model of
+    Qwen2.5-VL."""
     path_2: str = ""
-    """The same of the second encoder, of families that have two, as HunyuanVideo's CLIP, and ByT5 of 1.5."""
+    """The same of the second encoder, of families that have two, as HunyuanVideo's CLIP, and ByT5 of 1.5; of LTX-2 the
+    connectors, which make of the encoder's states those that clips and sound see."""
     length: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens per caption; longer ones are cut, shorter ones padded."""
     width: Annotated[int, Field(ge=8, le=8192)] = 64
@@ -240,8 +258,9 @@ class FlowConfig:
     shift: AboveZero | Literal["auto", "ltx"] = "auto"
     """Time shift towards noise; auto grows with resolution and length, as Open-Sora's, ltx as LTX-Video's. For a model
     of noise levels auto is 1, and another number the root of its scheduler's snr_shift_scale."""
-    time_distribution: Literal["logit-normal", "uniform"] = "logit-normal"
-    """Distribution of times before the shift."""
+    time_distribution: Literal["logit-normal", "uniform", "stretched"] = "logit-normal"
+    """Distribution of times before the shift; stretched is logit-normal, of which what lies between 0.5 and 99.9
+    percent behind the shift is spread from 0 to 1, and a tenth uniform, as LTX-2's."""
     logit_mean: float = 0.0
     """Mean of the normal distribution under logit-normal times; above 0 there is more noise."""
     logit_std: AboveZero = 1.0
@@ -278,6 +297,13 @@ class FlowConfig:
         if not self.time_range[0] < self.time_range[1]:
             raise ValueError(
                 f"flow.time_range must be a lower and a higher time; got {list(self.time_range)}"
+            )
+        if self.time_distribution == "stretched" and (
+            self.boundary or self.time_range != (0.0, 1.0) or self.weighting != "none"
+        ):
+            raise ValueError(
+                'flow.time_distribution="stretched" is over all times, each of which counts the same; leave '
+                "flow.time_range, flow.boundary and flow.weighting out, or choose logit-normal"
             )
         if self.boundary and self.time_range != (0.0, 1.0):
             raise ValueError(

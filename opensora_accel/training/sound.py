@@ -11,6 +11,7 @@ The spectrogram is the one that LTX-2's VAE was trained on (ltx_core/model/audio
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ _SPECTRUM, _LEAST = 1024, 1e-5
 _LOUDER = 4.0
 
 
-class Sound(NamedTuple):
-    """Of B clips."""
+class EncodedSound(NamedTuple):
+    """The sound of B clips."""
 
-    # [B, C, L, M]; of clips without sound, of silence.
+    # [B, C, L, M]; silence of clips without sound.
     latents: Tensor
     # Bool [B], whether a clip has sound.
     is_there: Tensor
@@ -63,7 +64,7 @@ class SoundShape:
         return max(1, round(seconds * (self.rate / (self.hop * FRAMES_PER_LATENT))))
 
     def num_samples(self, seconds: float) -> int:
-        """Of each channel, for the latents of so many seconds."""
+        """How many samples each channel has, for the latents of so many seconds."""
         return self.num_latents(seconds) * self.hop * FRAMES_PER_LATENT
 
     def latents(self, seconds: float) -> tuple[int, int, int]:
@@ -87,7 +88,7 @@ class SoundCodec(Protocol):
 
 
 class FoldedSound:
-    """Every 320 samples become the numbers of one position: exact, and nothing to train."""
+    """Every 320 samples become the numbers of one position, and nothing is trained."""
 
     shape = _FOLDED
 
@@ -191,10 +192,12 @@ def build_sound_codec(
     if not config.sound_path:
         return FoldedSound(dtype)
     path, beside = config.sound_path, Path(os.path.abspath(config.sound_path)).with_name("vocoder")
-    # Whatever is wrong with it is found before anything is trained.
-    vocoder = partial(_load, "the vocoder of codec.sound_path,", str(beside), _VOCODERS, device)
-    _description("the vocoder of codec.sound_path,", str(beside), _VOCODERS)
-    return SoundVAE(_load("codec.sound_path", path, _VAES, None if outline else device), vocoder)
+    vocoder = partial(_load, "the vocoder of codec.sound_path,", str(beside), _VOCODERS)
+    # Whatever is wrong with it is found before anything is trained: without memory, all of its weights are there.
+    vocoder(None)
+    return SoundVAE(
+        _load("codec.sound_path", path, _VAES, None if outline else device), partial(vocoder, device)
+    )
 
 
 def sound_shape(config: CodecConfig) -> SoundShape:
@@ -209,23 +212,51 @@ def sound_shape(config: CodecConfig) -> SoundShape:
 
 
 def _shape_of(config: Any) -> SoundShape:
-    bins = config["mel_bins"] // FRAMES_PER_LATENT
-    sizes = config["mel_hop_length"], config["latent_channels"], bins
-    return SoundShape(config["sample_rate"], config["in_channels"], *sizes)
+    """The shape that a VAE's configuration gives.
+
+    Raises:
+        ValueError: it is none of sound in one or two channels.
+    """
+    names = ("sample_rate", "in_channels", "mel_hop_length", "latent_channels", "mel_bins")
+    values = {name: config.get(name) for name in names}
+    wrong = [name for name, value in values.items() if not isinstance(value, int) or value < 1]
+    if wrong or values["in_channels"] > 2 or values["mel_bins"] % FRAMES_PER_LATENT:
+        raise ValueError(
+            f"codec.sound_path holds a VAE of {values}, and it takes one of 1 or 2 channels whose bands are a multiple "
+            f"of {FRAMES_PER_LATENT}; copy audio_vae of the model's pipeline again, whole"
+        )
+    bins = values["mel_bins"] // FRAMES_PER_LATENT
+    return SoundShape(
+        values["sample_rate"],
+        values["in_channels"],
+        values["mel_hop_length"],
+        values["latent_channels"],
+        bins,
+    )
 
 
 def _load(option: str, folder: str, classes: tuple[str, ...], device: torch.device | None) -> Any:
-    import diffusers
-    from diffusers.pipelines import ltx2
-
-    description = _description(option, folder, classes)
-    name = description["_class_name"]
-    cls = getattr(diffusers, name, None) or getattr(ltx2, name)
-    make = partial(cls.from_config, description)
+    cls = _class_of(option, folder, classes)
+    make = partial(cls.from_config, _description(option, folder, classes))
     return load_pretrained(cls, make, option, folder, VAE_STEM, torch.float32, device)
 
 
 def _description(option: str, folder: str, classes: tuple[str, ...]) -> dict[str, Any]:
+    """The configuration of the model in a folder, with its class's defaults for what is left out."""
+    parameters = inspect.signature(_class_of(option, folder, classes).__init__).parameters
+    defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+    return defaults | _read(option, folder, classes)
+
+
+def _class_of(option: str, folder: str, classes: tuple[str, ...]) -> Any:
+    import diffusers
+    from diffusers.pipelines import ltx2
+
+    name = _read(option, folder, classes)["_class_name"]
+    return getattr(diffusers, name, None) or getattr(ltx2, name)
+
+
+def _read(option: str, folder: str, classes: tuple[str, ...]) -> dict[str, Any]:
     what = " or ".join(classes)
     description = read_description(option, folder, f"a diffusers {what}")
     if description.get("_class_name") not in classes:

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -63,8 +64,21 @@ class Stored:
         ValueError, OSError: on all ranks, where the encoder's files cannot be read on one of their machines.
     """
 
-    def __init__(self, cache: DiskCache, files: EncoderFiles, common: Mapping[str, Any]):
-        self._cache, self.files, self._common = cache, files, {**common, "encoder": files.key}
+    def __init__(
+        self, cache: DiskCache, files: EncoderFiles, common: Mapping[str, Any], *others: EncoderFiles
+    ):
+        """`others` are files of what stands behind the encoder."""
+        self._cache, self._files, self._common = cache, [files, *others], {**common, "encoder": files.key}
+
+    def unchanged(self, build: Callable[[], T]) -> T:
+        """What `build` makes of the files.
+
+        Raises:
+            ValueError: they have changed since the run began.
+        """
+        for files in self._files:
+            build = partial(files.unchanged, build)
+        return build()
 
     @classmethod
     def latents(cls, cache: DiskCache, config: TrainConfig, device: torch.device) -> Stored:
@@ -120,14 +134,17 @@ class Stored:
             taken: which states, of each of the family's encoders.
             number: which of them, 0 or 1.
         """
-        made_with = _made_with(device, (captions, pretrained), ("torch", "transformers"))
+        states = taken[number]
+        packages = ["torch", "transformers", *(["diffusers"] if states.connectors else [])]
+        made_with = _made_with(device, (captions, pretrained), packages)
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         # What it reads is in the tokens.
-        states = taken[number]
         common |= {name: getattr(states, name) for name in ("layer", "pooled", "padding")}
-        if states.connectors and config.path_2:
-            common["connectors"] = EncoderFiles.read("text.path_2", config.path_2, VAE_STEM).key
-        return cls(cache, EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM), common)
+        files = EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM)
+        if not states.connectors:
+            return cls(cache, files, common)
+        connectors = EncoderFiles.read("text.path_2", config.path_2, VAE_STEM)
+        return cls(cache, files, common | {"connectors": connectors.key}, connectors)
 
     def get_or_compute(
         self, key: Mapping[str, Any], about: str, compute: Callable[[], Tensor]

@@ -80,6 +80,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         config.data,
         folder=str(folder),
         folders={},
+        regularisation=(),
         num_frames=5,
         frame_stride=1,
         height=24,
@@ -118,7 +119,11 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         data=data,
         model=_tiny_model(config.model, conditioning),
         codec=CodecConfig(patch=_PATCH),
-        text=TextConfig(length=512 if config.image.is_used else 8, width=32),
+        # As wide as LTX-2.3 attends to, whose states are projected to no other width.
+        text=TextConfig(
+            length=512 if config.image.is_used else 8,
+            width=36 if build.recipe_of(config.model).makes_sound else 32,
+        ),
         image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
         optim=optim,
@@ -204,8 +209,8 @@ class TrueSize:
     # Clips of all data ranks together.
     batch_size: int
     texts: Sequence[TextShape]
-    # What `Inputs` has of the sound of one clip.
-    sound: Mapping[str, Any]
+    # Latents [1, C, L, M] of its sound, where the model makes sound.
+    sound: torch.Tensor | None
 
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
@@ -240,10 +245,7 @@ class TrueSize:
                 None if condition.given is None else condition.given.expand(batch, -1),
                 None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
             )
-        sound: dict[str, Any] = {}
-        if self.sound:
-            shape = self.sound["sound"].shape[1:]
-            sound = {"sound": torch.randn(batch, *shape, dtype=dtype), "sound_timestep": torch.rand(batch)}
+        sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
         return Inputs(
             latents=torch.randn(batch, *self.latents, dtype=dtype),
             timestep=torch.rand(batch),
@@ -253,7 +255,7 @@ class TrueSize:
             spatial=self.spatial,
             temporal=self.temporal,
             config=build.all_arguments(self.config.model) | self.arguments,
-            **sound,
+            sound=sound,
         )
 
     def step(self, model: nn.Module, run: Run) -> None:
@@ -273,11 +275,10 @@ class TrueSize:
         batch = max(1, self.batch_size // run.data_size)
         recipe, drawn = build.recipe_of(self.config.model), self.inputs(batch)
 
-        def predict(noisy: list[torch.Tensor], timesteps: list[torch.Tensor]) -> list[torch.Tensor]:
-            """noisy [B, ...] and timesteps [B] of each stream → their velocities."""
-            inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timesteps[0])
-            if len(noisy) == 2:
-                inputs = dataclasses.replace(inputs, sound=noisy[1], sound_timestep=timesteps[1])
+        def predict(noisy: list[torch.Tensor], timestep: torch.Tensor) -> list[torch.Tensor]:
+            """noisy [B, ...] of each stream and timestep [B] → their velocities."""
+            sound = noisy[1] if len(noisy) == 2 else None
+            inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timestep, sound=sound)
             return recipe.velocities(forward(**recipe.arguments(inputs), return_dict=False), inputs)
 
         def one_pass(is_last: bool) -> None:
@@ -285,8 +286,8 @@ class TrueSize:
             set_last_microbatch(model, is_last)
             with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
                 clean = [drawn.latents, *([] if drawn.sound is None else [drawn.sound])]
-                times = torch.rand(batch)
-                flow_loss(predict, [Stream(each, torch.randn_like(each), times) for each in clean]).backward()
+                streams = [Stream(each, torch.randn_like(each)) for each in clean]
+                flow_loss(predict, streams, torch.rand(batch)).backward()
 
         return one_pass
 

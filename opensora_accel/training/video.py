@@ -1,8 +1,7 @@
-"""Video files and images: which of them can be trained on, and exact clips of them, with their sound.
+"""Video files and images: which of them can be trained on, and exact clips of them.
 
-PyAV decodes videos and sound, Pillow images, and Pillow resizes. Every way in which a file can be bad (missing, empty,
-truncated, damaged, too short) ends in one exception, `UnreadableVideo`, so that the data loader can set the file aside
-and go on.
+PyAV decodes videos, Pillow images, and Pillow resizes. Every way in which a file can be bad (missing, empty, truncated,
+damaged, too short) ends in one exception, `UnreadableVideo`, so that the data loader can set the file aside and go on.
 """
 
 from __future__ import annotations
@@ -40,12 +39,14 @@ logger = logging.getLogger(__name__)
 _MUCH_CROPPED = 0.25
 # Below this start frame decoding from the first frame costs less than reading every packet's time stamp.
 _SEEK_FROM_FRAME = 48
-# Sound is decoded from so long before a clip.
-_LEAD_S = Fraction(1, 2)
 # FFmpeg's names of the formats that are read; mov is mp4 too, matroska webm. Playlists (HLS, DASH, concat), image
 # patterns and devices are not among them: they open other files and addresses, wherever these lie.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpegpipe"
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file", "enable_drefs": "0"}
+
+
+# A picture, and when it is shown.
+_Shown = tuple[numpy.ndarray, Fraction | None]
 
 
 class UnreadableVideo(ValueError):
@@ -85,13 +86,13 @@ def probe(path: str | os.PathLike[str], *, upright: bool = False) -> VideoInfo:
         UnreadableVideo: there is no readable video stream, no frame, or the file ends before the last frame that its
             header promises.
     """
-    if _is_image(path):
+    if is_image(path):
         with _open_image(path) as image:
             size = image.size
             # The half of EXIF's eight orientations in which width and height change places.
             width, height = reversed(size) if image.getexif().get(ExifTags.Base.Orientation, 1) > 4 else size
             return VideoInfo(1, height, width, 1.0)
-    with _open(path) as (container, stream):
+    with open_video(path) as (container, stream):
         num_frames = _count_in_header(path, stream) or len(_packet_table(*_identity(path)).times)
         if not num_frames:
             num_frames = sum(1 for _ in container.decode(stream))
@@ -101,7 +102,7 @@ def probe(path: str | os.PathLike[str], *, upright: bool = False) -> VideoInfo:
         height, width = stream.codec_context.height, stream.codec_context.width
         has_sound = bool(container.streams.audio)
     if upright:
-        with _open(path) as (container, stream):
+        with open_video(path) as (container, stream):
             first = next(container.decode(stream), None)
             if first is not None and first.rotation % 180 == 90:
                 height, width = width, height
@@ -111,7 +112,16 @@ def probe(path: str | os.PathLike[str], *, upright: bool = False) -> VideoInfo:
 def read_clip(
     path: str | os.PathLike[str], start: int, num_frames: int, *, stride: int = 1, height: int, width: int
 ) -> Tensor:
+    """The frames of `read_timed_clip`, uint8 [T, H, W, 3]."""
+    return read_timed_clip(path, start, num_frames, stride=stride, height=height, width=width)[0]
+
+
+def read_timed_clip(
+    path: str | os.PathLike[str], start: int, num_frames: int, *, stride: int = 1, height: int, width: int
+) -> tuple[Tensor, tuple[Fraction, Fraction] | None]:
     """Frames `start, start + stride, ...` of `path`, upright, resized and centre-cropped: uint8 [T, H, W, 3].
+
+    And when the first and the last of them are shown, in seconds of the file's time, where it says so.
 
     Frame numbers count the frames of a full decode. The largest centred region with the aspect ratio of
     `height x width` is resized with an antialiased bilinear filter. Far into a file, decoding starts at
@@ -129,63 +139,24 @@ def read_clip(
             f"num_frames={num_frames}, stride={stride}, height={height}, width={width}"
         )
     wanted = range(start, start + num_frames * stride, stride)
-    if _is_image(path):
+    if is_image(path):
         if wanted[-1]:
             raise UnreadableVideo(f"{path}: an image is one frame, and frame {wanted[-1]} was asked for")
         with _open_image(path) as image:
             picture = numpy.array(ImageOps.exif_transpose(image).convert("RGB"))
-        return torch.from_numpy(_cover(picture, height, width).copy()).unsqueeze(0)
-    pictures = None
+        return torch.from_numpy(_cover(picture, height, width).copy()).unsqueeze(0), None
+    found = None
     if start >= _SEEK_FROM_FRAME:
-        pictures = _decode_after_seek(path, wanted, height, width)
-    if pictures is None:
-        pictures = _decode_from_start(path, wanted, height, width)
-    return torch.from_numpy(numpy.stack(pictures))
+        found = _decode_after_seek(path, wanted, height, width)
+    if found is None:
+        found = _decode_from_start(path, wanted, height, width)
+    pictures, times = zip(*found, strict=True)
+    first, last = times[0], times[-1]
+    shown = None if first is None or last is None else (first, last)
+    return torch.from_numpy(numpy.stack(pictures)), shown
 
 
-def read_sound(
-    path: str | os.PathLike[str], start: int, num_samples: int, *, rate: int, num_channels: int
-) -> Tensor | None:
-    """The sound of `path` from its frame `start` on: [num_channels, num_samples] in −1…1; None where it has none.
-
-    It is resampled to `rate` a second, and mixed to 1 or 2 channels. Where it begins after the frame, or ends early,
-    there is silence.
-
-    Raises:
-        UnreadableVideo: the file is missing or damaged, or its sound is.
-    """
-    if _is_image(path):
-        return None
-    times = _packet_table(*_identity(path)).times
-    with _open(path) as (container, pictures):
-        if not container.streams.audio:
-            return None
-        stream = container.streams.audio[0]
-        if start < len(times):
-            first = Fraction(times[start] * pictures.time_base)
-        else:
-            # Whose packets do not say when its frames are shown.
-            fps = pictures.average_rate or pictures.guessed_rate or Fraction(25)
-            first = Fraction((pictures.start_time or 0) * pictures.time_base + start / fps)
-        sound = torch.zeros(num_channels, num_samples)
-        resampler = av.AudioResampler(format="fltp", layout=("mono", "stereo")[num_channels - 1], rate=rate)
-        # What was decoded just before is heard in what follows.
-        container.seek(int((first - _LEAD_S) / stream.time_base), stream=stream, backward=True)
-        for frame in itertools.chain(container.decode(stream), [None]):
-            for part in resampler.resample(frame):
-                if part.pts is None or part.time_base is None:
-                    raise UnreadableVideo(f"{path}: its sound does not say when it is heard")
-                # Fractions, so that parts which follow one another meet.
-                at = round((part.pts * part.time_base - first) * rate)
-                inside = slice(max(0, -at), max(0, min(part.samples, num_samples - at)))
-                samples = torch.from_numpy(part.to_ndarray())[:, inside]
-                sound[:, at + inside.start : at + inside.start + samples.size(1)] = samples
-                if at >= num_samples:
-                    return sound
-    return sound
-
-
-def _is_image(path: str | os.PathLike[str]) -> bool:
+def is_image(path: str | os.PathLike[str]) -> bool:
     # A file that ends so is one frame; by Pillow, because FFmpeg has no end of image formats.
     return Path(path).suffix.lower() in IMAGES
 
@@ -206,7 +177,7 @@ def _open_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
 
 
 @contextmanager
-def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
+def open_video(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream; every decoding error inside becomes UnreadableVideo."""
     try:
         if not stat.S_ISREG(status_of(path).st_mode):  # a pipe would be waited for without end
@@ -262,7 +233,7 @@ def _identity(path: str | os.PathLike[str]) -> tuple[str, int, int]:
 def _packet_table(path: str, size_bytes: int, changed_ns: int) -> _PacketTable:
     """Time stamps of all packets, read without decoding; empty if some are missing or repeated."""
     times, keyframes = [], []
-    with _open(path) as (container, stream):
+    with open_video(path) as (container, stream):
         for packet in container.demux(stream):
             if packet.size == 0 or packet.is_discard:
                 continue
@@ -278,7 +249,7 @@ def _packet_table(path: str, size_bytes: int, changed_ns: int) -> _PacketTable:
 
 def _decode_after_seek(
     path: str | os.PathLike[str], wanted: range, height: int, width: int
-) -> list[numpy.ndarray] | None:
+) -> list[_Shown] | None:
     """The wanted pictures, decoded from a keyframe; None where only a full decode can find them."""
     try:
         table = _packet_table(*_identity(path))
@@ -286,7 +257,7 @@ def _decode_after_seek(
             return None
         keyframe = max(time for time in table.keyframes if time <= table.times[wanted[0]])
         picked = []
-        with _open(path) as (container, stream):
+        with open_video(path) as (container, stream):
             container.seek(keyframe, stream=stream, backward=True)
             frames = map(_intact, container.decode(stream))
             for position in range(table.times.index(keyframe), wanted[-1] + 1):
@@ -296,21 +267,19 @@ def _decode_after_seek(
                     # frames of this file. That is noticed from the keyframe to the clip, not earlier.
                     return None
                 if position in wanted:
-                    picked.append(_fit(frame, height, width))
+                    picked.append((_fit(frame, height, width), _time_of(frame)))
         return picked
     except (OSError, UnreadableVideo):
         return None  # the full decode says what is wrong, or that nothing is
 
 
-def _decode_from_start(
-    path: str | os.PathLike[str], wanted: range, height: int, width: int
-) -> list[numpy.ndarray]:
+def _decode_from_start(path: str | os.PathLike[str], wanted: range, height: int, width: int) -> list[_Shown]:
     """The wanted pictures, by counting from the first one."""
     picked, num_decoded = [], 0
-    with _open(path) as (container, stream):
+    with open_video(path) as (container, stream):
         for frame in map(_intact, itertools.islice(container.decode(stream), wanted[-1] + 1)):
             if num_decoded in wanted:
-                picked.append(_fit(frame, height, width))
+                picked.append((_fit(frame, height, width), _time_of(frame)))
             num_decoded += 1
     if len(picked) < len(wanted):
         raise UnreadableVideo(
@@ -318,6 +287,11 @@ def _decode_from_start(
             f"{wanted[-1] + 1} frames, it has {num_decoded}"
         )
     return picked
+
+
+def _time_of(frame: Any) -> Fraction | None:
+    """When a frame is shown, in seconds."""
+    return None if frame.pts is None else Fraction(frame.pts * frame.time_base)
 
 
 def _intact(frame: Any) -> Any:

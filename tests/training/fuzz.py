@@ -102,6 +102,7 @@ BAD: dict[str, list[Any]] = {
     "resume": ["/nowhere", "newest", "/dev/null", "\0", 3],
     "data.folder": ["", "/nowhere", "/dev/null", "\0", 3, ["a"], "y" * 300],
     "data.folders": [{"/nowhere": 1}, {"a": 0}],
+    "data.regularisation": [["a"]],
     "data.num_frames": [0, 1.5, HUGE, NAN],
     "data.frame_stride": [0, 10_000, HUGE],
     "data.height": [0, -8, 7, 12, 8 * HUGE, "tall"],

@@ -59,7 +59,7 @@ def gemma3(taken, length, captions, *, per_stream=False):
     encoder = in_template(
         "Gemma3Text", taken, length, captions, num_key_value_heads=2, head_dim=8, sliding_window=4
     )
-    sizes = {"video": (3, 12), "audio": (3, 8)} if per_stream else {"video": (4, 8), "audio": (4, 8)}
+    sizes = {"video": (3, 12), "audio": (3, 12)} if per_stream else {"video": (4, 8), "audio": (4, 8)}
     given = {}
     for stream, (heads, width) in sizes.items():
         prefix = f"{stream}_connector"
@@ -69,7 +69,7 @@ def gemma3(taken, length, captions, *, per_stream=False):
         given |= {
             "per_modality_projections": True,
             "video_hidden_dim": 36,
-            "audio_hidden_dim": 24,
+            "audio_hidden_dim": 36,
             "rope_type": "split",
         }
     connectors = LTX2TextConnectors(32, encoder.model.config.num_hidden_layers + 1, **given).double()

@@ -1,5 +1,6 @@
 """LoRA in the trainer: adapters alone are trained and saved, and what is exported gives the samples of the run."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel import Plan
 from opensora_accel.training.adapters import read_adapter, saved_weights
+from opensora_accel.training.flow import drop_captions
 from tests.tiers import PROVE, some
-from tests.training.runs import TINY_WAN, tiny_config
+from tests.training.runs import TINY_WAN, losses, tiny_config
 
 
 @pytest.fixture
@@ -190,6 +192,89 @@ def test_musubi_tuners_names_and_alphas_are_read(exported, tmp_path):
     ffn = musubi.matrices["blocks.0.ffn.net.0.proj"]
     assert torch.allclose(ffn["B"] @ ffn["A"], torch.full((32, 36), 2 * 0.5))
     assert "attn1.to_q" in musubi.config_by_ends.targets and "blocks.1.attn2.to_v" in musubi.config.targets
+
+
+@pytest.fixture
+def with_others(clips, tmp_path):
+    """Options of a run whose adapters change nothing of clips that lie in another folder."""
+    others = shutil.copytree(clips, tmp_path / "others")
+    folders = {str(clips): 1, str(others): 1}
+    return {"data.folder": "", "data.folders": folders, "data.regularisation": [str(others)]}
+
+
+def kept_as_it_is(config):
+    """Losses of a batch by which of its clips are regularisation, before and after some steps, and by hand."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    objective = trainer.objective
+
+    def of_others(batch):
+        return ["/others/" in f"/{file}" for file in batch.files]
+
+    # Of both folders.
+    batch = next(each for each in trainer.loader if 0 < sum(of_others(each)) < 4)
+    encoded = objective.encode(batch)
+    assert encoded.is_regularisation.tolist() == of_others(batch)
+    found = []
+    for _ in range(2):
+        masks = [[False] * 4, *torch.eye(4).bool().tolist(), [True] * 4]
+        with torch.no_grad():
+            losses = [
+                objective.loss(dataclasses.replace(encoded, is_regularisation=torch.tensor(mask))).item()
+                for mask in masks
+            ]
+            losses.append(objective.loss(dataclasses.replace(encoded, is_regularisation=None)).item())
+        found.append(losses)
+        for _ in range(3):
+            trainer.step()
+    flow, model = config.flow, objective.model
+    alpha = objective.time_shift(batch.bucket)
+    times = objective.recipe.draw_times(flow, alpha, config.seed, batch.positions)
+    (stream,) = encoded.streams(config.seed)
+    captions = drop_captions(batch.captions, flow.caption_drop, config.seed, batch.positions)
+    arguments = [stream.noisy(times)], times * 1000, batch.bucket, captions
+    with torch.no_grad():
+        (with_them,) = objective.predict(*arguments)
+        model.disable_adapters()
+        (without,) = objective.predict(*arguments)
+        model.enable_adapters()
+        after = objective.loss(dataclasses.replace(encoded, is_regularisation=torch.tensor([True] * 4)))
+    return found, (with_them - without).square().mean().item(), after.item()
+
+
+def test_adapters_change_nothing_of_regularisation(ranks, clips, base, tmp_path, with_others):
+    plan = Plan(precision="fp64")
+    config = lora_config(clips, base, tmp_path / "run", plan, **with_others, **{"optim.accumulation": 2})
+    (before, after), by_hand, last = ranks(1, kept_as_it_is, config)[0]
+    for none, *each, all_of_them, without in (before, after):
+        assert none == without, "those that are none learn as ever"
+        # What a batch has of one clip does not depend on the others.
+        assert sum(loss - none for loss in each) == pytest.approx(all_of_them - none, rel=1e-9)
+    assert before[-2] == 0.0 < after[-2], "adapters begin at nothing"
+    assert last == pytest.approx(by_hand, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "plan", some([Plan(dp_shard=2, ulysses=2, sharding="zero3"), Plan(ulysses=2)]), ids=str
+)
+def test_regularisation_is_the_same_on_any_mesh(ranks, clips, base, tmp_path, with_others, plan):
+    found = []
+    for number, each in enumerate((Plan(), plan)):
+        each = each.replace(precision="fp64")
+        config = lora_config(clips, base, tmp_path / str(number), each, **with_others)
+        found.append(ranks(each.world_size, losses, config)[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_regularisation_without_adapters_is_refused(clips, tmp_path, with_others):
+    with pytest.raises(ValueError, match=r"data\.regularisation is for a run of adapters"):
+        tiny_config(clips, tmp_path, **with_others)
+    with pytest.raises(ValueError, match=r"has 'elsewhere', which is none of data\.folders"):
+        tiny_config(clips, tmp_path, **with_others | {"data.regularisation": ["elsewhere"]})
+    names = list(with_others["data.folders"])
+    with pytest.raises(ValueError, match="leaves nothing to learn"):
+        tiny_config(clips, tmp_path, **with_others | {"data.regularisation": names})
 
 
 def refused(config):

@@ -146,11 +146,11 @@ def test_frames_in_the_place_of_noise_are_put_back_and_not_learned():
     assert torch.equal(made[2, :, :2], codec.encode(frames)[2, :, :2])
     clean, noise, times = torch.zeros(3, 1, 5, 2, 2), torch.zeros(3, 1, 5, 2, 2), torch.full((3,), 0.5)
     errors = learned.float()[:, None, :, None, None].expand_as(clean)
-    streams = [Stream(clean, noise, times, learned[:, None, :, None, None])]
-    assert flow_loss(lambda *_: [errors], streams).item() == pytest.approx(1.0)
-    assert flow_loss(lambda *_: [1 - errors], streams).item() == 0.0
+    streams = [Stream(clean, noise, learned[:, None, :, None, None])]
+    assert flow_loss(lambda *_: [errors], streams, times).item() == pytest.approx(1.0)
+    assert flow_loss(lambda *_: [1 - errors], streams, times).item() == 0.0
     weights = torch.tensor([1.0, 2.0, 3.0])
-    assert flow_loss(lambda *_: [errors], streams, weights=weights).item() == pytest.approx(2.0)
+    assert flow_loss(lambda *_: [errors], streams, times, weights=weights).item() == pytest.approx(2.0)
 
 
 def test_kinds_are_drawn_by_weight_and_only_where_something_is_left_to_learn():
@@ -247,6 +247,7 @@ def test_the_proof_has_frames_of_the_same_sides(tmp_path):
 OTHER_WAYS = {
     "WanTransformer3DModel": {"model.config": {**RECIPES["WanTransformer3DModel"].tiny, "in_channels": 48}},
     "LTXVideoTransformer3DModel": {},
+    "LTX2VideoTransformer3DModel": {},
     "SanaVideoTransformer3DModel": {},
     "CogVideoXTransformer3DModel": {},
     "HunyuanVideo15Transformer3DModel": {"conditions.t2v": 0, "image.width": 8},

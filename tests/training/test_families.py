@@ -58,15 +58,14 @@ def adapted(config):
     trainer = Trainer(config)
     trainer.train()
     objective, (bucket,) = trainer.objective, config.data.sizes
-    shapes, of_sound = [objective.latent_shapes[bucket]], objective.sound_shape(bucket)
+    shapes, of_sound = [objective.latent_shapes[bucket]], objective.sound_latents(bucket)
     shapes += [of_sound] if of_sound else []
     rng = torch.Generator().manual_seed(1)
     noise = [torch.randn(1, *shape, generator=rng) for shape in shapes]
-    timesteps = [torch.tensor([500.0])] * len(noise)
 
     @torch.no_grad()
     def velocity():
-        velocities = objective.predict(noise, timesteps, bucket, [CAPTION])
+        velocities = objective.predict(noise, torch.tensor([500.0]), bucket, [CAPTION])
         return torch.cat([each.flatten() for each in velocities])
 
     with trainer.state.ema.applied():

@@ -25,6 +25,11 @@ from opensora_accel.training.recipes.base import even_times
 from opensora_accel.training.sections import CodecConfig, FlowConfig, OptimConfig
 
 CPU = torch.device("cpu")
+# At 1, 5, 25, 50, 75 and 95 percent.
+QUANTILES_OF_LTX2 = {
+    1024: [0.039, 0.167, 0.47, 0.668, 0.816, 0.937],
+    14080: [0.08, 0.366, 0.812, 0.914, 0.96, 0.988],
+}
 
 
 def test_the_shift_keeps_the_ends_and_grows_with_resolution_and_length():
@@ -39,6 +44,23 @@ def test_the_shift_keeps_the_ends_and_grows_with_resolution_and_length():
     ltx = FlowConfig(shift="ltx")
     assert math.log(time_shift(ltx, 64, 16)) == pytest.approx(0.95)
     assert math.log(time_shift(ltx, 256, 16)) == pytest.approx(2.05)
+
+
+def test_stretched_times_are_those_of_ltx2s_trainer():
+    """Quantiles of a million of its draws (`ShiftedLogitNormalTimestepSampler`, of 1,024 and of 14,080 tokens)."""
+    for tokens, expected in QUANTILES_OF_LTX2.items():
+        config = FlowConfig(shift="ltx", time_distribution="stretched")
+        alpha = time_shift(config, tokens, 1)
+        found = draw_times(config, alpha, 0, range(20_000))
+        assert found.dtype == torch.float64 and found.min() > 0 and found.max() <= 1
+        torch.testing.assert_close(
+            found.quantile(torch.tensor([0.01, 0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.float64)),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=0,
+            atol=0.02,
+        )
+    with pytest.raises(ValueError, match="is over all times"):
+        FlowConfig(time_distribution="stretched", weighting="bell")
 
 
 def test_a_shift_is_a_mean_of_the_normal_distribution():
@@ -114,8 +136,8 @@ def test_large_errors_count_by_their_size():
 
     def loss(huber, part):
         predicted = torch.where(torch.arange(3) == part, 0.0, noise)
-        stream = Stream(clean, noise, torch.tensor([0.5]))
-        return flow_loss(lambda *_: [predicted], [stream], huber=huber).item() * 3
+        stream = Stream(clean, noise)
+        return flow_loss(lambda *_: [predicted], [stream], torch.tensor([0.5]), huber=huber).item() * 3
 
     c = 0.1
     assert [loss(0.0, part) for part in range(3)] == pytest.approx([1e-6, 1.0, 1e4])
@@ -161,29 +183,29 @@ def test_the_loss_of_the_true_velocity_is_zero():
         seen.append((x, timestep))
         return [noise - clean]
 
-    stream = Stream(clean, noise, times)
-    assert flow_loss(truth, [stream]).item() == 0.0
-    (x,), (timestep,) = seen[0]
+    stream = Stream(clean, noise)
+    assert flow_loss(truth, [stream], times).item() == 0.0
+    (x,), timestep = seen[0]
     assert timestep.tolist() == [250.0, 750.0]
     assert torch.allclose(x[1], 0.25 * clean[1] + 0.75 * noise[1])
-    assert flow_loss(lambda *_: [noise - clean + 2], [stream]).item() == pytest.approx(4.0)
+    assert flow_loss(lambda *_: [noise - clean + 2], [stream], times).item() == pytest.approx(4.0)
 
 
-def test_two_streams_are_learned_at_their_own_times_and_one_that_is_not_there_counts_nothing():
-    """Of two clips the second has no sound: it is noise alone, and whatever is answered for it costs nothing."""
+def test_two_streams_are_learned_at_one_time_and_what_is_not_there_counts_nothing():
+    """Of two clips the second has no sound: whatever is answered for it costs nothing."""
     clean, noise = torch.randn(2, 2, 3, 4, 5, 6, dtype=torch.float64)
     sound, other = torch.randn(2, 2, 3, 7, 2, dtype=torch.float64)
-    clips = Stream(clean, noise, torch.tensor([0.25, 0.5]))
-    sounds = Stream(sound, other, torch.tensor([0.25, 1.0]), torch.tensor([True, False]).view(2, 1, 1, 1))
+    clips = Stream(clean, noise)
+    sounds = Stream(sound, other, torch.tensor([True, False]).view(2, 1, 1, 1))
     seen = []
 
-    def wrong(x, timesteps):
-        seen.append((x, timesteps))
+    def wrong(x, timestep):
+        seen.append((x, timestep))
         return [noise - clean + 1, other - sound + torch.tensor([3.0, 100.0]).view(2, 1, 1, 1)]
 
-    assert flow_loss(wrong, [clips, sounds]).item() == pytest.approx(1.0 + 9.0 / 2)
-    ((_, noisy), (_, timestep)) = seen[0]
-    assert torch.equal(noisy[1], other[1]) and timestep.tolist() == [250.0, 1000.0]
+    assert flow_loss(wrong, [clips, sounds], torch.tensor([0.25, 0.5])).item() == pytest.approx(1.0 + 9.0 / 2)
+    (_, noisy), timestep = seen[0]
+    assert torch.allclose(noisy[1], (sound[1] + other[1]) / 2) and timestep.tolist() == [250.0, 500.0]
     made = sample(lambda x, t: [noise - clean, other - sound], [noise, other], even_times(4, 2.0))
     torch.testing.assert_close(made, [clean, sound])
 

@@ -337,14 +337,14 @@ def test_a_video_that_changes_while_it_is_read_is_not_stored(materials, tmp_path
     world = World(materials, tmp_path)
     chosen = {name: values[0] for name, values in CHOICES.items()}
     path, config = world.write(chosen), world.config(chosen)
-    read = data.read_clip
+    read = data.read_timed_clip
 
     def read_and_change(*arguments, **options):
         frames = read(*arguments, **options)
         rewrite_in_place(path, world.videos[1])
         return frames
 
-    monkeypatch.setattr(data, "read_clip", read_and_change)
+    monkeypatch.setattr(data, "read_timed_clip", read_and_change)
     folder = VideoFolder(
         [Video(path.name, "", probe(path), config.data.sizes[0])], config.data, seed=0, digests=True
     )

@@ -490,7 +490,7 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
 def test_a_sample_with_sound_is_the_pipelines(name):
     made = setting(name)
     objective, pipeline, rng = made.objective, made.pipeline, torch.Generator().manual_seed(1)
-    of_sound = objective.sound_shape(made.bucket)
+    of_sound = objective.sound_latents(made.bucket)
     noise = [torch.randn(2, *shape, dtype=torch.float64, generator=rng) for shape in (made.shape, of_sound)]
     vae, audio_vae = pipeline.vae, pipeline.audio_vae
     # Noise of sound is taken for latents of the VAE, and normalised.
@@ -521,7 +521,7 @@ def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, mon
     made = setting(name, frame=FromFrame(name, "LTX2ImageToVideoPipeline"))
     objective, pipeline, size = made.objective, made.pipeline, made.bucket
     module, rng = sys.modules[type(pipeline).__module__], torch.Generator().manual_seed(1)
-    shapes = (made.shape, objective.sound_shape(size))
+    shapes = (made.shape, objective.sound_latents(size))
     noise = [torch.randn(1, *shape, dtype=torch.float64, generator=rng) for shape in shapes]
     frames = torch.randint(
         0, 2, (1, size.num_frames, size.height, size.width, 3), dtype=torch.uint8, generator=rng

@@ -1,24 +1,30 @@
 """Sound: read where the frames are, as latents and back, and trained beside clips, the same on any mesh."""
 
+import json
+import shutil
+import tarfile
 from fractions import Fraction
 
 import av
 import numpy
 import pytest
 import torch
+from PIL import Image
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from opensora_accel import Plan
-from opensora_accel.training.data import ClipLoader
+from opensora_accel.training import data
+from opensora_accel.training.data import ClipLoader, VideoFolder
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import CodecConfig, DataConfig
 from opensora_accel.training.sound import FoldedSound, SoundVAE, build_sound_codec, sound_shape
+from opensora_accel.training.soundtrack import read_sound
 from opensora_accel.training.tiny_run import write_clips
-from opensora_accel.training.video import UnreadableVideo, probe, read_sound
+from opensora_accel.training.video import UnreadableVideo, Video, probe, read_timed_clip
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
-from tests.training.runs import tiny_config
+from tests.training.runs import losses, tiny_config
 from tests.training.test_loop import curve
 from tests.training.test_recipes import ltx2_audio_vae, ltx2_vocoder
 
@@ -31,53 +37,107 @@ def sine(pitch, seconds=1.0, rate=RATE):
     return 0.5 * torch.sin(2 * torch.pi * pitch * torch.arange(int(seconds * rate)) / rate)[None]
 
 
+def written(path, sound, layout, codec, container=None, begins_s=0, seconds=SECONDS):
+    """A file of black frames, with `sound` [channels, samples] that begins so many seconds after them."""
+    with av.open(str(path), "w", format=container) as opened:
+        video = opened.add_stream("mpeg4" if path.suffix != ".flv" else "flv1", rate=FPS)
+        video.height, video.width, video.pix_fmt = 16, 16, "yuv420p"
+        audio = opened.add_stream(codec, rate=sound[1], layout=layout)
+        for _ in range(seconds * FPS):
+            picture = numpy.zeros((16, 16, 3), dtype=numpy.uint8)
+            opened.mux(video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        opened.mux(video.encode())
+        samples = sound[0]
+        kind = "s16" if samples.dtype == numpy.int16 else "fltp"
+        frame = av.AudioFrame.from_ndarray(numpy.ascontiguousarray(samples), format=kind, layout=layout)
+        frame.sample_rate, frame.pts = sound[1], begins_s * sound[1]
+        frame.time_base = Fraction(1, sound[1])
+        opened.mux(audio.encode(frame))
+        opened.mux(audio.encode())
+    return path
+
+
 @pytest.fixture(scope="module")
 def ramp(tmp_path_factory):
     """A file whose sample n is n, of uncompressed sound that begins one second after its frames."""
+    samples = (numpy.arange((SECONDS - 2) * RATE) % 30000).astype(numpy.int16)[None]
     path = tmp_path_factory.mktemp("ramp") / "ramp.mov"
-    with av.open(str(path), "w", format="mov") as container:
-        video = container.add_stream("mpeg4", rate=FPS)
-        video.height, video.width, video.pix_fmt = 16, 16, "yuv420p"
-        audio = container.add_stream("pcm_s16le", rate=RATE, layout="mono")
-        for number in range(SECONDS * FPS):
-            picture = numpy.full((16, 16, 3), number, dtype=numpy.uint8)
-            container.mux(video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(video.encode())
-        samples = (numpy.arange((SECONDS - 2) * RATE) % 30000).astype(numpy.int16)[None]
-        frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
-        frame.sample_rate, frame.pts, frame.time_base = RATE, RATE, Fraction(1, RATE)
-        container.mux(audio.encode(frame))
-        container.mux(audio.encode())
-    return path
+    return written(path, (samples, RATE), "mono", "pcm_s16le", "mov", begins_s=1)
 
 
 @pytest.mark.parametrize("start", [0, 5, 10, 33, 77, 105])
 def test_sound_is_that_of_the_frames(ramp, start):
     """Frame `start` is shown 0.1 · start seconds after the first, and the sound begins at 1 s and ends at 11 s."""
-    found = read_sound(ramp, start, 9600, rate=RATE, num_channels=1)
+    frames, (first, last) = read_timed_clip(ramp, start, 13, height=16, width=16)
+    assert len(frames) == 13 and last - first == Fraction(12, FPS)
+    found = read_sound(ramp, first, 9600, rate=RATE, num_channels=1)
     at = torch.arange(9600) + start * RATE // FPS - RATE
     expected = torch.where((at >= 0) & (at < (SECONDS - 2) * RATE), at % 30000, 0).float() / 2**15
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-6)
 
 
-def test_sound_is_resampled_and_mixed(tmp_path):
-    """A tone stays the tone, at the same moment, at another rate and in two channels."""
-    frames = torch.zeros(30, 16, 16, 3, dtype=torch.uint8)
-    write_video(tmp_path / "tone.mp4", frames, FPS, (sine(220, 3.0, 44100), 44100))
-    assert probe(tmp_path / "tone.mp4").has_sound
-    found = read_sound(tmp_path / "tone.mp4", 10, 16000, rate=16000, num_channels=2)
-    expected = sine(220, 2.0, 16000)[:, :16000]
-    assert found.shape == (2, 16000) and torch.equal(found[0], found[1])
-    assert torch.corrcoef(torch.cat([found[:1], expected]))[0, 1] > 0.999, "220 Hz, and no millisecond late"
+CONTAINERS = {
+    ".mp4": "aac",
+    ".mkv": "aac",
+    ".opus.mkv": "libopus",
+    ".flv": "aac",
+    ".avi": "mp3",
+    ".ts": "aac",
+    ".mov": "aac",
+}
+
+
+@pytest.mark.parametrize("begin_s", [Fraction(0), Fraction(1, 10), Fraction(23, 10)])
+@pytest.mark.parametrize("ending", CONTAINERS)
+def test_sound_has_no_joints_in_any_container(tmp_path, ending, begin_s):
+    """A tone goes on through all parts of the file, as loud as it was, and where it was to a few samples."""
+    rate = 48000 if "opus" in ending else 44100
+    path = tmp_path / f"tone{ending}"
+    written(path, (sine(220, 4.0, rate).numpy(), rate), "mono", CONTAINERS[ending], seconds=4)
+    _, (first, _) = read_timed_clip(path, 0, 1, height=16, width=16)
+    found = read_sound(path, first + begin_s, 16000, rate=16000, num_channels=1)[0]
+    at = torch.arange(16000) / 16000
+    # What is left of it when its own sine and cosine are taken away.
+    waves = torch.stack([torch.sin(2 * torch.pi * 220 * at), torch.cos(2 * torch.pi * 220 * at)], 1)
+    # Encoders begin with some silence.
+    inner = slice(2000, None)
+    weights = torch.linalg.lstsq(waves[inner], found[inner, None]).solution
+    rest = found[inner] - (waves[inner] @ weights)[:, 0]
+    assert rest.square().mean() < 1e-3 * found[inner].square().mean()
+    # LAME takes 5 % off.
+    assert weights.norm().item() == pytest.approx(0.475 if ending == ".avi" else 0.5, rel=0.02)
+
+
+LAYOUTS = {
+    "mono": ([0.4], [0.4, 0.4], [0.4]),
+    "stereo": ([0.4, 0.2], [0.4, 0.2], [0.3]),
+    # As loud on each side where all channels are.
+    "5.1": ([0.4] * 6, [0.4, 0.4], [0.4]),
+    "7.1": ([0.4] * 8, [0.4, 0.4], [0.4]),
+    "quad": ([0.1, 0.2, 0.3, 0.4], [0.25, 0.25], [0.25]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_channels_are_mixed_as_loud_as_they_are(tmp_path, layout):
+    given, in_two, in_one = LAYOUTS[layout]
+    tones = torch.cat([each * 2 * sine(220, 2.0) for each in given]).numpy()
+    path = tmp_path / "mix.mov"
+    samples = (tones * 32767).astype(numpy.int16).T.reshape(1, -1)
+    written(path, (samples, RATE), layout, "pcm_s16le", "mov", seconds=2)
+    for expected in (in_two, in_one):
+        found = read_sound(path, Fraction(0), 8000, rate=RATE, num_channels=len(expected))
+        assert found.abs().amax(1).tolist() == pytest.approx(expected, rel=0.01)
+        assert found.abs().max() <= 1
 
 
 def test_files_without_sound_and_broken_ones(tmp_path, ramp):
     write_video(tmp_path / "silent.mp4", torch.zeros(5, 16, 16, 3, dtype=torch.uint8), FPS)
-    assert not probe(tmp_path / "silent.mp4").has_sound
-    assert read_sound(tmp_path / "silent.mp4", 0, 100, rate=RATE, num_channels=1) is None
+    assert not probe(tmp_path / "silent.mp4").has_sound and probe(ramp).has_sound
+    assert read_sound(tmp_path / "silent.mp4", Fraction(0), 100, rate=RATE, num_channels=1) is None
     (tmp_path / "broken.mov").write_bytes(ramp.read_bytes()[:2000])
     with pytest.raises(UnreadableVideo, match="broken"):
-        read_sound(tmp_path / "broken.mov", 0, 100, rate=RATE, num_channels=1)
+        read_sound(tmp_path / "broken.mov", Fraction(0), 100, rate=RATE, num_channels=1)
 
 
 def test_folded_sound_is_exact():
@@ -166,6 +226,7 @@ def test_batches_have_the_sound_of_their_clips(clips, caplog):
         assert sound.shape == (1, 3200)
         expected = 0.6 * sine(pitch)[:, first : first + 3200]
         assert torch.corrcoef(torch.cat([sound, expected]))[0, 1] > 0.98, file
+        assert sound.abs().max().item() == pytest.approx(0.3, rel=0.1)
 
 
 def test_sound_of_another_frame_rate_is_left_out(clips, caplog):
@@ -175,7 +236,72 @@ def test_sound_of_another_frame_rate_is_left_out(clips, caplog):
     assert "5 of 5 videos are learned without sound" in caplog.text
     assert "-r 24" in caplog.text and "0.mp4 with 12" in caplog.text
     # Every second frame of theirs.
+    caplog.clear()
     assert sum(each is not None for each in next(loader(clips, frame_rate=6.0, frame_stride=2)).sounds) == 4
+
+
+def test_a_clip_in_which_the_picture_stands_still_is_learned_without_sound(tmp_path):
+    """A phone leaves frames out where nothing moves: its rate is 10 in the mean, and the clip lasts 2 s longer."""
+    path = tmp_path / "stalls.mkv"
+    with av.open(str(path), "w") as container:
+        video, audio = (
+            container.add_stream("mpeg4", rate=FPS),
+            container.add_stream("pcm_s16le", rate=RATE, layout="mono"),
+        )
+        video.height, video.width, video.pix_fmt = 24, 40, "yuv420p"
+        for number in range(12):
+            frame = av.VideoFrame.from_ndarray(
+                numpy.full((24, 40, 3), 9 * number, dtype=numpy.uint8), format="rgb24"
+            )
+            frame.pts = number + 20 * (number > 5)
+            container.mux(video.encode(frame))
+        container.mux(video.encode())
+        samples = (sine(220, 3.2) * 32767).short().numpy()
+        sound = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
+        sound.sample_rate, sound.pts = RATE, 0
+        container.mux(audio.encode(sound))
+        container.mux(audio.encode())
+    video = Video(
+        "stalls.mkv", "a caption", probe(path), DataConfig(num_frames=5, height=24, width=40).sizes[0]
+    )
+    config = DataConfig(folder=str(tmp_path), num_frames=5, height=24, width=40)
+    folder = VideoFolder([video], config, seed=0, sound=sound_shape(CodecConfig()), frame_rate=FPS)
+    starts = {position: folder.start(video, position) for position in range(40)}
+    for position, start in starts.items():
+        stands_still = start <= 5 < start + 4
+        assert (folder[position, 0].sound is None) == stands_still, start
+    assert len(set(starts.values())) == 8
+
+
+def test_damaged_sound_sets_a_file_aside(tmp_path, monkeypatch):
+    folder = write_clips(tmp_path / "clips", with_sound=True)
+    hear = data.read_sound
+
+    def damaged(path, *arguments, **options):
+        if path.name == "2.mp4":
+            raise UnreadableVideo(f"{path}: its sound is damaged")
+        return hear(path, *arguments, **options)
+
+    monkeypatch.setattr(data, "read_sound", damaged)
+    batches = loader(folder)
+    assert "2.mp4" not in next(batches).files and "its sound is damaged" in batches.quarantined["2.mp4"]
+
+
+def test_workers_and_shards_have_sound(tmp_path):
+    folder = write_clips(tmp_path / "clips", with_sound=True)
+    expected = next(loader(folder))
+    by_workers = next(loader(folder, num_workers=1))
+    with tarfile.open(tmp_path / "shard.tar", "w") as shard:
+        for number, line in enumerate((folder / "metadata.jsonl").read_text().splitlines()):
+            shard.add(folder / f"{number}.mp4", f"{number}.mp4")
+            (tmp_path / f"{number}.txt").write_text(json.loads(line)["caption"])
+            shard.add(tmp_path / f"{number}.txt", f"{number}.txt")
+    (tmp_path / "shards").mkdir()
+    shutil.move(tmp_path / "shard.tar", tmp_path / "shards" / "shard.tar")
+    of_shard = next(loader(tmp_path / "shards"))
+    for found in (by_workers, of_shard):
+        for one, other in zip(found.sounds, expected.sounds, strict=True):
+            assert torch.equal(one, other)
 
 
 CHANGES = {"model.class_name": NAME, "model.config": dict(RECIPES[NAME].tiny)}
@@ -193,6 +319,48 @@ def test_a_run_with_sound_is_one_on_any_mesh(ranks, clips, tmp_path, degrees):
     for weight, gradient in gradients.items():
         assert torch.allclose(other_gradients[weight], gradient, rtol=1e-8, atol=1e-11), weight
     assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if "audio" in name)
+
+
+def encoded(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    batch = next(trainer.loader)
+    made = trainer.objective.encode(batch)
+    first, sound = made.streams(0, 0.5)
+    held_out = [each.sounds[0] is not None for each, _ in trainer.loader.held_out_batches()]
+    return (
+        batch.files,
+        made.sound,
+        sound.learned.flatten().tolist(),
+        sound.noise.mean(),
+        first.noise.mean(),
+        held_out,
+    )
+
+
+def test_silence_stands_for_sound_that_is_not_there(ranks, clips, tmp_path):
+    changes = {"data.batch_size": 4, "validation.num_clips": 1, **CHANGES}
+    config = tiny_config(clips, tmp_path, **changes)
+    files, (latents, is_there), learned, noise, of_clips, held_out = ranks(1, encoded, config)[0]
+    assert is_there.tolist() == learned == [file != "1.mp4" for file in files] and held_out
+    for file, each in zip(files, latents, strict=True):
+        assert bool(each.any()) == (file != "1.mp4")
+    # An offset is of brightness.
+    assert abs(noise) < 0.05 and noise != of_clips
+
+
+def test_images_beside_clips_with_sound(ranks, tmp_path):
+    folder = write_clips(tmp_path / "clips", num_videos=3, with_sound=True)
+    Image.fromarray(numpy.full((24, 40, 3), 200, dtype=numpy.uint8)).save(folder / "0.png")
+    with open(folder / "metadata.jsonl", "a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"file": "0.png", "caption": "a grey picture"}) + "\n")
+    sizes = {"folder": str(folder), "buckets": ["1x24x40", "5x24x40"], "batch_size": 2}
+    found = []
+    for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", ulysses=2))):
+        config = tiny_config(folder, tmp_path / str(number), plan, data=sizes, **CHANGES)
+        found.append(ranks(plan.world_size, losses, config)[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
 def test_sound_that_is_not_there_counts_nothing(ranks, tmp_path):
@@ -216,7 +384,7 @@ def test_samples_have_sound(ranks, clips, tmp_path):
     (path,) = tmp_path.glob("samples/step_000002/*.mp4")
     info = probe(path)
     assert info.has_sound and info.fps == 12 and info.num_frames == 5
-    sound = read_sound(path, 0, 3200, rate=RATE, num_channels=1)
+    sound = read_sound(path, Fraction(0), 3200, rate=RATE, num_channels=1)
     assert sound.abs().max() > 0.05
 
 

@@ -65,8 +65,6 @@ class Inputs:
     config: Mapping[str, Any] = field(default_factory=dict)
     # The sound of the clips, noisy, [B, C, L, M], of a model that makes sound.
     sound: Tensor | None = None
-    # Its times, [B]: those of the clips, or 1000 where a clip has no sound.
-    sound_timestep: Tensor | None = None
 
     @property
     def text(self) -> Tensor:
@@ -119,7 +117,7 @@ class Sizes:
     temporal: int
     # Width of picture states; None where there are none.
     picture_width: int | None
-    # Of a model that makes sound.
+    # Of the sound of clips, where the model makes it.
     sound: SoundShape
     # The constructor's arguments that are given, with its defaults for the others.
     arguments: Mapping[str, Any]
@@ -142,6 +140,8 @@ class Recipe:
     call: Mapping[str, str | Callable[[Inputs], Any]]
     # Arguments of the model's constructor that must fit the encoders.
     derive: Callable[[Sizes], dict[str, Any]]
+    # Raises ValueError where no arguments would fit the encoders.
+    check: Callable[[Sizes], None] = lambda _: None
     # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens [B, t·h·w, C].
     layout: Literal["clip", "frames", "tokens"] = "clip"
     # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.

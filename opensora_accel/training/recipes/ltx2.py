@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,17 +20,24 @@ def _sound(inputs: Inputs) -> Tensor:
     return inputs.sound.transpose(1, 2).flatten(2)
 
 
-def _text_widths(config: Any) -> tuple[int, int]:
+def _text_widths(config: Mapping[str, Any]) -> tuple[int, int]:
     """How wide the states of a caption are that clips see, and those that sound sees."""
     if config["use_prompt_embeddings"]:
         return config["caption_channels"], config["caption_channels"]
     return config["cross_attention_dim"], config["audio_cross_attention_dim"]
 
 
+def _widths(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Of the transformer, for clips and for sound."""
+    return (
+        given["num_attention_heads"] * given["attention_head_dim"],
+        given["audio_num_attention_heads"] * given["audio_attention_head_dim"],
+    )
+
+
 def _derive(sizes: Sizes) -> dict[str, Any]:
     given, sound = sizes.arguments, sizes.sound
-    width = given["num_attention_heads"] * given["attention_head_dim"]
-    sound_width = given["audio_num_attention_heads"] * given["audio_attention_head_dim"]
+    width, sound_width = _widths(given)
     derived = {
         "in_channels": sizes.input_channels,
         "out_channels": sizes.channels,
@@ -51,7 +59,18 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     if given["use_prompt_embeddings"]:
         # Of one width, and projected to those of the transformer before they are attended to.
         return derived | {"caption_channels": of_text // 2}
-    return derived | {"audio_cross_attention_dim": of_text - width}
+    return derived
+
+
+def _check(sizes: Sizes) -> None:
+    given, of_text = sizes.arguments, sizes.texts[0].width
+    width, sound_width = _widths(given)
+    if not given["use_prompt_embeddings"] and of_text != width + sound_width:
+        raise ValueError(
+            f"captions have {of_text} numbers, and a model with use_prompt_embeddings=false attends to {width} for "
+            f"clips and {sound_width} for sound; choose the connectors of its pipeline, or, without an encoder, set "
+            f"text.width to {(width + sound_width) // 2}"
+        )
 
 
 RECIPE = Recipe(
@@ -62,18 +81,20 @@ RECIPE = Recipe(
         "encoder_hidden_states": lambda inputs: inputs.text[..., : _text_widths(inputs.config)[0]],
         "audio_encoder_hidden_states": lambda inputs: inputs.text[..., -_text_widths(inputs.config)[1] :],
         "timestep": "token_timestep",
-        "audio_timestep": "sound_timestep",
+        # Clip and sound have one time. Their authors also train them at two; diffusers' model would then take scale and
+        # shift from the other stream's, where theirs takes its own.
+        "audio_timestep": "timestep",
         "sigma": "timestep",
-        "audio_sigma": "sound_timestep",
         "num_frames": lambda inputs: inputs.latents.size(2),
         "height": lambda inputs: inputs.latents.size(3),
         "width": lambda inputs: inputs.latents.size(4),
         "fps": "frame_rate",
         "audio_num_frames": lambda inputs: _sound(inputs).size(1),
-        # Each stream knows the other's time, as the pipeline has it.
+        # As the pipeline has it.
         "use_cross_timestep": lambda _: True,
     },
     derive=_derive,
+    check=_check,
     layout="tokens",
     frames=(Conditioning("latents"),),
     text=(
@@ -93,12 +114,13 @@ RECIPE = Recipe(
         "data.width": 768,
         "text.length": 1024,
         "flow.shift": "ltx",
+        "flow.time_distribution": "stretched",
     },
     tiny={
         "num_layers": 2,
         "num_attention_heads": 3,
         "attention_head_dim": 12,
         "audio_num_attention_heads": 3,
-        "audio_attention_head_dim": 8,
+        "audio_attention_head_dim": 12,
     },
 )
