@@ -20,7 +20,7 @@ from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import CodecConfig, DataConfig
 from opensora_accel.training.sound import FoldedSound, SoundVAE, build_sound_codec, sound_shape
 from opensora_accel.training.soundtrack import read_sound
-from opensora_accel.training.tiny_run import write_clips
+from opensora_accel.training.tiny_run import TrueSize, proof_of, write_clips
 from opensora_accel.training.video import UnreadableVideo, Video, probe, read_timed_clip
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
@@ -285,6 +285,10 @@ def test_damaged_sound_sets_a_file_aside(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "read_sound", damaged)
     batches = loader(folder)
     assert "2.mp4" not in next(batches).files and "its sound is damaged" in batches.quarantined["2.mp4"]
+    config = DataConfig(folder=str(folder), num_frames=5, height=24, width=40)
+    video = Video("2.mp4", "a caption", probe(folder / "2.mp4"), config.sizes[0])
+    sample = VideoFolder([video], config, seed=0, sound=sound_shape(CodecConfig()), frame_rate=12)[0, 0]
+    assert sample.frames is None and "its sound is damaged" in sample.error, "held out, it counts nothing"
 
 
 def test_workers_and_shards_have_sound(tmp_path):
@@ -328,26 +332,22 @@ def encoded(config):
     batch = next(trainer.loader)
     made = trainer.objective.encode(batch)
     first, sound = made.streams(0, 0.5)
+    plain = [each.noise.flatten(1) for each in made.streams(0)]
     held_out = [each.sounds[0] is not None for each, _ in trainer.loader.held_out_batches()]
-    return (
-        batch.files,
-        made.sound,
-        sound.learned.flatten().tolist(),
-        sound.noise.mean(),
-        first.noise.mean(),
-        held_out,
-    )
+    # Both are drawn from the position; one is not the beginning of the other.
+    assert not torch.allclose(plain[1], plain[0][:, : plain[1].size(1)])
+    return batch.files, made.sound, sound.learned.flatten().tolist(), first.noise, sound.noise, held_out
 
 
 def test_silence_stands_for_sound_that_is_not_there(ranks, clips, tmp_path):
     changes = {"data.batch_size": 4, "validation.num_clips": 1, **CHANGES}
     config = tiny_config(clips, tmp_path, **changes)
-    files, (latents, is_there), learned, noise, of_clips, held_out = ranks(1, encoded, config)[0]
+    files, (latents, is_there), learned, of_clips, noise, held_out = ranks(1, encoded, config)[0]
     assert is_there.tolist() == learned == [file != "1.mp4" for file in files] and held_out
     for file, each in zip(files, latents, strict=True):
         assert bool(each.any()) == (file != "1.mp4")
-    # An offset is of brightness.
-    assert abs(noise) < 0.05 and noise != of_clips
+    # An offset is of brightness: means of the channels of clips are 0.5 apart, and of sound nearly none.
+    assert of_clips.flatten(2).mean(2).std() > 0.3 > 3 * noise.flatten(2).mean(2).std()
 
 
 def test_images_beside_clips_with_sound(ranks, tmp_path):
@@ -369,6 +369,19 @@ def test_sound_that_is_not_there_counts_nothing(ranks, tmp_path):
     plan = Plan(precision="fp64")
     _, _, gradients = ranks(1, curve, tiny_config(folder, tmp_path / "run", plan, **CHANGES), 1)[0]
     assert not gradients["audio_proj_out.weight"].any() and gradients["proj_out.weight"].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_prompt_embeddings": False, "cross_attn_mod": True}], ids=str)
+def test_the_proof_of_a_run_has_sound(ranks, clips, tmp_path, options):
+    changes = CHANGES | {"model.config": {**CHANGES["model.config"], **options}, "text.width": 36}
+    config = tiny_config(clips, tmp_path / "run", **changes)
+    proof = proof_of(config, tmp_path, max_ranks=2)
+    assert probe(tmp_path / "clips" / "0.mp4").has_sound
+    found = ranks(1, curve, proof.step.config, 1)[0]
+    assert found[2]["audio_proj_out.weight"].any()
+    inputs = TrueSize.of(config).inputs(2)
+    # Of 5 frames at 25 a second.
+    assert inputs.sound.shape == (2, 20, 5, 16)
 
 
 def sampled(config):
