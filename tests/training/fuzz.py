@@ -107,7 +107,7 @@ BAD: dict[str, list[Any]] = {
     "data.frame_stride": [0, 10_000, HUGE],
     "data.height": [0, -8, 7, 12, 8 * HUGE, "tall"],
     "data.width": [0, -8, 7, 12, 8 * HUGE, None],
-    "data.buckets": ["9x48x80", ["9x48"], ["0x8x8"], ["9x24x40"], [3], 3],
+    "data.buckets": ["9x48x80", ["9x48"], ["0x8x8"], ["9x24x40"], [3]],
     "data.batch_size": [0, -1, HUGE, 10**30, 1.5],
     "data.num_workers": [-1, 10**6, HUGE, 0.5],
     "data.frame_rate": [-1.0, NAN, 24.0, "fast"],
