@@ -9,6 +9,7 @@ import av
 import numpy
 import pytest
 import torch
+from diffusers.pipelines.ltx2 import LTX2VocoderWithBWE
 from PIL import Image
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
@@ -178,9 +179,17 @@ def test_spectra_are_those_that_the_vae_was_trained_on():
     assert rate == 24000 and again.shape == (1, 2, 45 * 4)
 
 
-def test_a_vae_of_a_folder_with_its_vocoder(tmp_path):
+def wide_vocoder():
+    """LTX-2.3's, of 48,000 samples a second."""
+    small = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 1, 1]]}
+    small |= {f"bwe_{name}": value for name, value in small.items()}
+    return LTX2VocoderWithBWE(in_channels=16, hidden_channels=64, bwe_hidden_channels=32, **small)
+
+
+@pytest.mark.parametrize(("vocoder", "rate"), [(ltx2_vocoder, 24000), (wide_vocoder, 48000)])
+def test_a_vae_of_a_folder_with_its_vocoder(tmp_path, vocoder, rate):
     torch.manual_seed(0)
-    vae, vocoder = ltx2_audio_vae(), ltx2_vocoder()
+    vae, vocoder = ltx2_audio_vae(), vocoder()
     config = CodecConfig(sound_path=str(tmp_path / "audio_vae"))
     with pytest.raises(FileNotFoundError, match=r"audio_vae has no config\.json"):
         sound_shape(config)
@@ -195,7 +204,21 @@ def test_a_vae_of_a_folder_with_its_vocoder(tmp_path):
     assert codec.shape == sound_shape(config)
     latents = torch.randn(1, *codec.shape.latents(0.5))
     found, expected = codec.decode(latents), SoundVAE(vae, lambda: vocoder).decode(latents)
-    assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+    assert torch.equal(found[0], expected[0]) and found[1] == expected[1] == rate
+    (tmp_path / "vocoder" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no diffusion_pytorch_model\.safetensors"):
+        build_sound_codec(config, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("change", [{"mel_bins": None}, {"in_channels": 6}, {"sample_rate": 0}])
+def test_a_vae_of_another_kind_is_refused_in_one_line(tmp_path, change):
+    vae = {"_class_name": "AutoencoderKLLTX2Audio"}
+    (tmp_path / "config.json").write_text(json.dumps(vae))
+    # What is left out is as the class has it.
+    assert sound_shape(CodecConfig(sound_path=str(tmp_path))).latents(2.0) == (8, 50, 16)
+    (tmp_path / "config.json").write_text(json.dumps(vae | change))
+    with pytest.raises(ValueError, match="it takes one of 1 or 2 channels whose bands are a multiple of 4"):
+        sound_shape(CodecConfig(sound_path=str(tmp_path)))
 
 
 @pytest.fixture(scope="module")
