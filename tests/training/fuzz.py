@@ -255,6 +255,8 @@ def _fitting(changes: dict[str, Any], name: str) -> dict[str, Any]:
         key: value
         for key, value in changes.items()
         if key != name
+        # Where frames are given of every clip, captions alone may train none.
+        and not (name == "conditions.t2v" and key in given)
         and not {key, name} <= together
         and not {key, name} <= strides
         and not (key in given and "data.num_frames" in {name, *changes})
