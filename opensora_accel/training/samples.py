@@ -262,7 +262,7 @@ def write_video(
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
         if sound is not None:
-            samples = numpy.ascontiguousarray(sound[0].float().numpy())
+            samples = numpy.ascontiguousarray(sound[0].numpy(), dtype=numpy.float32)
             frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
             frame.sample_rate, frame.pts = sound[1], 0
             container.mux(audio.encode(frame))
