@@ -30,7 +30,7 @@ from opensora_accel.training.conditions import Condition, Conditioning, check_co
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import PictureStates, picture_shape
-from opensora_accel.training.pretrained import in_one_line, read_description, unloadable
+from opensora_accel.training.pretrained import in_one_line, read_description, unloadable, with_defaults
 from opensora_accel.training.recipes import (
     RECIPES,
     Inputs,
@@ -297,8 +297,7 @@ def given_arguments(config: ModelConfig) -> dict[str, Any]:
 
 def all_arguments(config: ModelConfig) -> dict[str, Any]:
     """The arguments that are given, and the defaults of the model's class for the others."""
-    parameters = inspect.signature(model_class(config)).parameters
-    return {name: each.default for name, each in parameters.items()} | given_arguments(config)
+    return with_defaults(model_class(config), given_arguments(config))
 
 
 def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ end; and what CLIP makes of the caption as a whole:
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +28,7 @@ from opensora_accel.training.pretrained import (
     load_pretrained,
     read_description,
     unloadable,
+    with_defaults,
 )
 from opensora_accel.training.sections import TextConfig
 
@@ -427,8 +427,7 @@ def _connectors_of(config: TextConfig, taken: TextStates) -> dict[str, Any]:
     if description.get("_class_name") not in taken.connectors:
         name = description.get("_class_name")
         raise ValueError(f"text.path_2 {config.path_2} holds {name!r}; what this model takes is {what}")
-    parameters = inspect.signature(_connectors_class(str(description["_class_name"])).__init__).parameters
-    description = {name: each.default for name, each in parameters.items() if name != "self"} | description
+    description = with_defaults(_connectors_class(description["_class_name"]), description)
     units = [description[f"{stream}_connector_num_learnable_registers"] for stream in ("video", "audio")]
     if not all(units):
         raise ValueError(

@@ -262,8 +262,9 @@ class ClipLoader:
                 "higher, or set another seed, by which they are chosen"
             )
         self._batch_sizes = {bucket: bucket.batch_size or config.batch_size for bucket in config.sizes}
-        of_batches = [file for file in self._usable if file not in self._held_out]
-        self.frame_rate = frame_rate(config, [self._usable[file] for file in of_batches])
+        self.frame_rate = frame_rate(
+            config, [video for file, video in self._usable.items() if file not in self._held_out]
+        )
         self._begin(0, excluded=self._unreadable, quarantined=self._unreadable)
         if self._is_first and self.quarantined:
             reasons = "\n  ".join(list(self.quarantined.values())[:5])

@@ -5,8 +5,9 @@ Nothing is fetched, and no code of a folder is run.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,12 @@ def read_description(option: str, folder: str | Path, what: str) -> dict[str, An
             f"folder of {what}"
         )
     return description
+
+
+def with_defaults(cls: type, description: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, with the defaults of its class for what it leaves out."""
+    parameters = inspect.signature(cls).parameters
+    return {name: each.default for name, each in parameters.items()} | dict(description)
 
 
 def load_pretrained(

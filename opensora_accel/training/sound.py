@@ -11,7 +11,6 @@ The spectrogram is the one that LTX-2's VAE was trained on (ltx_core/model/audio
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.codec import VAE_STEM
-from opensora_accel.training.pretrained import load_pretrained, read_description
+from opensora_accel.training.pretrained import load_pretrained, read_description, with_defaults
 from opensora_accel.training.sections import CodecConfig
 
 # Spectra, or folded samples, that become one position.
@@ -208,7 +207,7 @@ def sound_shape(config: CodecConfig) -> SoundShape:
     """
     if not config.sound_path:
         return _FOLDED
-    return _shape_of(_description("codec.sound_path", config.sound_path, _VAES))
+    return _shape_of(_class_of("codec.sound_path", config.sound_path, _VAES)[1])
 
 
 def _shape_of(config: Any) -> SoundShape:
@@ -236,29 +235,20 @@ def _shape_of(config: Any) -> SoundShape:
 
 
 def _load(option: str, folder: str, classes: tuple[str, ...], device: torch.device | None) -> Any:
-    cls = _class_of(option, folder, classes)
-    make = partial(cls.from_config, _description(option, folder, classes))
+    cls, description = _class_of(option, folder, classes)
+    make = partial(cls.from_config, description)
     return load_pretrained(cls, make, option, folder, VAE_STEM, torch.float32, device)
 
 
-def _description(option: str, folder: str, classes: tuple[str, ...]) -> dict[str, Any]:
-    """The configuration of the model in a folder, with its class's defaults for what is left out."""
-    parameters = inspect.signature(_class_of(option, folder, classes).__init__).parameters
-    defaults = {name: each.default for name, each in parameters.items() if name != "self"}
-    return defaults | _read(option, folder, classes)
-
-
-def _class_of(option: str, folder: str, classes: tuple[str, ...]) -> Any:
+def _class_of(option: str, folder: str, classes: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """The class of diffusers of the model in a folder, and its whole configuration."""
     import diffusers
     from diffusers.pipelines import ltx2
 
-    name = _read(option, folder, classes)["_class_name"]
-    return getattr(diffusers, name, None) or getattr(ltx2, name)
-
-
-def _read(option: str, folder: str, classes: tuple[str, ...]) -> dict[str, Any]:
     what = " or ".join(classes)
     description = read_description(option, folder, f"a diffusers {what}")
-    if description.get("_class_name") not in classes:
-        raise ValueError(f"{option} {folder} holds {description.get('_class_name')!r}; it takes a {what}")
-    return description
+    name = description.get("_class_name")
+    if name not in classes:
+        raise ValueError(f"{option} {folder} holds {name!r}; it takes a {what}")
+    cls = getattr(diffusers, name, None) or getattr(ltx2, name)
+    return cls, with_defaults(cls, description)

@@ -27,7 +27,7 @@ from opensora_accel.verify.pool import RankError
 from tests.tiers import some
 from tests.training.runs import losses, tiny_config
 from tests.training.test_loop import curve
-from tests.training.test_recipes import ltx2_audio_vae, ltx2_vocoder
+from tests.training.vaes import ltx2_audio_vae, ltx2_vocoder
 
 CPU = torch.device("cpu")
 NAME = "LTX2VideoTransformer3DModel"
