@@ -40,6 +40,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -256,10 +257,17 @@ class _Recording(TorchDispatchMode):
         if not any(self.operations[at].draws for at in self._needed([_memory(tensor)])):
             holder[name] = self.values([_view(tensor)], {})[0]
             vars(module)[_ATTRIBUTE].pop(name, None)
-        elif holder is not module._buffers:
+        elif holder is not module._buffers and not _is_remade(module, name):
             raise _refusal(
                 f"{type(module).__name__}.{name} holds drawn values, and is neither parameter nor buffer"
             )
+
+
+def _is_remade(module: nn.Module, name: str) -> bool:
+    """Whether every forward makes a module's tensor anew, before it is read, as torch's older weight norm does."""
+    return any(
+        isinstance(hook, WeightNorm) and hook.name == name for hook in module._forward_pre_hooks.values()
+    )
 
 
 def _memory(tensor: Tensor) -> int:

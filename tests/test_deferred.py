@@ -359,6 +359,18 @@ def test_what_cannot_be_deferred_is_refused(build, reason):
     assert "this model cannot be built by deferred_init: " + reason in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_weight_that_each_forward_makes_is_left_to_it():
+    with deferred_init(0):
+        model = nn.utils.weight_norm(nn.Linear(3, 2))
+    materialize(model)
+    direction, length, x = model.weight_v, model.weight_g, torch.randn(4, 3)
+    expected = x @ (length * direction / direction.norm(dim=1, keepdim=True)).T + model.bias
+    torch.testing.assert_close(model(x), expected)
+    assert model.weight_g.grad is None and model(x).sum().backward() is None
+    assert model.weight_g.grad.abs().sum() > 0
+
+
 def test_only_the_rows_of_a_shard_are_read(tmp_path, monkeypatch):
     wan_model().save_pretrained(tmp_path)
     read, call = [], Stored.read
