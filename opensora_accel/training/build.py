@@ -103,7 +103,7 @@ def build_model(
         with _named(bucket, config.data):
             shapes[bucket] = check_sizes(bucket, codec, outline)
     conditioning = conditioning_of(config, codec)
-    check_conditions(config.conditions, config.data.sizes, codec.temporal, conditioning)
+    check_conditions(config.conditions, config.data.sizes, codec.frames, conditioning)
     check_conditioning(recipe, conditioning, config)
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
@@ -134,7 +134,7 @@ def is_same(value: Any, needed: Any) -> bool:
 def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     """Where an argument that does not fit may come from."""
     ways = [each for each in recipe.frames if not each.always]
-    extra = max((each.num_channels(codec.channels, codec.temporal) for each in ways), default=0)
+    extra = max((each.num_channels(codec.channels, codec.frames.temporal) for each in ways), default=0)
     pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
     return {
         "image_dim": pictures,
@@ -204,9 +204,9 @@ def inputs_of_one(
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
         condition=condition_of_one(config, codec, shape),
         spatial=codec.spatial,
-        temporal=codec.temporal,
+        frames=codec.frames,
         config=arguments,
-        sound=sound_of_one(config, (shape[1] - 1) * codec.temporal + 1),
+        sound=sound_of_one(config, codec.frames.num_frames(shape[1])),
     )
 
 
@@ -215,9 +215,11 @@ def sound_of_one(config: TrainConfig, num_frames: int) -> Tensor | None:
 
     No file is looked at for it: without `data.frame_rate` there are 25 frames a second.
     """
-    if not recipe_of(config.model).makes_sound:
+    taken = recipe_of(config.model).sound
+    if taken is None:
         return None
-    return torch.empty(1, *sound_shape(config.codec).latents(num_frames / (config.data.frame_rate or 25.0)))
+    seconds = num_frames / (config.data.frame_rate or 25.0)
+    return torch.empty(1, *sound_shape(config.codec, taken).latents(seconds))
 
 
 def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
@@ -306,17 +308,17 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
     Raises:
         ValueError: no arguments fit them.
     """
+    recipe = recipe_of(config.model)
     sizes = Sizes(
         channels=codec.channels,
         input_channels=codec.channels + _condition_channels(config, codec),
         texts=texts,
         spatial=codec.spatial,
-        temporal=codec.temporal,
+        temporal=codec.frames.temporal,
         picture_width=_picture_shape(config)[1] if config.image.is_used else None,
-        sound=sound_shape(config.codec),
+        sound=None if recipe.sound is None else sound_shape(config.codec, recipe.sound),
         arguments=all_arguments(config.model),
     )
-    recipe = recipe_of(config.model)
     recipe.check(sizes)
     return recipe.derive(sizes)
 
@@ -351,7 +353,7 @@ def conditioning_of_all(configs: Sequence[TrainConfig], codec: Codec) -> Conditi
 def _condition_channels(config: TrainConfig, codec: Codec) -> int:
     """Channels of frames that are given, behind those of latents."""
     conditioning = conditioning_of(config, codec)
-    return 0 if conditioning is None else conditioning.num_channels(codec.channels, codec.temporal)
+    return 0 if conditioning is None else conditioning.num_channels(codec.channels, codec.frames.temporal)
 
 
 def pictures_of(config: TrainConfig) -> PictureStates:
@@ -371,7 +373,7 @@ def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> C
     # Not zeros, which some models take for no picture.
     pictures = torch.ones(1, *_picture_shape(config)) if config.image.is_used else None
     if conditioning.place == "channels":
-        channels = conditioning.num_channels(codec.channels, codec.temporal)
+        channels = conditioning.num_channels(codec.channels, codec.frames.temporal)
         return Condition(torch.zeros(1, channels, *shape[1:]), pictures=pictures)
     given = (torch.arange(shape[1]) < 1)[None]
     return Condition(torch.zeros(1, *shape), given, pictures)

@@ -40,8 +40,9 @@ _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 _PREFIXES = {
     "llama": ("model.",),
     "gemma2": ("model.",),
-    # Of one that sees pictures too.
+    # Of ones that see pictures too.
     "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
+    "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
     "clip_text_model": ("text_model.",),
 }
 # Captions, and words, that are looked at.
@@ -75,6 +76,8 @@ class TextStates:
     padding: Literal["unseen", "zeroed", "kept"] = "unseen"
     # Where padding stands.
     padding_side: Literal["right", "left"] = "right"
+    # Marks of a beginning or an end, as the tokenizer has them, are there too.
+    has_marks: bool = True
     # Classes of diffusers, any of which makes two kinds of states, here side by side, of what all layers give: for
     # clips and for sound. It lies in `text.path_2`. Padding becomes states that it has learned, which the model sees.
     connectors: tuple[str, ...] = ()
@@ -88,7 +91,7 @@ class TextStates:
     def of_small_encoder(self) -> TextStates:
         """Those of an encoder that is drawn: it has learned no template."""
         return dataclasses.replace(
-            self, encoders=("t5",), template="{}", skipped=0, keeps_first=False, layer=None
+            self, encoders=("t5",), template="{}", skipped=0, keeps_first=False, layer=None, has_marks=True
         )
 
     def text_of(self, caption: str) -> str | None:
@@ -170,6 +173,7 @@ class TextEncoder:
             padding_side=self.taken.padding_side,
             truncation=True,
             max_length=num_tokens,
+            add_special_tokens=self.taken.has_marks,
             return_tensors="pt",
         )
         return tokens["input_ids"], tokens["attention_mask"]
@@ -185,7 +189,11 @@ class TextEncoder:
         taken = self.taken
         if taken.text_of(caption) is None:
             return torch.zeros(1, *self.shape, dtype=dtype, device=device)
-        ids, mask = (each.to(device) for each in self.tokens(caption))
+        ids, mask = self.tokens(caption)
+        if not mask.any():
+            # A tokenizer may make nothing of it.
+            return torch.zeros(1, *self.shape, dtype=dtype, device=device)
+        ids, mask = ids.to(device), mask.to(device)
         seen = mask if taken.padding == "unseen" else None
         is_inner = taken.layer is not None or self.connectors is not None
         output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=is_inner)
@@ -225,7 +233,12 @@ class TextEncoder:
         for end in set(ends):
             read = {row: text for row, text in enumerate(texts) if text is not None and ends[row] == end}
             if read:
-                tokens = self.tokenizer([*read.values()], truncation=True, max_length=end)["input_ids"]
+                tokens = self.tokenizer(
+                    [*read.values()],
+                    truncation=True,
+                    max_length=end,
+                    add_special_tokens=self.taken.has_marks,
+                )["input_ids"]
                 for row, ids in zip(read, tokens, strict=True):
                     found[row] = ids
         return found
@@ -450,6 +463,7 @@ def _classes() -> dict[str, Any]:
         Gemma3TextModel,
         LlamaModel,
         Qwen2_5_VLTextModel,
+        Qwen3VLTextModel,
         T5EncoderModel,
         UMT5EncoderModel,
     )
@@ -462,6 +476,7 @@ def _classes() -> dict[str, Any]:
         "gemma3_text": Gemma3TextModel,
         "clip_text_model": CLIPTextModel,
         "qwen2_5_vl_text": Qwen2_5_VLTextModel,
+        "qwen3_vl_text": Qwen3VLTextModel,
     }
 
 
@@ -482,9 +497,15 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
         kind = description.get("model_type")
     cls = _classes()[str(kind)]
     try:
-        return cls.config_class.from_dict(description)
+        config = cls.config_class.from_dict(description)
     except Exception as error:  # whatever it raises for values that do not work
         raise unloadable(cls, option, folder, error) from error
+    if taken.layer is not None and config.num_hidden_layers <= taken.layer:
+        raise ValueError(
+            f"{option} {folder} has {config.num_hidden_layers} layers, and what this model takes is given by the "
+            f"{taken.layer}th, below its end; choose the encoder of the model's pipeline"
+        )
+    return config
 
 
 def _has_vocabulary(folder: Path) -> bool:

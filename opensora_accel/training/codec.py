@@ -6,6 +6,7 @@ positions, because every square of 2 × 2 pixels with 3 colours becomes one posi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,14 +23,71 @@ VAE_STEM = "diffusion_pytorch_model"
 # [C, t, h, w] of a clip.
 LatentShape = tuple[int, int, int, int]
 
+# Mean and standard deviation, of red, green and blue in 0…1, by which pixels are made unit, where not −1…1 is meant.
+_PIXELS = {"AutoencoderKLMiniMaxH3": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+
+
+@dataclass(frozen=True)
+class LatentFrames:
+    """How many frames become a latent frame.
+
+    Most VAEs make one of the first, and one of each 4, or 8, that follow: 9 frames are 1 + 4 + 4. MiniMax H3's begins
+    anew with each chunk of 5 latent frames, and a clip ends with the second of a chunk: 22 frames are 1 + 4 + 4 + 4 + 4
+    and 1 + 4.
+    """
+
+    # Of each latent frame that does not begin a chunk.
+    temporal: int
+    # Latent frames of a chunk; without chunks the clip is one.
+    chunk: int | None = None
+    # Latent frames of the last chunk.
+    last: int = 1
+
+    def sizes(self, num_latents: int) -> list[int]:
+        """How many frames each latent frame is of."""
+        chunk = self.chunk or num_latents
+        return [self.temporal if number % chunk else 1 for number in range(num_latents)]
+
+    def num_frames(self, num_latents: int) -> int:
+        return sum(self.sizes(num_latents))
+
+    @property
+    def unit(self) -> int:
+        """By how many frames one clip may be longer than another."""
+        return self.temporal if self.chunk is None else self.num_frames(self.chunk)
+
+    def num_latents(self, num_frames: int) -> int:
+        """The latent frames of a clip.
+
+        Raises:
+            ValueError: a clip cannot have so many frames.
+        """
+        least, unit = self.num_frames(self.last), self.unit
+        more = (num_frames - least) // unit
+        if num_frames < least or (num_frames - least) % unit:
+            fitting = [least + each * unit for each in (more, more + 1) if each >= 0]
+            raise ValueError(
+                f"data.num_frames ({num_frames}) must be {least} more than a multiple of {unit} for this codec; use "
+                f"{' or '.join(map(str, fitting))}"
+            )
+        return self.last + more * (self.chunk or 1)
+
+    def numbers(self, num_frames: int) -> Tensor:
+        """[temporal, t]: the numbers of the frames of each latent frame; one that stands alone comes each time."""
+        columns, begin = [], 0
+        for size in self.sizes(self.num_latents(num_frames)):
+            columns.append(torch.arange(begin, begin + size).expand(self.temporal))
+            begin += size
+        return torch.stack(columns, dim=1)
+
 
 class Codec(Protocol):
     # Channels of a latent.
     channels: int
     # Pixels along each side of a latent position.
     spatial: int
-    # Frames per latent frame, after the first.
-    temporal: int
+    # Frames per latent frame.
+    frames: LatentFrames
     # What latents of frames that are given are multiplied by, where a model takes those in channels of their own.
     given_scale: float
 
@@ -48,7 +106,7 @@ class Codec(Protocol):
 class SpaceToDepth:
     """Every square of pixels becomes the channels of one position: exact, and nothing to train."""
 
-    temporal = 1
+    frames = LatentFrames(1)
     given_scale = 1.0
 
     def __init__(self, patch: int, dtype: torch.dtype):
@@ -90,13 +148,16 @@ class VideoVAE:
                 # It halves a side from each of its stages to the next, and says so nowhere.
                 spatial = 2 ** (len(config["block_out_channels"]) - 1)
             if isinstance(spatial, int) and isinstance(temporal, int):
-                self.spatial, self.temporal = spatial, temporal
+                self.spatial, self.frames = spatial, LatentFrames(temporal)
                 break
         else:
             raise ValueError(
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
                 "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi and AutoencoderKLCogVideoX"
             )
+        chunk = getattr(model, "tokens_chunk_size", None)
+        if chunk is not None:
+            self.frames = LatentFrames(temporal, chunk, chunk - config["token_drop"])
 
     def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of latents, [1, C, 1, 1, 1] each, or one for all channels."""
@@ -109,18 +170,24 @@ class VideoVAE:
         std = std / (config.get("scaling_factor") or 1.0)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
+    def _pixels(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, [3, 1, 1] each, of pixels in −1…1 as the VAE takes them."""
+        found = _PIXELS.get(type(self.model).__name__, ((0.5,) * 3, (0.5,) * 3))
+        mean, std = (torch.tensor(each).to(like).view(3, 1, 1) for each in found)
+        return 2 * mean - 1, 2 * std
+
     @torch.no_grad()
     def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         # Before the model is given its work, for which a copy from the host would wait.
         mean, std = self.statistics(frames.device)
+        centre, width = self._pixels(mean)
         # One by one, so that the values do not depend on which clips come together.
-        pixels = [
+        units = (
             _to_unit(frames[row : row + 1], torch.float32, None if shown is None else shown[row : row + 1])
-            .to(self.model.dtype)
-            .transpose(1, 2)
             for row in range(len(frames))
-        ]
+        )
+        pixels = [((unit - centre) / width).to(self.model.dtype).transpose(1, 2) for unit in units]
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
         latents = torch.cat([self.model.encode(clip).latent_dist.mode().float() for clip in pixels])
         return (latents - mean) / std
@@ -136,7 +203,8 @@ class VideoVAE:
             more = (torch.zeros(1, dtype=latents.dtype, device=latents.device),)
         # One by one too: no more memory than training has taken to encode them.
         frames = (self.model.decode(clip, *more).sample.transpose(1, 2) for clip in latents.split(1))
-        return torch.cat([_to_bytes(each) for each in frames])
+        centre, width = self._pixels(mean)
+        return torch.cat([_to_bytes(each.float() * width + centre) for each in frames])
 
 
 def build_codec(
@@ -174,17 +242,12 @@ def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> Late
     Raises:
         ValueError: the sizes of the clip do not fit the codec.
     """
-    if (num_frames - 1) % codec.temporal:
-        fits = (num_frames - 1) // codec.temporal * codec.temporal + 1
-        raise ValueError(
-            f"data.num_frames ({num_frames}) must be 1 more than a multiple of {codec.temporal} for this codec; "
-            f"use {fits} or {fits + codec.temporal}"
-        )
+    num_latents = codec.frames.num_latents(num_frames)
     for name, size in (("height", height), ("width", width)):
         check_multiple(f"data.{name}", size, codec.spatial, "the codec")
     return (
         codec.channels,
-        (num_frames - 1) // codec.temporal + 1,
+        num_latents,
         height // codec.spatial,
         width // codec.spatial,
     )

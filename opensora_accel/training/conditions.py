@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.codec import Codec
+from opensora_accel.training.codec import Codec, LatentFrames
 from opensora_accel.training.flow import generator
 from opensora_accel.training.sections import ConditionsConfig
 
@@ -100,7 +100,7 @@ class Conditioning:
 
     def input_channels(self, codec: Codec) -> int:
         """All channels that a model takes, with those of the noisy clip."""
-        return codec.channels + self.num_channels(codec.channels, codec.temporal)
+        return codec.channels + self.num_channels(codec.channels, codec.frames.temporal)
 
     def is_needed(self, kinds: Sequence[str]) -> bool:
         """Whether a model is told anything of clips of which what these kinds say is given."""
@@ -118,7 +118,7 @@ class Conditioning:
         """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w]."""
         if self.in_grey:
             return codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
-        num_latents = (frames.size(1) - 1) // codec.temporal + 1
+        num_latents = codec.frames.num_latents(frames.size(1))
         heads = []
         for clip, each in zip(frames, given, strict=True):
             head = codec.encode(clip[None, : each.head])
@@ -128,22 +128,21 @@ class Conditioning:
         return torch.cat(heads)
 
 
-def mask_of(given: Tensor, temporal: int) -> Tensor:
-    """given: bool [B, T], T 1 more than a multiple of `temporal` → [B, temporal, t], those of each latent frame."""
-    first = given[:, :1].expand(-1, temporal)
-    return torch.cat([first, given[:, 1:]], dim=1).unflatten(1, (-1, temporal)).transpose(1, 2)
+def mask_of(given: Tensor, latent_frames: LatentFrames) -> Tensor:
+    """given: bool [B, T] → [B, temporal, t], those of each latent frame."""
+    return given[:, latent_frames.numbers(given.size(1))]
 
 
-def weights_of(config: ConditionsConfig, num_frames: int, temporal: int) -> dict[str, float]:
+def weights_of(config: ConditionsConfig, num_frames: int, latent_frames: LatentFrames) -> dict[str, float]:
     """The weight of each kind that leaves something to learn of a clip of this length; where none does, of `t2v`."""
     # An image has no frame to spare.
-    return _fitting(config, num_frames, temporal) or {"t2v": 1.0}
+    return _fitting(config, num_frames, latent_frames) or {"t2v": 1.0}
 
 
-def _fitting(config: ConditionsConfig, num_frames: int, temporal: int) -> dict[str, float]:
+def _fitting(config: ConditionsConfig, num_frames: int, latent_frames: LatentFrames) -> dict[str, float]:
     weights = {}
     for kind, weight in config.weights.items():
-        mask = mask_of(KINDS[kind].frames(num_frames).unsqueeze(0), temporal)
+        mask = mask_of(KINDS[kind].frames(num_frames).unsqueeze(0), latent_frames)
         if weight and not mask.all(1).all():
             weights[kind] = weight
     return weights
@@ -152,19 +151,19 @@ def _fitting(config: ConditionsConfig, num_frames: int, temporal: int) -> dict[s
 def check_conditions(
     config: ConditionsConfig,
     buckets: Sequence[Bucket],
-    temporal: int,
+    latent_frames: LatentFrames,
     conditioning: Conditioning | None = None,
 ) -> None:
     """Checks that every kind is for some clip, and that every clip, but an image, has a kind.
 
     Args:
-        buckets: the sizes of clips, each 1 frame and a multiple of `temporal`.
+        buckets: the sizes of clips, each of whole latent frames.
         conditioning: how the model takes what is given; None takes any kind.
 
     Raises:
         ValueError: what was asked for would not be trained.
     """
-    fitting = {bucket: _fitting(config, bucket.num_frames, temporal) for bucket in buckets}
+    fitting = {bucket: _fitting(config, bucket.num_frames, latent_frames) for bucket in buckets}
     sizes = ", ".join(map(str, buckets))
     for kind, weight in config.weights.items():
         if weight and KINDS[kind].tail and conditioning is not None and not conditioning.in_grey:
@@ -187,10 +186,14 @@ def check_conditions(
 
 
 def draw_conditions(
-    config: ConditionsConfig, num_frames: int, temporal: int, seed: int, positions: Sequence[int]
+    config: ConditionsConfig,
+    num_frames: int,
+    latent_frames: LatentFrames,
+    seed: int,
+    positions: Sequence[int],
 ) -> list[str]:
     """What is given of each sample: a kind that follows from the seed and the sample's position in the job."""
-    weights = weights_of(config, num_frames, temporal)
+    weights = weights_of(config, num_frames, latent_frames)
     of_kind = torch.tensor(list(weights.values()), dtype=torch.float64)
     kinds = list(weights)
     return [
@@ -204,7 +207,7 @@ def encode_condition(
     encode: Callable[[list[int]], Tensor],
     given: Sequence[Given],
     num_frames: int,
-    temporal: int,
+    latent_frames: LatentFrames,
     like: Tensor,
 ) -> tuple[Condition, Tensor]:
     """What the model gets of clips, pictures left out, and bool [B, t], the latent frames whose frames are all given.
@@ -215,7 +218,7 @@ def encode_condition(
         like: the latents [B, C, t, h, w] of whole clips.
     """
     frames = torch.stack([each.frames(num_frames) for each in given])
-    mask = mask_of(frames, temporal).to(like.device)
+    mask = mask_of(frames, latent_frames).to(like.device)
     latents = torch.zeros_like(like)
     conditioned = [number for number, each in enumerate(given) if each != KINDS["t2v"]]
     if conditioned:

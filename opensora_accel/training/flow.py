@@ -175,10 +175,12 @@ class Stream:
     learned: Tensor | None = None
     # The velocity that is learned, [B, C, …]; None is that from latents to noise.
     target: Tensor | None = None
+    # Its times are those of the clips, shifted by so much.
+    alpha: float = 1.0
 
     def noisy(self, times: Tensor) -> Tensor:
-        """[B, C, …] at the samples' times [B] in 0…1."""
-        t = self._each(times.to(self.clean))
+        """[B, C, …] at the clips' times [B] in 0…1."""
+        t = self._each(shifted(times, self.alpha).to(self.clean))
         return (1 - t) * self.clean + t * self.noise
 
     def loss(self, velocity: Tensor, weights: Tensor | None, huber: float) -> Tensor:
@@ -232,21 +234,27 @@ def flow_loss(
 
 @torch.no_grad()
 def sample(
-    predict: Callable[[list[Tensor], Tensor], Sequence[Tensor]], noise: Sequence[Tensor], times: Tensor
+    predict: Callable[[list[Tensor], Tensor], Sequence[Tensor]],
+    noise: Sequence[Tensor],
+    times: Tensor,
+    alphas: Sequence[float] = (1.0,),
 ) -> list[Tensor]:
     """Latents [B, C, …] from noise of that shape, by Euler steps along the times [steps + 1], from 1 to 0.
 
     Args:
-        predict: gives the velocity of each stream, for the latents of each and a timestep [B].
+        predict: gives the velocity of each stream, for the latents of each and a timestep [B] of the clips.
         noise: of each stream.
+        alphas: by how much the times of each stream are shifted, against those of the clips.
     """
     latents, first = [*noise], noise[0]
-    for now, following in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
-        # x_{t'} = x_t + (t' − t)·v, with t' < t: from noise towards the clip.
+    # Of each stream, from one time to the next: below 0, from noise towards the clip.
+    steps = [shifted(times, alpha).diff().tolist() for alpha in alphas]
+    for number, now in enumerate(times[:-1].tolist()):
         timestep = torch.full((first.size(0),), now * TIMESTEPS, dtype=torch.float64, device=first.device)
         velocities = predict(latents, timestep)
+        # x_{t'} = x_t + (t' − t)·v
         latents = [
-            each + (following - now) * velocity.to(each.dtype)
-            for each, velocity in zip(latents, velocities, strict=True)
+            each + step[number] * velocity.to(each.dtype)
+            for each, velocity, step in zip(latents, velocities, steps, strict=True)
         ]
     return latents

@@ -95,7 +95,7 @@ class Trainer:
             group=dist.group.WORLD,
             digests=self.disk_cache is not None and bool(config.codec.path or config.image.path),
             held_out=config.validation.num_clips,
-            sound=sound_shape(config.codec) if recipe.makes_sound else None,
+            sound=sound_shape(config.codec, recipe.sound) if recipe.sound else None,
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
@@ -133,7 +133,7 @@ class Trainer:
             encoders,
             pictures,
             conditioning,
-            build_sound_codec(config.codec, self.device, self.dtype) if recipe.makes_sound else None,
+            build_sound_codec(config.codec, recipe.sound, self.device, self.dtype) if recipe.sound else None,
             model,
             forward,
             latent_shapes,

@@ -26,6 +26,8 @@ _CPU = torch.device("cpu")
 # A line of the file: an option, its value, and what to know of it.
 _Line = tuple[str, Any, str]
 
+# What lies in the folder of a pipeline; the second in that of one of blocks.
+_INDICES = ("model_index.json", "modular_model_index.json")
 # How what is published is called, and where it lies.
 _PUBLISHED = {
     "wan2.1-t2v-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -40,6 +42,7 @@ _PUBLISHED = {
     "cogvideox-2b": "THUDM/CogVideoX-2b",
     "cogvideox-5b": "THUDM/CogVideoX-5b",
     "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
+    "minimax-h3": "MiniMaxAI/MiniMax-H3",
 }
 
 
@@ -101,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "pipeline", metavar="FOLDER", help="of a pipeline of diffusers: it has a model_index.json"
+        "pipeline",
+        metavar="FOLDER",
+        help="of a pipeline of diffusers: it has a model_index.json, or a modular one",
     )
     parser.add_argument(
         "--data", default="clips", metavar="FOLDER", help="with the videos and captions (clips)"
@@ -138,7 +143,7 @@ def _pipeline_folder(name: str) -> Path:
         FileNotFoundError: there is none, or no pipeline in it.
     """
     folder = Path(name)
-    if (folder / "model_index.json").is_file():
+    if any((folder / each).is_file() for each in _INDICES):
         return folder
     if name.lower() in _PUBLISHED and not folder.exists():
         source = _PUBLISHED[name.lower()]
@@ -146,7 +151,7 @@ def _pipeline_folder(name: str) -> Path:
             f"there is no folder {name}; {source} is what goes by that name: `hf download {source} --local-dir {name}` "
             "brings it"
         )
-    what = "has no model_index.json" if folder.is_dir() else "is no folder"
+    what = f"has no {_INDICES[0]}" if folder.is_dir() else "is no folder"
     raise FileNotFoundError(
         f"{name} {what}; give the local folder of a pipeline of diffusers, as `hf download ID --local-dir {name}` "
         "makes it"
@@ -159,7 +164,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     Raises:
         ValueError, FileNotFoundError: its model has no recipe, or it has no model.
     """
-    index = read_json(folder / "model_index.json", dict[str, Any])
+    index = next(read_json(folder / each, dict[str, Any]) for each in _INDICES if (folder / each).is_file())
     model_path = folder / "transformer"
     recipe = build.recipe_of(ModelConfig(path=str(model_path)))
     published = dict(recipe.published)
@@ -172,8 +177,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     num_frames = published["data.num_frames"]
     codec = build_codec(CodecConfig(path=str(folder / "vae")), _CPU, torch.float32, outline=True)
     # Whole patches of latent frames.
-    while ((num_frames - 1) // codec.temporal + 1) % patches_of(arguments)[0]:
-        num_frames += codec.temporal
+    while codec.frames.num_latents(num_frames) % patches_of(arguments)[0]:
+        num_frames += codec.frames.unit
     sees_pictures = recipe.pictures is not None and (folder / "image_encoder").is_dir()
     takes_frames = sees_pictures or any(
         each.place == "channels"
@@ -186,6 +191,11 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         ("data.num_frames", num_frames, "as what is published; fewer take less memory"),
         ("data.height", published["data.height"], ""),
         ("data.width", published["data.width"], ""),
+        *(
+            [("data.frame_rate", published["data.frame_rate"], "the one that it knows")]
+            if "data.frame_rate" in published
+            else []
+        ),
         ("data.batch_size", 1, "clips per step, over all GPUs together: a multiple of the plan's data ranks"),
         ("model.path", str(model_path), ""),
     ]
@@ -241,6 +251,8 @@ def _flow_lines(folder: Path, recipe: Recipe, published: Mapping[str, Any]) -> I
         yield "flow.shift", shift if isinstance(shift, str) else float(shift), "its scheduler's"
     if "flow.time_distribution" in published:
         yield "flow.time_distribution", published["flow.time_distribution"], ""
+    if "flow.caption_drop" in published:
+        yield "flow.caption_drop", published["flow.caption_drop"], "it is never asked without a caption"
 
 
 def _check(config: TrainConfig) -> None:

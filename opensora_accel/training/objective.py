@@ -78,15 +78,15 @@ class Encoded:
     # Bool [B], the clips on which adapters change nothing; None where the run has no such clips.
     is_regularisation: Tensor | None = None
 
-    def streams(self, seed: int, noise_offset: float = 0.0) -> list[Stream]:
-        """What is learned of the batch, with noise by the samples' positions."""
+    def streams(self, seed: int, noise_offset: float = 0.0, sound_alpha: float = 1.0) -> list[Stream]:
+        """What is learned of the batch, with noise by the samples' positions; the times of sound are shifted."""
         noise = draw_noise(self.clean, seed, self.positions, noise_offset)
         learned = None if self.learned is None else self.learned[:, None, :, None, None]
         streams = [Stream(self.clean, noise, learned)]
         if self.sound is not None:
             latents, is_there = self.sound
             noise = draw_noise(latents, seed, self.positions, purpose="noise of sound")
-            streams.append(Stream(latents, noise, is_there[:, None, None, None]))
+            streams.append(Stream(latents, noise, is_there[:, None, None, None], alpha=sound_alpha))
         return streams
 
 
@@ -182,7 +182,7 @@ class Objective:
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.draw_times(config, alpha, seed, batch.positions)
         predict = partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition)
-        streams = batch.streams(seed, config.noise_offset)
+        streams = batch.streams(seed, config.noise_offset, self.alphas(batch.bucket)[-1])
         if batch.is_regularisation is not None:
             streams = self._kept_as_it_is(streams, times, batch.is_regularisation, predict)
         return flow_loss(
@@ -220,7 +220,7 @@ class Objective:
         expert = self.at(times * TIMESTEPS)
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
-            batch.streams(self.config.seed),
+            batch.streams(self.config.seed, sound_alpha=self.alphas(batch.bucket)[-1]),
             times,
             weights=None if self.recipe.levels is None else variance(times),
         )
@@ -245,14 +245,16 @@ class Objective:
         """
         with region("encode", "captions"):
             texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
-            masks = []
+            masks, lengths = [], []
+            if self.recipe.takes_text_masks or self.recipe.packs:
+                lengths = [each.num_tokens(captions) for each in self.texts]
             if self.recipe.takes_text_masks:
-                for each, text in zip(self.texts, texts, strict=True):
-                    ends = torch.tensor(each.num_tokens(captions))
+                for length, text in zip(lengths, texts, strict=True):
+                    ends = torch.tensor(length)
                     masks.append((torch.arange(text.size(1)) < ends[:, None]).to(self.device))
         if condition is None and self.conditioning is not None:
-            condition = self.conditioning.of_nothing(noisy[0], self.codec.temporal)
-        sizes = self.frame_rate, self.codec.spatial, self.codec.temporal
+            condition = self.conditioning.of_nothing(noisy[0], self.codec.frames.temporal)
+        sizes = self.frame_rate, self.codec.spatial, self.codec.frames
         config: Any = self.model.config
         inputs = Inputs(
             noisy[0],
@@ -265,11 +267,19 @@ class Objective:
             guidance,
             config,
             sound=noisy[1] if self.sounds is not None else None,
+            num_tokens=lengths,
         )
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
-            answers = self.forward(**self.recipe.arguments(inputs), return_dict=False)
-        return self.recipe.velocities(answers, inputs)
+            return self.recipe.predict(self.forward, inputs)
+
+    def alphas(self, bucket: Bucket) -> list[float]:
+        """By how much the times of each stream are shifted against those of the clips, of this size."""
+        if self.sounds is None:
+            return [1.0]
+        of_sound = self.recipe.sound
+        assert of_sound is not None
+        return [1.0, 1.0 if of_sound.shift is None else of_sound.shift / self.time_shift(bucket)]
 
     def time_shift(self, bucket: Bucket) -> float:
         """α of clips of this size."""
@@ -297,7 +307,7 @@ class Objective:
         def encode(rows: list[int]) -> Tensor:
             return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
 
-        sizes = frames.size(1), self.codec.temporal
+        sizes = frames.size(1), self.codec.frames
         condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like)
         if self.pictures is not None:
             shape = len(frames), self.pictures.num_states, self.pictures.width
@@ -374,7 +384,7 @@ class Objective:
     def _draw_conditions(self, bucket: Bucket, positions: Sequence[int]) -> list[str]:
         config = self.config
         return draw_conditions(
-            config.conditions, bucket.num_frames, self.codec.temporal, config.seed, positions
+            config.conditions, bucket.num_frames, self.codec.frames, config.seed, positions
         )
 
 

@@ -19,7 +19,7 @@ from opensora_accel.training.captions import build_text_encoder, text_paths
 from opensora_accel.training.codec import VideoVAE, build_codec
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.pictures import build_picture_encoder
-from opensora_accel.training.sound import SoundVAE, build_sound_codec
+from opensora_accel.training.sound import build_sound_codec
 from opensora_accel.training.tiny_run import TrueSize
 
 _MOMENTS = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
@@ -149,9 +149,9 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
     codec = build_codec(config.codec, cpu, dtype, outline=True)
     if isinstance(codec, VideoVAE):
         parts["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
-    if config.codec.sound_path:
-        sounds = build_sound_codec(config.codec, cpu, dtype, outline=True)
-        assert isinstance(sounds, SoundVAE)
+    of_sound = build.recipe_of(config.model).sound
+    if config.codec.sound_path and of_sound is not None:
+        sounds: Any = build_sound_codec(config.codec, of_sound, cpu, dtype, outline=True)
         parts["sound vae"] = sounds.model, f"codec.sound_path {config.codec.sound_path} in fp32"
     if config.image.path:
         taken_pictures = build.pictures_of(config)

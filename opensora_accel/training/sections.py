@@ -56,8 +56,8 @@ class DataConfig:
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Decoding processes per rank; 0 decodes in the training process."""
     frame_rate: NotNegative = 0.0
-    """Frames a second of clips, for a model that is told (LTX-Video, LTX-2); 0 takes the first video's, over
-    frame_stride."""
+    """Frames a second of clips, for a model that is told (LTX-Video, LTX-2, MiniMax H3); 0 takes the first video's,
+    over frame_stride."""
 
     def __post_init__(self) -> None:
         parse_buckets(self.buckets)
@@ -146,8 +146,8 @@ class CodecConfig:
     path: str = ""
     """Local folder of a diffusers video VAE (AutoencoderKLWan, …)."""
     sound_path: str = ""
-    """Local folder of an audio VAE, for a model that makes sound too (LTX-2): audio_vae of its pipeline, where the
-    vocoder lies beside it. Without one samples of the sound are folded, 8,000 a second."""
+    """Local folder of an audio VAE, for a model that makes sound too (LTX-2, MiniMax H3): audio_vae of its pipeline;
+    LTX-2's vocoder lies beside it. Without one samples of the sound are folded, 8,000 a second."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """What the VAE is loaded and computed in."""
     cache: bool = False
@@ -167,8 +167,8 @@ class TextConfig:
     """Captions to embeddings: a small T5 with a tokenizer trained on the captions, or a real one."""
 
     path: str = ""
-    """Local folder with a tokenizer and the family's encoder: T5, UMT5, LLaMA, Gemma or the text model of
-    Qwen2.5-VL."""
+    """Local folder with a tokenizer and the family's encoder: T5, UMT5, LLaMA, Gemma or the text model of Qwen2.5-VL
+    or Qwen3-VL."""
     path_2: str = ""
     """The same of the second encoder, of families that have two, as HunyuanVideo's CLIP, and ByT5 of 1.5; of LTX-2 the
     connectors, which make of the encoder's states those that clips and sound see."""

@@ -25,7 +25,7 @@ from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.captions import TextShape, text_shapes
-from opensora_accel.training.codec import build_codec, latent_shape
+from opensora_accel.training.codec import LatentFrames, build_codec, latent_shape
 from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.flow import Stream, flow_loss
@@ -38,7 +38,6 @@ from opensora_accel.training.sections import (
     TextConfig,
     ValidationConfig,
 )
-from opensora_accel.training.sound import sound_shape
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
 
@@ -138,7 +137,8 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None) -> Model
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
     texts = [TextShape(1, 1)] * len(recipe.text)
-    sizes = Sizes(1, 1, texts, 1, 1, 1, sound_shape(CodecConfig()), build.all_arguments(config))
+    of_sound = None if recipe.sound is None else recipe.sound.folded
+    sizes = Sizes(1, 1, texts, 1, 1, 1, of_sound, build.all_arguments(config))
     derived = {*recipe.derive(sizes), "pos_embed_seq_len"}
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
@@ -205,7 +205,7 @@ class TrueSize:
     condition: Condition | None
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int
-    temporal: int
+    frames: LatentFrames
     # Clips of all data ranks together.
     batch_size: int
     texts: Sequence[TextShape]
@@ -224,7 +224,7 @@ class TrueSize:
         condition = build.condition_of_one(config, codec, latents)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
-        compression = codec.spatial, codec.temporal
+        compression = codec.spatial, codec.frames
         sound = build.sound_of_one(config, largest.num_frames)
         return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound)
 
@@ -253,9 +253,10 @@ class TrueSize:
             text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in self.texts],
             condition=condition,
             spatial=self.spatial,
-            temporal=self.temporal,
+            frames=self.frames,
             config=build.all_arguments(self.config.model) | self.arguments,
             sound=sound,
+            num_tokens=[[each.length] * batch for each in self.texts],
         )
 
     def step(self, model: nn.Module, run: Run) -> None:
@@ -279,7 +280,7 @@ class TrueSize:
             """noisy [B, ...] of each stream and timestep [B] → their velocities."""
             sound = noisy[1] if len(noisy) == 2 else None
             inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timestep, sound=sound)
-            return recipe.velocities(forward(**recipe.arguments(inputs), return_dict=False), inputs)
+            return recipe.predict(forward, inputs)
 
         def one_pass(is_last: bool) -> None:
             is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)

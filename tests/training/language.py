@@ -25,15 +25,19 @@ def words_of(template, captions):
 def in_template(kind, taken, length, captions, **options):
     """A language model that reads captions in a template."""
     tokenizer = words_of(taken.template, captions)
-    config = getattr(transformers, f"{kind}Config")(
+    config = small_config(kind, tokenizer, **options)
+    return TextEncoder(tokenizer, getattr(transformers, f"{kind}Model")(config).double(), length, taken)
+
+
+def small_config(kind, tokenizer, num_hidden_layers=4, **options):
+    return getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         **options,
     )
-    return TextEncoder(tokenizer, getattr(transformers, f"{kind}Model")(config).double(), length, taken)
 
 
 def llama(taken, length, captions):
@@ -87,6 +91,21 @@ def qwen(taken, length, captions):
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return encoder
+
+
+def qwen3(taken, length, captions):
+    """Of more layers than the state is from, and the whole that it is the reading part of, which sees pictures too."""
+    tokenizer = words_of(taken.template, captions)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    options = {"num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
+    reading = small_config("Qwen3VLText", tokenizer, num_hidden_layers=52, **options)
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = transformers.Qwen3VLConfig(
+        text_config=reading.to_dict(),
+        vision_config={**sizes, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    )
+    whole = transformers.Qwen3VLForConditionalGeneration(config).double().eval()
+    return TextEncoder(tokenizer, whole.model.language_model, length, taken), whole
 
 
 def byt5(taken):

@@ -10,7 +10,7 @@ import torch
 from opensora_accel import Plan
 from opensora_accel.training import build
 from opensora_accel.training.buckets import parse_buckets
-from opensora_accel.training.codec import SpaceToDepth, VideoVAE
+from opensora_accel.training.codec import LatentFrames, SpaceToDepth, VideoVAE
 from opensora_accel.training.conditions import (
     KINDS,
     Conditioning,
@@ -33,6 +33,7 @@ from tests.training.runs import tiny_config
 from tests.training.test_loop import curve
 
 WAN = Conditioning("channels", "frames", in_grey=True)
+FOURS = LatentFrames(4)
 ALL = {"conditions.t2v": 1, "conditions.i2v_head": 5, "conditions.i2v_tail": 2, "conditions.i2v_loop": 2}
 
 
@@ -55,7 +56,7 @@ def test_what_is_given_of_nine_frames(kind, frames, learned):
     """As Wan's pipeline has it: the first frame four times, then four frames to a latent frame."""
     given = KINDS[kind].frames(9)
     assert given.nonzero().flatten().tolist() == frames
-    mask = mask_of(given.unsqueeze(0), 4)
+    mask = mask_of(given.unsqueeze(0), FOURS)
     expected = torch.zeros(3, 4)
     for frame in frames:
         if frame == 0:
@@ -102,7 +103,9 @@ def test_the_model_is_told_what_wans_pipeline_tells(kind):
         )
     codec, given = VideoVAE(vae), [KINDS[kind]]
     clean = codec.encode(frames)
-    (condition, *_), _ = encode_condition(WAN, lambda _: WAN.encode(codec, frames, given), given, 9, 4, clean)
+    (condition, *_), _ = encode_condition(
+        WAN, lambda _: WAN.encode(codec, frames, given), given, 9, FOURS, clean
+    )
     assert condition.shape == expected.shape == (1, 4 + 4, 3, 4, 4)
     assert torch.equal(condition[:, :4], expected[:, :4])
     assert torch.allclose(condition[:, 4:], expected[:, 4:], rtol=1e-5, atol=1e-5)
@@ -117,7 +120,7 @@ def test_frames_that_are_not_given_leave_no_trace():
         def encode(rows):
             return WAN.encode(codec, frames[rows], [given[row] for row in rows])
 
-        condition, whole = encode_condition(WAN, encode, given, 5, codec.temporal, codec.encode(frames))
+        condition, whole = encode_condition(WAN, encode, given, 5, codec.frames, codec.encode(frames))
         assert condition.given is None
         assert (~whole).tolist() == [[True] * 5, [False] + [True] * 4, [False, True, True, True, False]]
         return condition.latents
@@ -138,7 +141,7 @@ def test_frames_in_the_place_of_noise_are_put_back_and_not_learned():
     def encode(rows):
         return inside.encode(codec, frames[rows], [given[row] for row in rows])
 
-    condition, _ = encode_condition(inside, encode, given, 5, 1, like)
+    condition, _ = encode_condition(inside, encode, given, 5, LatentFrames(1), like)
     learned = ~condition.given
     assert learned.tolist() == [[True] * 5, [False] + [True] * 4, [False] * 2 + [True] * 3]
     made = condition.put(like)
@@ -155,14 +158,14 @@ def test_frames_in_the_place_of_noise_are_put_back_and_not_learned():
 
 def test_kinds_are_drawn_by_weight_and_only_where_something_is_left_to_learn():
     config = ConditionsConfig(t2v=1, i2v_head=3, v2v_head=1, v2v_tail_easy=1)
-    assert weights_of(config, 1, 4) == {"t2v": 1}
-    assert set(weights_of(config, 33, 4)) == {"t2v", "i2v_head"}
-    assert set(weights_of(config, 37, 4)) == {"t2v", "i2v_head", "v2v_head"}
-    assert len(weights_of(config, 81, 4)) == 4
-    assert weights_of(ConditionsConfig(t2v=0, v2v_head=1), 17, 4) == {"t2v": 1}
-    kinds = draw_conditions(config, 9, 4, 0, range(4000))
+    assert weights_of(config, 1, FOURS) == {"t2v": 1}
+    assert set(weights_of(config, 33, FOURS)) == {"t2v", "i2v_head"}
+    assert set(weights_of(config, 37, FOURS)) == {"t2v", "i2v_head", "v2v_head"}
+    assert len(weights_of(config, 81, FOURS)) == 4
+    assert weights_of(ConditionsConfig(t2v=0, v2v_head=1), 17, FOURS) == {"t2v": 1}
+    kinds = draw_conditions(config, 9, FOURS, 0, range(4000))
     assert 2850 < kinds.count("i2v_head") < 3150 and set(kinds) == {"t2v", "i2v_head"}
-    assert kinds[10:20] == draw_conditions(config, 9, 4, 0, range(10, 20))
+    assert kinds[10:20] == draw_conditions(config, 9, FOURS, 0, range(10, 20))
     with pytest.raises(ValueError, match="all weights of conditions are 0"):
         ConditionsConfig(t2v=0)
 
@@ -222,11 +225,11 @@ def test_a_condition_that_trains_nothing_is_refused(ranks, folder, tmp_path):
         ConditionsConfig(t2v=0, v2v_head=1),
         *parse_buckets(["1x24x40", "33x24x40", "37x24x40"]),
     )
-    check_conditions(config, [image, long], 4)  # an image is trained by its caption
+    check_conditions(config, [image, long], FOURS)  # an image is trained by its caption
     told = r"anything to learn of a clip of 33x24x40, and conditions\.t2v is 0; give t2v a weight"
     with pytest.raises(ValueError, match=told):
-        check_conditions(config, [image, short, long], 4)
-    check_conditions(ConditionsConfig(t2v=1, v2v_head=1), [image, short, long], 4)
+        check_conditions(config, [image, short, long], FOURS)
+    check_conditions(ConditionsConfig(t2v=1, v2v_head=1), [image, short, long], FOURS)
 
 
 def test_a_model_without_the_channels_is_told_of_conditions(ranks, folder, tmp_path):

@@ -75,7 +75,11 @@ def adapted(config):
     without = velocity()
     pipeline_class = getattr(diffusers, recipe.pipeline)
     parts = [name for name in inspect.signature(pipeline_class.__init__).parameters if name != "self"]
-    if hasattr(pipeline_class, "load_lora_weights"):
+    if issubclass(pipeline_class, diffusers.ModularPipeline):
+        pipeline = diffusers.MiniMaxH3Blocks().init_pipeline()
+        pipeline.update_components(transformer=model)
+        pipeline.load_lora_weights(f"{config.output}/lora")
+    elif hasattr(pipeline_class, "load_lora_weights"):
         pipeline = pipeline_class(**dict.fromkeys(parts) | {"transformer": model})
         pipeline.load_lora_weights(f"{config.output}/lora")
     else:

@@ -28,8 +28,7 @@ from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes, check_recipe
 from opensora_accel.training.samples import sample_latents
-from opensora_accel.training.sections import CodecConfig
-from opensora_accel.training.sound import SoundVAE, sound_shape
+from opensora_accel.training.sound import SpectrumVAE
 from tests.tiers import PROVE, some
 from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen
 from tests.training.vaes import (
@@ -298,7 +297,7 @@ def setting(name, vae=None, frame=None):
     sounds = None
     if family.audio_vae is not None:
         vocoder = family.vocoder().double()
-        sounds = SoundVAE(family.audio_vae().double(), lambda: vocoder)
+        sounds = SpectrumVAE(family.audio_vae().double(), lambda: vocoder)
     tokens = build.tokens_per_sample(shape, model)
     rate = family.given.get("frame_rate", 25.0)
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
@@ -653,7 +652,8 @@ def test_every_recipe_says_what_its_constructor_takes():
         parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
         defaults = {key: each.default for key, each in parameters.items()}
         texts = [TextShape(32, 16)] * len(recipe.text)
-        derived = recipe.derive(Sizes(4, 8, texts, 8, 4, None, sound_shape(CodecConfig()), defaults))
+        of_sound = recipe.sound and recipe.sound.folded
+        derived = recipe.derive(Sizes(4, 8, texts, 8, 4, None, of_sound, defaults))
         assert set(derived) <= set(parameters)
         assert recipe.models[0] != name or set(recipe.tiny) <= set(parameters)
         call = inspect.signature(getattr(diffusers, name).forward).parameters

@@ -19,7 +19,7 @@ from opensora_accel.training.data import ClipLoader, VideoFolder
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import CodecConfig, DataConfig
-from opensora_accel.training.sound import FoldedSound, SoundVAE, build_sound_codec, sound_shape
+from opensora_accel.training.sound import FoldedSound, SpectrumVAE, build_sound_codec, sound_shape
 from opensora_accel.training.soundtrack import read_sound
 from opensora_accel.training.tiny_run import TrueSize, proof_of, write_clips
 from opensora_accel.training.video import UnreadableVideo, Video, probe, read_timed_clip
@@ -31,6 +31,7 @@ from tests.training.vaes import ltx2_audio_vae, ltx2_vocoder
 
 CPU = torch.device("cpu")
 NAME = "LTX2VideoTransformer3DModel"
+SOUND = RECIPES[NAME].sound
 RATE, FPS, SECONDS = 8000, 10, 12
 
 
@@ -142,7 +143,7 @@ def test_files_without_sound_and_broken_ones(tmp_path, ramp):
 
 
 def test_folded_sound_is_exact():
-    codec = FoldedSound(torch.float64)
+    codec = FoldedSound(SOUND.folded, torch.float64)
     samples = torch.rand(2, 1, codec.shape.num_samples(1.9), dtype=torch.float64) * 2 - 1
     latents = codec.encode(samples)
     assert latents.shape == (2, *codec.shape.latents(1.9)) == (2, 20, 48, 16)
@@ -155,7 +156,7 @@ def test_folded_sound_is_exact():
 def test_spectra_are_those_that_the_vae_was_trained_on():
     """By another library: 64 bands to 8 kHz on Slaney's scale, of magnitudes, mirrored at the ends."""
     torch.manual_seed(0)
-    codec = SoundVAE(ltx2_audio_vae(), ltx2_vocoder)
+    codec = SpectrumVAE(ltx2_audio_vae(), ltx2_vocoder)
     samples = torch.randn(1, 2, codec.shape.num_samples(0.5))
     found = codec.spectrogram(samples)
     # 12 positions: one spectrum, and four for each other.
@@ -192,22 +193,22 @@ def test_a_vae_of_a_folder_with_its_vocoder(tmp_path, vocoder, rate):
     vae, vocoder = ltx2_audio_vae(), vocoder()
     config = CodecConfig(sound_path=str(tmp_path / "audio_vae"))
     with pytest.raises(FileNotFoundError, match=r"audio_vae has no config\.json"):
-        sound_shape(config)
+        sound_shape(config, SOUND)
     vae.save_pretrained(tmp_path / "audio_vae")
     with pytest.raises(FileNotFoundError, match=r"vocoder of codec.sound_path.* has no config.json"):
-        build_sound_codec(config, CPU, torch.float32)
+        build_sound_codec(config, SOUND, CPU, torch.float32)
     vae.save_pretrained(tmp_path / "vocoder")
     with pytest.raises(ValueError, match="holds 'AutoencoderKLLTX2Audio'; it takes a LTX2Vocoder or"):
-        build_sound_codec(config, CPU, torch.float32)
+        build_sound_codec(config, SOUND, CPU, torch.float32)
     vocoder.save_pretrained(tmp_path / "vocoder")
-    codec = build_sound_codec(config, CPU, torch.float32)
-    assert codec.shape == sound_shape(config)
+    codec = build_sound_codec(config, SOUND, CPU, torch.float32)
+    assert codec.shape == sound_shape(config, SOUND)
     latents = torch.randn(1, *codec.shape.latents(0.5))
-    found, expected = codec.decode(latents), SoundVAE(vae, lambda: vocoder).decode(latents)
+    found, expected = codec.decode(latents), SpectrumVAE(vae, lambda: vocoder).decode(latents)
     assert torch.equal(found[0], expected[0]) and found[1] == expected[1] == rate
     (tmp_path / "vocoder" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no diffusion_pytorch_model\.safetensors"):
-        build_sound_codec(config, CPU, torch.float32)
+        build_sound_codec(config, SOUND, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("change", [{"mel_bins": None}, {"in_channels": 6}, {"sample_rate": 0}])
@@ -215,10 +216,10 @@ def test_a_vae_of_another_kind_is_refused_in_one_line(tmp_path, change):
     vae = {"_class_name": "AutoencoderKLLTX2Audio"}
     (tmp_path / "config.json").write_text(json.dumps(vae))
     # What is left out is as the class has it.
-    assert sound_shape(CodecConfig(sound_path=str(tmp_path))).latents(2.0) == (8, 50, 16)
+    assert sound_shape(CodecConfig(sound_path=str(tmp_path)), SOUND).latents(2.0) == (8, 50, 16)
     (tmp_path / "config.json").write_text(json.dumps(vae | change))
     with pytest.raises(ValueError, match="it takes one of 1 or 2 channels whose bands are a multiple of 4"):
-        sound_shape(CodecConfig(sound_path=str(tmp_path)))
+        sound_shape(CodecConfig(sound_path=str(tmp_path)), SOUND)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def clips(tmp_path_factory):
 
 def loader(folder, **options):
     config = DataConfig(folder=str(folder), num_frames=5, height=24, width=40, batch_size=5, **options)
-    shape = sound_shape(CodecConfig())
+    shape = SOUND.folded
     return ClipLoader(config, seed=0, data_rank=0, data_size=1, group=None, sound=shape)
 
 
@@ -288,7 +289,7 @@ def test_a_clip_in_which_the_picture_stands_still_is_learned_without_sound(tmp_p
         "stalls.mkv", "a caption", probe(path), DataConfig(num_frames=5, height=24, width=40).sizes[0]
     )
     config = DataConfig(folder=str(tmp_path), num_frames=5, height=24, width=40)
-    folder = VideoFolder([video], config, seed=0, sound=sound_shape(CodecConfig()), frame_rate=FPS)
+    folder = VideoFolder([video], config, seed=0, sound=SOUND.folded, frame_rate=FPS)
     starts = {position: folder.start(video, position) for position in range(40)}
     for position, start in starts.items():
         stands_still = start <= 5 < start + 4
@@ -310,7 +311,7 @@ def test_damaged_sound_sets_a_file_aside(tmp_path, monkeypatch):
     assert "2.mp4" not in next(batches).files and "its sound is damaged" in batches.quarantined["2.mp4"]
     config = DataConfig(folder=str(folder), num_frames=5, height=24, width=40)
     video = Video("2.mp4", "a caption", probe(folder / "2.mp4"), config.sizes[0])
-    sample = VideoFolder([video], config, seed=0, sound=sound_shape(CodecConfig()), frame_rate=12)[0, 0]
+    sample = VideoFolder([video], config, seed=0, sound=SOUND.folded, frame_rate=12)[0, 0]
     assert sample.frames is None and "its sound is damaged" in sample.error, "held out, it counts nothing"
 
 

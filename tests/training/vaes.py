@@ -91,3 +91,38 @@ def hunyuan_video_vae():
 def hunyuan_video15_vae():
     sizes = {"block_out_channels": (8, 8, 8, 8, 8), "layers_per_block": 1}
     return diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, **sizes)
+
+
+def minimax_h3_vae():
+    """Its clips have 5, 22, 39, … frames, of sides of 4 pixels to a position."""
+    sizes = {
+        "block_out_channels": (8, 8, 8),
+        "spatial_downsample_factors": (2, 2, 1),
+        "temporal_downsample_factors": (1, 2, 2),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+    }
+    decoder = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "num_register_tokens": 1}
+    return diffusers.AutoencoderKLMiniMaxH3(
+        latent_channels=4,
+        latents_mean=(-1.0, 0.0, 0.5, 1.0),
+        latents_std=(0.5, 1.0, 1.5, 2.0),
+        **sizes,
+        **{f"decoder_{name}": value for name, value in decoder.items()},
+    )
+
+
+@torch.no_grad()
+def minimax_h3_audio_vae():
+    """Samples of one channel, 800 to a position. Its weight norm keeps no graph, with which it could not be copied."""
+    return diffusers.AutoencoderKLMiniMaxH3Audio(
+        encoder_dim=2,
+        latent_dim=16,
+        latent_channels=4,
+        num_attention_heads=2,
+        decoder_dim=128,
+        resblock_kernel_sizes=(3,),
+        resblock_dilation_sizes=((1, 3, 5),),
+        latents_mean=[-1.0, 0.0, 0.5, 1.0],
+        latents_std=[0.5, 1.0, 1.5, 2.0],
+    )

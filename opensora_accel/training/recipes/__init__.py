@@ -8,6 +8,7 @@ from opensora_accel.training.recipes import (
     hunyuan_video15,
     ltx,
     ltx2,
+    minimax_h3,
     mochi,
     sana_video,
     wan,
@@ -25,7 +26,16 @@ RECIPES: dict[str, Recipe] = {
         wan.LIKE_WAN,
         *(
             module.RECIPE
-            for module in (ltx, ltx2, mochi, cogvideox, hunyuan_video, hunyuan_video15, sana_video)
+            for module in (
+                ltx,
+                ltx2,
+                minimax_h3,
+                mochi,
+                cogvideox,
+                hunyuan_video,
+                hunyuan_video15,
+                sana_video,
+            )
         ),
     )
     for name in recipe.models

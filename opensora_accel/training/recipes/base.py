@@ -15,7 +15,7 @@ against the family's own pipeline in diffusers: from the same weights and noise 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.training.captions import TextShape, TextStates
+from opensora_accel.training.codec import LatentFrames
 from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
 from opensora_accel.training.levels import (
@@ -35,7 +36,7 @@ from opensora_accel.training.levels import (
 )
 from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.sections import FlowConfig
-from opensora_accel.training.sound import SoundShape
+from opensora_accel.training.sound import SoundShape, SoundTokens
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Inputs:
     frame_rate: float = 25.0
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int = 8
-    temporal: int = 4
+    frames: LatentFrames = field(default_factory=lambda: LatentFrames(4))
     # The time shift of clips of this size.
     alpha: float = 1.0
     # How far a sample is guided by its caption, which a model that was distilled is told; 1 is not at all.
@@ -65,6 +66,8 @@ class Inputs:
     config: Mapping[str, Any] = field(default_factory=dict)
     # The sound of the clips, noisy, [B, C, L, M], of a model that makes sound.
     sound: Tensor | None = None
+    # How many states of each caption are its own, of each encoder; none where the model need not know.
+    num_tokens: Sequence[Sequence[int]] = ()
 
     @property
     def text(self) -> Tensor:
@@ -102,6 +105,22 @@ class Inputs:
         height, width = (size // each for size, each in zip(self.latents.shape[3:], patch, strict=True))
         return of_frames.repeat_interleave(height * width, dim=1)
 
+    def one_by_one(self) -> Iterator[Inputs]:
+        """Those of each clip, its captions without padding; no frames are given of any."""
+        for row in range(len(self.latents)):
+            one = slice(row, row + 1)
+            # A caption of which nothing is read has a state all the same.
+            ends = [max(1, lengths[row]) for lengths in self.num_tokens]
+            yield dataclasses.replace(
+                self,
+                latents=self.latents[one],
+                timestep=self.timestep[one],
+                texts=[text[one, :end] for text, end in zip(self.texts, ends, strict=True)],
+                text_masks=[mask[one, :end] for mask, end in zip(self.text_masks, ends, strict=False)],
+                sound=None if self.sound is None else self.sound[one],
+                num_tokens=[lengths[one] for lengths in self.num_tokens],
+            )
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -118,7 +137,7 @@ class Sizes:
     # Width of picture states; None where there are none.
     picture_width: int | None
     # Of the sound of clips, where the model makes it.
-    sound: SoundShape
+    sound: SoundShape | None
     # The constructor's arguments that are given, with its defaults for the others.
     arguments: Mapping[str, Any]
 
@@ -142,7 +161,8 @@ class Recipe:
     derive: Callable[[Sizes], dict[str, Any]]
     # Raises ValueError where no arguments would fit the encoders.
     check: Callable[[Sizes], None] = lambda _: None
-    # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens [B, t·h·w, C].
+    # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens, each of the
+    # numbers of one of the model's patches [B, t·h·w / patch, C · patch].
     layout: Literal["clip", "frames", "tokens"] = "clip"
     # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.
     levels: NoiseLevels | None = None
@@ -158,8 +178,10 @@ class Recipe:
     frames: tuple[Conditioning, ...] = ()
     # Whether it is told the frame rate.
     takes_frame_rate: bool = False
-    # Whether it makes sound too.
-    makes_sound: bool = False
+    # How it makes sound; None makes none.
+    sound: SoundTokens | None = None
+    # A call takes one clip: it, its sound and its caption are one sequence, without padding.
+    packs: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
     times: Callable[[int, float], Tensor] = even_times
     # The blocks of which the last gives states of text that nothing uses.
@@ -170,6 +192,10 @@ class Recipe:
     published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def makes_sound(self) -> bool:
+        return self.sound is not None
 
     @property
     def takes_text_masks(self) -> bool:
@@ -209,7 +235,7 @@ class Recipe:
         if inputs.condition is not None:
             latents = inputs.condition.put(latents)
         if self.layout == "tokens":
-            latents = latents.flatten(2).transpose(1, 2)
+            latents = to_patches(latents, patches_of(inputs.config))
         elif self.layout == "frames":
             latents = latents.transpose(1, 2)
         found = {
@@ -220,18 +246,22 @@ class Recipe:
             name: value for name, value in found.items() if value is not None
         }
 
-    def velocities(self, answers: Sequence[Tensor], inputs: Inputs) -> list[Tensor]:
-        """The model's answers, as they came, as velocities: of clips [B, C, t, h, w], and of sound [B, C, L, M]."""
+    def predict(self, forward: Callable[..., Sequence[Tensor]], inputs: Inputs) -> list[Tensor]:
+        """The velocities that a model answers: of clips [B, C, t, h, w], and of sound [B, C, L, M]."""
+        calls = inputs.one_by_one() if self.packs else [inputs]
+        found = [self._velocities(forward(**self.arguments(each), return_dict=False), each) for each in calls]
+        return found[0] if len(found) == 1 else [torch.cat(stream) for stream in zip(*found, strict=True)]
+
+    def _velocities(self, answers: Sequence[Tensor], inputs: Inputs) -> list[Tensor]:
         velocities = [self._velocity(answers[0], inputs)]
-        if inputs.sound is not None:
-            # As tokens [B, L, C · M].
-            channels, bins = inputs.sound.size(1), inputs.sound.size(3)
-            velocities.append(answers[1].unflatten(2, (channels, bins)).transpose(1, 2))
+        if self.sound is not None:
+            assert inputs.sound is not None
+            velocities.append(self.sign * self.sound.from_tokens(answers[1], inputs.sound))
         return velocities
 
     def _velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
         if self.layout == "tokens":
-            answer = answer.transpose(1, 2).unflatten(2, inputs.latents.shape[2:])
+            answer = from_patches(answer, inputs.latents, patches_of(inputs.config))
         elif self.layout == "frames":
             answer = answer.transpose(1, 2)
         if self.levels is not None:
@@ -260,6 +290,21 @@ class Recipe:
     def sample_times(self, num_steps: int, alpha: float) -> Tensor:
         """The times that a sample passes, [num_steps + 1] from 1 to 0."""
         return (self.times if self.levels is None else self.levels.sampled)(num_steps, alpha)
+
+
+def to_patches(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """[B, C, t, h, w] → [B, n, C · patch], a token of the numbers of each patch (time, height, width)."""
+    for dim, size in zip((4, 3, 2), reversed(patch), strict=True):
+        latents = latents.unflatten(dim, (-1, size))
+    # [B, C, t, pt, h, ph, w, pw] → [B, t, h, w, C, pt, ph, pw]
+    return latents.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+
+def from_patches(tokens: Tensor, like: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """[B, n, C · patch] → [B, C, t, h, w], as many of each as `like` [B, ·, t, h, w] has."""
+    sizes = [size // each for size, each in zip(like.shape[2:], patch, strict=True)]
+    folded = tokens.unflatten(2, (-1, *patch)).unflatten(1, sizes)
+    return folded.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6).flatten(4, 5).flatten(2, 3)
 
 
 def patches_of(config: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -32,6 +32,11 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             "takes them, as WanTransformer3DModel"
         )
     _check_pictures(family, recipe.pictures, config)
+    if recipe.packs and Path(config.model.path).resolve().name == "transformer_ref":
+        raise ValueError(
+            f"{config.model.path} makes clips from references, which no run here gives; choose the folder transformer "
+            "beside it"
+        )
     if config.codec.sound_path and not recipe.makes_sound:
         raise ValueError(f"{family} makes no sound; leave codec.sound_path out")
     if config.data.frame_rate and not recipe.takes_frame_rate:

@@ -11,13 +11,21 @@ from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes import ltx
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
-from opensora_accel.training.sound import FRAMES_PER_LATENT
+from opensora_accel.training.sound import SoundShape, SoundTokens
+
+# A token has all numbers of a position: [B, C, L, M] → [B, L, C · M].
+_SOUND = SoundTokens(
+    vae="AutoencoderKLLTX2Audio",
+    folded=SoundShape(8000, 1, 80, 4, 20, 16),
+    to_tokens=lambda sound: sound.transpose(1, 2).flatten(2),
+    from_tokens=lambda tokens, like: tokens.unflatten(2, (like.size(1), like.size(3))).transpose(1, 2),
+)
 
 
 def _sound(inputs: Inputs) -> Tensor:
-    """[B, L, C · M], a token of all that one moment has."""
+    """[B, L, C · M]."""
     assert inputs.sound is not None
-    return inputs.sound.transpose(1, 2).flatten(2)
+    return _SOUND.to_tokens(inputs.sound)
 
 
 def _text_widths(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -37,6 +45,7 @@ def _widths(given: Mapping[str, Any]) -> tuple[int, int]:
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
     given, sound = sizes.arguments, sizes.sound
+    assert sound is not None
     width, sound_width = _widths(given)
     derived = {
         "in_channels": sizes.input_channels,
@@ -50,7 +59,7 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
         "audio_out_channels": sound.channels * sound.bins,
         "audio_sampling_rate": sound.rate,
         "audio_hop_length": sound.hop,
-        "audio_scale_factor": FRAMES_PER_LATENT,
+        "audio_scale_factor": sound.spectra,
         "cross_attention_dim": width,
         "audio_cross_attention_dim": sound_width,
     }
@@ -106,7 +115,7 @@ RECIPE = Recipe(
         ),
     ),
     takes_frame_rate=True,
-    makes_sound=True,
+    sound=_SOUND,
     times=ltx.RECIPE.times,
     published={
         "data.num_frames": 121,

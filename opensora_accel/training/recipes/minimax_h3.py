@@ -1,0 +1,190 @@
+"""MiniMax H3: a caption, sound and a clip in one sequence of rows, at a place and a time each.
+
+A clip of 22 frames of 64 × 96 pixels at 24 a second, of which its VAE makes 7 latent frames of 4 × 6, with a caption of
+9 tokens; its sound has 37 positions, of two channels:
+
+    row          what               place (time, height, width)             time of the noise
+    0…8          caption            0…8, 0, 0                               the clip's
+    9…45         sound, left        9, 10, 11, …, 45;  0;  left edge        the sound's
+    46…82        sound, right       9, 10, 11, …, 45;  0;  right edge       the sound's
+    83…124       clip               9 + 5/3 · (0, 1, 5, 9, 13, 17, 18)      the clip's
+
+A second is 40 long, as many as there are positions of sound. Times run from noise (0) to the clip (1), and answers
+point there; the sampler shifts those of clips by 12 and those of sound by 3, of the same share of its way. So does
+training.
+
+Rows have no batch: what differs between two clips (time, length of the caption) is the model's for all of a call, which
+therefore takes one clip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora_accel.training.captions import TextStates
+from opensora_accel.training.flow import TIMESTEPS, shifted
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
+from opensora_accel.training.sound import SoundShape, SoundTokens
+
+# Of places in time.
+_PER_SECOND = 40.0
+# How long the sides of a square are.
+_SIDE = 32.0
+# What kind a row is: the model modulates each in its own way.
+_CLIP, _TEXT, _SOUND_KIND = 0, 1, 2
+
+# A token for each channel of a position, all of the left one first: [B, C, L, M] → [B, M · L, C].
+_SOUND = SoundTokens(
+    vae="AutoencoderKLMiniMaxH3Audio",
+    folded=SoundShape(8000, 1, 200, 1, 200, 1),
+    to_tokens=lambda sound: sound.permute(0, 3, 2, 1).flatten(1, 2),
+    from_tokens=lambda tokens, like: tokens.unflatten(1, (like.size(3), like.size(2))).permute(0, 3, 2, 1),
+    shift=3.0,
+)
+
+
+def _sound(inputs: Inputs) -> Tensor:
+    """[1, M · L, C]."""
+    assert inputs.sound is not None
+    return _SOUND.to_tokens(inputs.sound)
+
+
+def _timestep(inputs: Inputs) -> Tensor:
+    """[2], the times of the clip and of its sound, from 0 (noise) to 1."""
+    time = inputs.timestep / TIMESTEPS
+    assert _SOUND.shift is not None
+    return 1 - torch.cat([time, shifted(time, _SOUND.shift / inputs.alpha)])
+
+
+def _counts(inputs: Inputs) -> tuple[int, int, int]:
+    """Rows of the caption, of sound and of the clip."""
+    assert inputs.sound is not None
+    of_time, down, across = _grid(inputs)
+    return inputs.text.size(1), inputs.sound.size(2) * inputs.sound.size(3), of_time * down * across
+
+
+def _grid(inputs: Inputs) -> tuple[int, int, int]:
+    """How many patches a clip has."""
+    of_time, down, across = (
+        size // each for size, each in zip(inputs.latents.shape[2:], patches_of(inputs.config), strict=True)
+    )
+    return of_time, down, across
+
+
+def _of_kinds(inputs: Inputs, of_text: int, of_sound: int, of_clip: int) -> Tensor:
+    """[rows], a number for each kind of row."""
+    numbers = zip(_counts(inputs), (of_text, of_sound, of_clip), strict=True)
+    return torch.cat(
+        [torch.full((count,), number, device=inputs.latents.device) for count, number in numbers]
+    )
+
+
+def _rows(inputs: Inputs, kind: int) -> Tensor:
+    """[n], which rows the caption (0), the sound (1) or the clip (2) has."""
+    counts = _counts(inputs)
+    first = sum(counts[:kind])
+    return torch.arange(first, first + counts[kind], device=inputs.latents.device)
+
+
+def _side(size: int, other: int, num_patches: int, device: torch.device) -> Tensor:
+    """[num_patches], fp64: where patches begin along a side, of latents; a square's begin at 0 and end at 32."""
+    ratio = size / (size * other) ** 0.5
+    numbers = torch.arange(num_patches, dtype=torch.float64, device=device)
+    return ((1 - ratio) / 2 + numbers * (ratio / num_patches)) * _SIDE
+
+
+def _places(inputs: Inputs) -> Tensor:
+    """[rows, 3], fp64."""
+    assert inputs.sound is not None
+    device = inputs.latents.device
+    of_time, down, across = _grid(inputs)
+    height, width = inputs.latents.shape[3:]
+    length = inputs.text.size(1)
+
+    def numbers(count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.float64, device=device)
+
+    def places(*sides: Tensor) -> Tensor:
+        """[a], [b], [c] → [a · b · c, 3]."""
+        return torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1).flatten(0, 2)
+
+    zero = numbers(1)
+    rows, columns = _side(height, width, down, device), _side(width, height, across, device)
+    # Frames before each latent frame.
+    sizes = inputs.frames.sizes(of_time)
+    before = torch.tensor(
+        [sum(sizes[:number]) for number in range(of_time)], dtype=torch.float64, device=device
+    )
+    edges = [columns[:1], columns[-1:]]
+    channels = [
+        places(length + numbers(inputs.sound.size(2)), zero, edge) for edge in edges[: inputs.sound.size(3)]
+    ]
+    clip = places(length + before * (_PER_SECOND / inputs.frame_rate), rows, columns)
+    return torch.cat([places(numbers(length), zero, zero), *channels, clip])
+
+
+def _derive(sizes: Sizes) -> dict[str, Any]:
+    assert sizes.sound is not None
+    return {
+        "in_channels": sizes.input_channels,
+        "audio_in_channels": sizes.sound.channels,
+        "text_dim": sizes.texts[0].width,
+    }
+
+
+RECIPE = Recipe(
+    models=("MiniMaxH3Transformer3DModel",),
+    pipeline="MiniMaxH3ModularPipeline",
+    call={
+        "audio_hidden_states": _sound,
+        "encoder_hidden_states": "text",
+        "timestep": _timestep,
+        # Which of the two times a row has.
+        "timestep_indices": lambda inputs: _of_kinds(inputs, 0, 1, 0),
+        "token_tags": lambda inputs: _of_kinds(inputs, _TEXT, _SOUND_KIND, _CLIP),
+        "position_ids": _places,
+        "text_indices": lambda inputs: _rows(inputs, 0),
+        "audio_indices": lambda inputs: _rows(inputs, 1),
+        "video_indices": lambda inputs: _rows(inputs, 2),
+    },
+    derive=_derive,
+    layout="tokens",
+    sign=-1.0,
+    text=(
+        TextStates(
+            encoders=("qwen3_vl", "qwen3_vl_text"),
+            # Of nothing the encoder has no state.
+            reads=lambda caption: caption or " ",
+            layer=50,
+            has_marks=False,
+        ),
+    ),
+    takes_frame_rate=True,
+    sound=_SOUND,
+    packs=True,
+    published={
+        "data.num_frames": 124,
+        "data.height": 768,
+        "data.width": 1344,
+        "data.frame_rate": 24.0,
+        "text.length": 512,
+        "flow.shift": 12.0,
+        # It was distilled from guided answers, and is asked with a caption alone.
+        "flow.caption_drop": 0.0,
+    },
+    tiny={
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 3,
+        "attention_head_dim": 12,
+        "hidden_size": 36,
+        "ffn_dim": 32,
+        "freq_dim": 32,
+        "time_embed_hidden_dim": 24,
+        "time_embed_dim": 20,
+        "rope_freq_dim": 2,
+    },
+)

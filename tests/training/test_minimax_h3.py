@@ -1,0 +1,377 @@
+"""MiniMax H3: clips and their stereo sound in one sequence, as its pipeline makes them, and the same on any mesh."""
+
+import copy
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from diffusers import MiniMaxH3Blocks, MiniMaxH3ModularPipeline, MiniMaxH3Scheduler
+
+from opensora_accel import Plan
+from opensora_accel.training import build, new_command
+from opensora_accel.training.captions import build_text_encoder, text_shapes
+from opensora_accel.training.codec import LatentFrames, VideoVAE, latent_shape
+from opensora_accel.training.config import config_from_dict, load_config
+from opensora_accel.training.flow import shifted
+from opensora_accel.training.objective import Objective
+from opensora_accel.training.recipes import RECIPES, Inputs, check_recipe
+from opensora_accel.training.samples import sample_latents
+from opensora_accel.training.sections import CodecConfig, TextConfig
+from opensora_accel.training.sound import WaveVAE, build_sound_codec, sound_shape
+from opensora_accel.training.tiny_run import write_clips
+from opensora_accel.verify.pool import RankError
+from tests.tiers import some
+from tests.training.language import qwen3
+from tests.training.runs import losses, tiny_config
+from tests.training.test_loop import curve
+from tests.training.test_recipes import without_rounding
+from tests.training.vaes import ltx2_audio_vae, minimax_h3_audio_vae, minimax_h3_vae
+
+CPU = torch.device("cpu")
+NAME = "MiniMaxH3Transformer3DModel"
+RECIPE = RECIPES[NAME]
+CAPTIONS = ["a rabbit looks up at the sky", "two birds"]
+STEPS = 4
+# Of 22 frames: 7 latent frames, and 37 positions of sound.
+SIZE = (22, 32, 48)
+
+
+class Processor:
+    """Of its encoder's: which tokens are of pictures. None are."""
+
+    def create_mm_token_type_ids(self, ids):
+        return [[0] * len(each) for each in ids]
+
+
+def exact(times, shift):
+    """Its scheduler, held against our times, and given them: its own are rounded to fp32."""
+
+    class Exact(MiniMaxH3Scheduler):
+        def set_timesteps(self, *args, **kwargs):
+            super().set_timesteps(*args, **kwargs)
+            torch.testing.assert_close(self.sigmas.double(), times, atol=1e-6, rtol=0)
+            self.sigmas, self.timesteps = times, 1 - times[:-1]
+
+    return Exact(shift=shift)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """What a pipeline has around the model, in fp64, whose captions have more layers than are looked at."""
+    torch.manual_seed(0)
+    reader, whole = qwen3(RECIPE.text[0], 12, [*CAPTIONS, "gradient of colour number 0 1 2 3 4"])
+    return SimpleNamespace(
+        reader=reader,
+        whole=whole,
+        vae=minimax_h3_vae().double().eval(),
+        audio_vae=minimax_h3_audio_vae().double().eval(),
+    )
+
+
+@pytest.fixture(scope="module")
+def made(parts):
+    """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
+    num_frames, height, width = SIZE
+    config = config_from_dict(
+        {
+            "data": {"num_frames": num_frames, "height": height, "width": width},
+            "model": {"class_name": NAME, "config": dict(RECIPE.tiny)},
+            "text": {"length": 12, "width": 32},
+            "flow": {"shift": 12.0, "sample_steps": STEPS},
+        },
+        "the test",
+    )
+    codec, sounds = VideoVAE(parts.vae), WaveVAE(parts.audio_vae)
+    arguments = RECIPE.tiny | {"in_channels": 4, "audio_in_channels": 4, "text_dim": 32}
+    torch.manual_seed(0)
+    model = build.model_class(config.model)(**arguments).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    shape, (bucket,) = latent_shape(codec, *SIZE), config.data.sizes
+    around = {bucket: shape}, {bucket: build.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
+    objective = Objective(config, RECIPE, codec, [parts.reader], None, None, sounds, model, model, *around)
+    times = RECIPE.sample_times(STEPS, 12.0)
+    pipeline = MiniMaxH3Blocks().init_pipeline()
+    pipeline.update_components(
+        vae=parts.vae,
+        audio_vae=parts.audio_vae,
+        transformer=model,
+        text_encoder=parts.whole,
+        tokenizer=parts.reader.tokenizer,
+        processor=Processor(),
+        scheduler=exact(times, 12.0),
+        audio_scheduler=exact(shifted(times, 3 / 12), 3.0),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return SimpleNamespace(objective=objective, pipeline=pipeline, bucket=bucket, shape=shape)
+
+
+def noise_of(made, num_samples):
+    rng = torch.Generator().manual_seed(1)
+    shapes = made.shape, made.objective.sound_latents(made.bucket)
+    return [torch.randn(num_samples, *shape, dtype=torch.float64, generator=rng) for shape in shapes]
+
+
+def test_a_sample_is_the_pipelines(made, monkeypatch):
+    """Of captions of two lengths, whose clips the pipeline makes one by one."""
+    # It makes 5 to 15 seconds, whatever its model can.
+    monkeypatch.setattr(MiniMaxH3ModularPipeline, "min_duration", 0.0)
+    noise, size = noise_of(made, 2), made.bucket
+    assert noise[0].shape == (2, 4, 7, 8, 12) and noise[1].shape == (2, 4, 37, 2)
+
+    def expected(row, **given):
+        return made.pipeline(
+            prompt=CAPTIONS[row],
+            num_frames=size.num_frames,
+            height=size.height,
+            width=size.width,
+            num_inference_steps=STEPS + 1,
+            latents=noise[0][row : row + 1],
+            audio_latents=noise[1][row].permute(2, 0, 1),
+            **given,
+        )
+
+    outputs = ["latents", "audio_latents", "videos", "audio", "sampling_rate"]
+    with without_rounding():
+        clips, sounds = found = sample_latents(made.objective, noise, CAPTIONS, size)
+        frames, (samples, rate) = made.objective.codec.decode(clips), made.objective.sounds.decode(sounds)
+        whole = [expected(row, output_type="np", output=outputs) for row in range(2)]
+    assert all((each - before).abs().max() > 0.1 for each, before in zip(found, noise, strict=True))
+    for row, answer in enumerate(whole):
+        assert (clips[row] - answer["latents"][0]).abs().max() < 1e-10
+        assert (sounds[row].permute(2, 0, 1) - answer["audio_latents"]).abs().max() < 1e-10
+        levels = torch.from_numpy(numpy.round(answer["videos"][0] * 255)).int()
+        assert frames[row].shape == levels.shape == (22, 32, 48, 3)
+        assert (frames[row].int() - levels).abs().max() <= 1
+        assert rate == answer["sampling_rate"] == 32000
+        assert samples[row].shape == (2, 37 * 800) and samples[row].std() > 1e-3
+        assert torch.allclose(samples[row].double(), answer["audio"][0], atol=1e-6)
+
+
+def test_clips_and_sound_are_encoded_as_they_are_decoded(parts):
+    """By the VAEs' own calls: pixels as ImageNet's are made unit, and each channel of sound by itself."""
+    codec, sounds, rng = VideoVAE(parts.vae), WaveVAE(parts.audio_vae), torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (2, *SIZE, 3), dtype=torch.uint8, generator=rng)
+    mean, std = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+    pixels = ((frames / 255 - mean) / std).permute(0, 4, 1, 2, 3).double()
+    statistics = [
+        torch.tensor(each, dtype=torch.float64) for each in ((-1.0, 0.0, 0.5, 1.0), (0.5, 1.0, 1.5, 2.0))
+    ]
+    centre, width = (each.view(-1, 1, 1, 1) for each in statistics)
+    with torch.no_grad():
+        expected = (parts.vae.encode(pixels).latent_dist.mode() - centre) / width
+        assert torch.allclose(codec.encode(frames).double(), expected, atol=1e-5)
+        samples = torch.rand(2, 2, 37 * 800, generator=rng, dtype=torch.float64) * 2 - 1
+        found = sounds.encode(samples)
+        for row in range(2):
+            for channel in range(2):
+                alone = parts.audio_vae.encode(samples[row, channel][None, None]).latent_dist.mode()[0]
+                alone = (alone - statistics[0].view(-1, 1)) / statistics[1].view(-1, 1)
+                assert torch.allclose(found[row, ..., channel], alone, atol=1e-6)
+    again, rate = sounds.decode(found)
+    assert again.shape == samples.shape and rate == 32000
+
+
+def test_latent_frames_begin_anew_with_each_chunk():
+    frames = LatentFrames(4, chunk=5, last=2)
+    assert frames.sizes(7) == [1, 4, 4, 4, 4, 1, 4] and frames.num_frames(7) == 22
+    assert [frames.num_latents(each) for each in (5, 22, 39, 124)] == [2, 7, 12, 37]
+    assert frames.numbers(22)[:, :2].tolist() == [[0, 1], [0, 2], [0, 3], [0, 4]]
+    assert frames.numbers(22)[:, -2:].tolist() == [[17, 18], [17, 19], [17, 20], [17, 21]]
+    for wrong, use in (
+        (1, "use 5"),
+        (4, "use 5"),
+        (6, "use 5 or 22"),
+        (21, "use 5 or 22"),
+        (120, "use 107 or 124"),
+    ):
+        with pytest.raises(ValueError, match=f"must be 5 more than a multiple of 17 for this codec; {use}$"):
+            frames.num_latents(wrong)
+    assert VideoVAE(minimax_h3_vae()).frames == frames
+
+
+def test_rows_and_places_of_another_frame_rate():
+    """At 12 frames a second a clip takes twice as long, and so does its sound: a second is 40 long for both."""
+    sound = torch.zeros(1, 4, 73, 2)
+    inputs = Inputs(
+        torch.zeros(1, 4, 7, 4, 6),
+        torch.tensor([500.0]),
+        [torch.zeros(1, 9, 8)],
+        [],
+        frame_rate=12.0,
+        frames=LatentFrames(4, chunk=5, last=2),
+        alpha=12.0,
+        config={"patch_size": (1, 2, 2)},
+        sound=sound,
+    )
+    found = RECIPE.arguments(inputs)
+    assert found["hidden_states"].shape == (1, 42, 16) and found["audio_hidden_states"].shape == (1, 146, 4)
+    places = found["position_ids"]
+    assert places[:9, 0].tolist() == list(range(9)) and not places[:9, 1:].any()
+    assert places[9:82, 0].tolist() == list(range(9, 82)) and places[82:155, 0].tolist() == list(range(9, 82))
+    times = places[155:, 0].unique().tolist()
+    assert times == pytest.approx([9 + 40 / 12 * frame for frame in (0, 1, 5, 9, 13, 17, 18)])
+    # 4 × 6 latents, of a square of 24: sides of 0.816 and 1.225 times its own.
+    assert places[155, 1:].tolist() == pytest.approx([16 * (1 - (4 / 6) ** 0.5), 16 * (1 - 1.5**0.5)])
+    assert places[9:82, 2].unique().tolist() == [places[155, 2]]
+    assert places[82:155, 2].unique().tolist() == [places[157, 2]]
+    # Noise 0.5 of a clip is 0.2 of its sound; times run the other way.
+    assert found["timestep"].tolist() == pytest.approx([0.5, 0.8])
+    assert found["timestep_indices"].bincount().tolist() == [51, 146]
+    assert found["token_tags"].bincount().tolist() == [42, 9, 146]
+
+
+CHANGES = {"model.class_name": NAME, "model.config": dict(RECIPE.tiny), "data.frame_rate": 12.0}
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """Five that hum, with captions of different lengths, of which one says nothing."""
+    folder = write_clips(tmp_path_factory.mktemp("clips"), with_sound=True)
+    lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["caption"] = " ".join(line["caption"].split()[:number])
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+MESHES = [{"ulysses": 3}, {"ring": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "sharding": "zero3"}]
+
+
+@pytest.mark.parametrize("degrees", some(MESHES), ids=str)
+def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, degrees):
+    """Losses, norms and gradients are those of one rank, of clips with captions of different lengths."""
+    found = []
+    changes = CHANGES | {"data.batch_size": 2}
+    for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
+        config = tiny_config(clips, tmp_path / str(number), plan, **changes)
+        found.append(ranks(plan.world_size, curve, config, 3)[0])
+    (losses, norms, gradients), (others, other_norms, other_gradients) = found
+    assert others == pytest.approx(losses, rel=1e-9) and other_norms == pytest.approx(norms, rel=1e-9)
+    for weight, gradient in gradients.items():
+        assert torch.allclose(other_gradients[weight], gradient, rtol=1e-8, atol=1e-11), weight
+    assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+
+
+def loss_of_each(config):
+    """Of a batch, and of each of its clips alone."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    batch = trainer.objective.encode(next(trainer.loader))
+    with torch.no_grad():
+        together = trainer.objective.loss_at(batch, 0.5)
+        alone = []
+        for row in range(len(batch.captions)):
+            one = slice(row, row + 1)
+            sound = type(batch.sound)(batch.sound.latents[one], batch.sound.is_there[one])
+            changes = {"positions": batch.positions[one], "captions": batch.captions[one], "sound": sound}
+            single = copy.copy(batch)
+            for name, value in {**changes, "clean": batch.clean[one]}.items():
+                object.__setattr__(single, name, value)
+            alone.append(trainer.objective.loss_at(single, 0.5))
+    return float(together), [float(each) for each in alone]
+
+
+def test_a_batch_is_its_clips_one_by_one(ranks, clips, tmp_path):
+    config = tiny_config(clips, tmp_path, Plan(precision="fp64"), **CHANGES)
+    together, alone = ranks(1, loss_of_each, config)[0]
+    assert together == pytest.approx(sum(alone) / len(alone), rel=1e-12) and len(set(alone)) == 4
+
+
+def folder_of(parts, folder, model):
+    """A pipeline's folder, as it is published: an index of blocks, and each part in a folder of its own."""
+    for name, part in {
+        "vae": parts.vae,
+        "audio_vae": parts.audio_vae,
+        "text_encoder": parts.whole,
+        "transformer": model,
+    }.items():
+        copy.deepcopy(part).float().save_pretrained(folder / name)
+    parts.reader.tokenizer.save_pretrained(folder / "tokenizer")
+    for name, shift in (("scheduler", 12.0), ("audio_scheduler", 3.0)):
+        MiniMaxH3Scheduler(shift=shift).save_pretrained(folder / name)
+    (folder / "modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline_folder(parts, made, tmp_path_factory):
+    return folder_of(parts, tmp_path_factory.mktemp("pipeline") / "h3", made.objective.model)
+
+
+def test_encoders_from_its_folder(parts, pipeline_folder):
+    """The part that reads is taken of the encoder, from the files of the whole."""
+    config = TextConfig(path=str(pipeline_folder / "text_encoder"), dtype="fp32", length=12)
+    reader = build_text_encoder(config, "", 0, CPU, torch.float32, RECIPE.text)
+    assert reader.shape == (12, 32) and text_shapes(config, RECIPE.text) == [(12, 32)]
+    found = reader.encode(CAPTIONS, CPU, torch.float32)
+    expected = parts.reader.encode(CAPTIONS, CPU, torch.float64)
+    assert torch.allclose(found.double(), expected, atol=1e-4) and expected.abs().max() > 0.1
+    assert reader.num_tokens(CAPTIONS) == [7, 2]
+    # What a tokenizer makes nothing of has a state all the same.
+    assert not reader.encode([""], CPU, torch.float32).any() and reader.num_tokens([""]) == [0]
+    of_sound = CodecConfig(sound_path=str(pipeline_folder / "audio_vae"))
+    assert sound_shape(of_sound, RECIPE.sound).latents(22 / 24) == (4, 37, 2)
+    codec = build_sound_codec(of_sound, RECIPE.sound, CPU, torch.float32)
+    samples = torch.rand(1, 2, 1600) * 2 - 1
+    assert torch.allclose(
+        codec.encode(samples).double(), WaveVAE(parts.audio_vae).encode(samples.double()), atol=1e-4
+    )
+
+
+def test_what_does_not_fit_is_refused(parts, pipeline_folder, tmp_path):
+    shallow = json.loads((pipeline_folder / "text_encoder" / "config.json").read_text())
+    shallow["text_config"]["num_hidden_layers"] = 50
+    (tmp_path / "config.json").write_text(json.dumps(shallow))
+    with pytest.raises(ValueError, match="has 50 layers, and what this model takes is given by the 50th"):
+        text_shapes(TextConfig(path=str(tmp_path)), RECIPE.text)
+    ltx2_audio_vae().save_pretrained(tmp_path / "ltx2")
+    with pytest.raises(
+        ValueError, match="holds 'AutoencoderKLLTX2Audio'; it takes a AutoencoderKLMiniMaxH3Audio"
+    ):
+        sound_shape(CodecConfig(sound_path=str(tmp_path / "ltx2")), RECIPE.sound)
+    description = json.loads((pipeline_folder / "audio_vae" / "config.json").read_text())
+    (tmp_path / "ltx2" / "config.json").write_text(json.dumps(description | {"latents_std": [1.0]}))
+    with pytest.raises(ValueError, match="does not say the latents_std of its 4 channels"):
+        sound_shape(CodecConfig(sound_path=str(tmp_path / "ltx2")), RECIPE.sound)
+    of_references = config_from_dict({"model": {"path": str(tmp_path / "transformer_ref")}}, "the test")
+    with pytest.raises(
+        ValueError, match=r"makes clips from references.*choose the folder transformer beside it"
+    ):
+        check_recipe(RECIPE, of_references)
+
+
+def test_a_configuration_for_its_folder(ranks, clips, pipeline_folder, tmp_path):
+    output = tmp_path / "train.toml"
+    assert new_command.main([str(pipeline_folder), "--data", str(clips), "--output", str(output)]) == 0
+    config = load_config(output)
+    assert (config.flow.shift, config.flow.caption_drop, config.data.frame_rate) == (12.0, 0.0, 24.0)
+    assert config.codec.sound_path == str(pipeline_folder / "audio_vae")
+    values = {"data.num_frames": 5, "data.height": 24, "data.width": 40, "data.frame_rate": 12.0}
+    (losses_of_run,) = ranks(
+        1, losses, replaced(config, output=str(tmp_path / "run"), num_samples=0, **values)
+    )
+    assert len(losses_of_run) == 4 and losses_of_run[0] > 0
+
+
+def replaced(config, **changes):
+    """With values by their full names."""
+    for name, value in changes.items():
+        table, _, key = name.rpartition(".")
+        if table:
+            section = dataclasses.replace(getattr(config, table), **{key: value})
+            config = dataclasses.replace(config, **{table: section})
+        else:
+            config = dataclasses.replace(config, **{key: value})
+    return config
+
+
+def test_an_image_has_no_place_among_its_clips(ranks, clips, pipeline_folder, tmp_path):
+    changes = {"data": {"folder": str(clips), "buckets": ["1x24x40", "5x24x40"], "batch_size": 2}, **CHANGES}
+    changes |= {"codec": {"path": str(pipeline_folder / "vae")}}
+    with pytest.raises(RankError, match=r"data.buckets 1x24x40: data.num_frames \(1\) must be 5 more than"):
+        ranks(1, losses, tiny_config(clips, tmp_path, **changes))
