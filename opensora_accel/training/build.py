@@ -103,7 +103,7 @@ def build_model(
         with _named(bucket, config.data):
             shapes[bucket] = check_sizes(bucket, codec, outline)
     conditioning = conditioning_of(config, codec)
-    check_conditions(config.conditions, config.data.sizes, codec.frames, conditioning)
+    check_conditions(config.conditions, config.data.sizes, codec.latent_frames, conditioning)
     check_conditioning(recipe, conditioning, config)
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
@@ -134,13 +134,14 @@ def is_same(value: Any, needed: Any) -> bool:
 def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     """Where an argument that does not fit may come from."""
     ways = [each for each in recipe.frames if not each.always]
-    extra = max((each.num_channels(codec.channels, codec.frames.temporal) for each in ways), default=0)
+    extra = max((each.num_channels(codec.channels, codec.latent_frames.temporal) for each in ways), default=0)
     pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
     return {
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,
         "image_embed_dim": pictures,
         "image_condition_type": " (first frames that are given are not trained in this family yet)",
+        "visual_cond": " (the trainer's recipe is for those that have channels for frames that are given)",
         "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
         **dict.fromkeys(
@@ -204,9 +205,9 @@ def inputs_of_one(
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
         condition=condition_of_one(config, codec, shape),
         spatial=codec.spatial,
-        frames=codec.frames,
+        latent_frames=codec.latent_frames,
         config=arguments,
-        sound=sound_of_one(config, codec.frames.num_frames(shape[1])),
+        sound=sound_of_one(config, codec.latent_frames.num_frames(shape[1])),
     )
 
 
@@ -314,7 +315,7 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
         input_channels=codec.channels + _condition_channels(config, codec),
         texts=texts,
         spatial=codec.spatial,
-        temporal=codec.frames.temporal,
+        temporal=codec.latent_frames.temporal,
         picture_width=_picture_shape(config)[1] if config.image.is_used else None,
         sound=None if recipe.sound is None else sound_shape(config.codec, recipe.sound),
         arguments=all_arguments(config.model),
@@ -353,7 +354,9 @@ def conditioning_of_all(configs: Sequence[TrainConfig], codec: Codec) -> Conditi
 def _condition_channels(config: TrainConfig, codec: Codec) -> int:
     """Channels of frames that are given, behind those of latents."""
     conditioning = conditioning_of(config, codec)
-    return 0 if conditioning is None else conditioning.num_channels(codec.channels, codec.frames.temporal)
+    return (
+        0 if conditioning is None else conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
+    )
 
 
 def pictures_of(config: TrainConfig) -> PictureStates:
@@ -373,10 +376,13 @@ def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> C
     # Not zeros, which some models take for no picture.
     pictures = torch.ones(1, *_picture_shape(config)) if config.image.is_used else None
     if conditioning.place == "channels":
-        channels = conditioning.num_channels(codec.channels, codec.frames.temporal)
+        channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
         return Condition(torch.zeros(1, channels, *shape[1:]), pictures=pictures)
-    given = (torch.arange(shape[1]) < 1)[None]
-    return Condition(torch.zeros(1, *shape), given, pictures)
+    given, marks = (torch.arange(shape[1]) < 1)[None], None
+    if conditioning.has_channels:
+        channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
+        marks = torch.zeros(1, channels, *shape[1:])
+    return Condition(torch.zeros(1, *shape), given, pictures, marks)
 
 
 def _check_memory(

@@ -40,8 +40,9 @@ _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 _PREFIXES = {
     "llama": ("model.",),
     "gemma2": ("model.",),
-    # Of ones that see pictures too.
+    # The reading part of a model that sees pictures too.
     "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
+    "qwen2_5_vl_text": ("model.language_model.", "language_model.model.", "model."),
     "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
     "clip_text_model": ("text_model.",),
 }
@@ -76,8 +77,8 @@ class TextStates:
     padding: Literal["unseen", "zeroed", "kept"] = "unseen"
     # Where padding stands.
     padding_side: Literal["right", "left"] = "right"
-    # Marks of a beginning or an end, as the tokenizer has them, are there too.
-    has_marks: bool = True
+    # The tokenizer adds those that it has for a beginning and an end.
+    special_tokens: bool = True
     # Classes of diffusers, any of which makes two kinds of states, here side by side, of what all layers give: for
     # clips and for sound. It lies in `text.path_2`. Padding becomes states that it has learned, which the model sees.
     connectors: tuple[str, ...] = ()
@@ -91,7 +92,13 @@ class TextStates:
     def of_small_encoder(self) -> TextStates:
         """Those of an encoder that is drawn: it has learned no template."""
         return dataclasses.replace(
-            self, encoders=("t5",), template="{}", skipped=0, keeps_first=False, layer=None, has_marks=True
+            self,
+            encoders=("t5",),
+            template="{}",
+            skipped=0,
+            keeps_first=False,
+            layer=None,
+            special_tokens=True,
         )
 
     def text_of(self, caption: str) -> str | None:
@@ -173,7 +180,7 @@ class TextEncoder:
             padding_side=self.taken.padding_side,
             truncation=True,
             max_length=num_tokens,
-            add_special_tokens=self.taken.has_marks,
+            add_special_tokens=self.taken.special_tokens,
             return_tensors="pt",
         )
         return tokens["input_ids"], tokens["attention_mask"]
@@ -190,7 +197,7 @@ class TextEncoder:
         if taken.text_of(caption) is None:
             return torch.zeros(1, *self.shape, dtype=dtype, device=device)
         ids, mask = self.tokens(caption)
-        if not mask.any():
+        if not mask.any() and self.connectors is None:
             # A tokenizer may make nothing of it.
             return torch.zeros(1, *self.shape, dtype=dtype, device=device)
         ids, mask = ids.to(device), mask.to(device)
@@ -237,7 +244,7 @@ class TextEncoder:
                     [*read.values()],
                     truncation=True,
                     max_length=end,
-                    add_special_tokens=self.taken.has_marks,
+                    add_special_tokens=self.taken.special_tokens,
                 )["input_ids"]
                 for row, ids in zip(read, tokens, strict=True):
                     found[row] = ids
@@ -505,6 +512,9 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
             f"{option} {folder} has {config.num_hidden_layers} layers, and what this model takes is given by the "
             f"{taken.layer}th, below its end; choose the encoder of the model's pipeline"
         )
+    if taken.layer is not None and taken.layer >= 0:
+        # What lies above is read by nobody. One layer more, or the state would be behind the last norm.
+        config.num_hidden_layers = taken.layer + 1
     return config
 
 

@@ -33,28 +33,41 @@ class LatentFrames:
 
     Most VAEs make one of the first, and one of each 4, or 8, that follow: 9 frames are 1 + 4 + 4. MiniMax H3's begins
     anew with each chunk of 5 latent frames, and a clip ends with the second of a chunk: 22 frames are 1 + 4 + 4 + 4 + 4
-    and 1 + 4.
+    and 1 + 4. By one chunk that is not whole it could decode nothing: so 22 are the fewest.
     """
 
-    # Of each latent frame that does not begin a chunk.
+    # Frames of each latent frame that does not begin a chunk.
     temporal: int
     # Latent frames of a chunk; without chunks the clip is one.
     chunk: int | None = None
     # Latent frames of the last chunk.
     last: int = 1
 
-    def sizes(self, num_latents: int) -> list[int]:
-        """How many frames each latent frame is of."""
-        chunk = self.chunk or num_latents
-        return [self.temporal if number % chunk else 1 for number in range(num_latents)]
+    def starts(self, num_latents: int, device: torch.device | None = None) -> Tensor:
+        """[t]: the number of the first frame of each latent frame."""
+        numbers = torch.arange(num_latents, device=device)
+        return self._within(numbers)[0]
 
     def num_frames(self, num_latents: int) -> int:
-        return sum(self.sizes(num_latents))
+        """The frames of a clip of so many latent frames: where the next one would begin."""
+        start, within = self._within(num_latents - 1)
+        return start + (self.temporal if within else 1)
+
+    def _within(self, number: Any) -> tuple[Any, Any]:
+        """Where a latent frame begins, and which of its chunk it is."""
+        within = number if self.chunk is None else number % self.chunk
+        begin = 0 if self.chunk is None else number // self.chunk * self.unit
+        return begin + (within > 0) * (1 + (within - 1) * self.temporal), within
 
     @property
     def unit(self) -> int:
         """By how many frames one clip may be longer than another."""
-        return self.temporal if self.chunk is None else self.num_frames(self.chunk)
+        return self.temporal if self.chunk is None else 1 + (self.chunk - 1) * self.temporal
+
+    @property
+    def _fewest(self) -> int:
+        """The latent frames of the shortest clip."""
+        return self.last if self.chunk is None or self.chunk == self.last else self.chunk + self.last
 
     def num_latents(self, num_frames: int) -> int:
         """The latent frames of a clip.
@@ -62,23 +75,20 @@ class LatentFrames:
         Raises:
             ValueError: a clip cannot have so many frames.
         """
-        least, unit = self.num_frames(self.last), self.unit
+        least, unit = self.num_frames(self._fewest), self.unit
         more = (num_frames - least) // unit
         if num_frames < least or (num_frames - least) % unit:
-            fitting = [least + each * unit for each in (more, more + 1) if each >= 0]
+            fitting = sorted({least + max(0, each) * unit for each in (more, more + 1)})
             raise ValueError(
-                f"data.num_frames ({num_frames}) must be {least} more than a multiple of {unit} for this codec; use "
-                f"{' or '.join(map(str, fitting))}"
+                f"data.num_frames ({num_frames}) must be {least % unit} more than a multiple of {unit} for this codec; "
+                f"use {' or '.join(map(str, fitting))}"
             )
-        return self.last + more * (self.chunk or 1)
+        return self._fewest + more * (self.chunk or 1)
 
     def numbers(self, num_frames: int) -> Tensor:
         """[temporal, t]: the numbers of the frames of each latent frame; one that stands alone comes each time."""
-        columns, begin = [], 0
-        for size in self.sizes(self.num_latents(num_frames)):
-            columns.append(torch.arange(begin, begin + size).expand(self.temporal))
-            begin += size
-        return torch.stack(columns, dim=1)
+        starts, within = self._within(torch.arange(self.num_latents(num_frames)))
+        return starts + (within > 0) * torch.arange(self.temporal).unsqueeze(1)
 
 
 class Codec(Protocol):
@@ -86,8 +96,7 @@ class Codec(Protocol):
     channels: int
     # Pixels along each side of a latent position.
     spatial: int
-    # Frames per latent frame.
-    frames: LatentFrames
+    latent_frames: LatentFrames
     # What latents of frames that are given are multiplied by, where a model takes those in channels of their own.
     given_scale: float
 
@@ -106,7 +115,7 @@ class Codec(Protocol):
 class SpaceToDepth:
     """Every square of pixels becomes the channels of one position: exact, and nothing to train."""
 
-    frames = LatentFrames(1)
+    latent_frames = LatentFrames(1)
     given_scale = 1.0
 
     def __init__(self, patch: int, dtype: torch.dtype):
@@ -148,16 +157,22 @@ class VideoVAE:
                 # It halves a side from each of its stages to the next, and says so nowhere.
                 spatial = 2 ** (len(config["block_out_channels"]) - 1)
             if isinstance(spatial, int) and isinstance(temporal, int):
-                self.spatial, self.frames = spatial, LatentFrames(temporal)
+                self.spatial, self.latent_frames = spatial, LatentFrames(temporal)
                 break
         else:
             raise ValueError(
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
-                "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi and AutoencoderKLCogVideoX"
+                "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi, AutoencoderKLCogVideoX and "
+                "AutoencoderKLMiniMaxH3"
             )
         chunk = getattr(model, "tokens_chunk_size", None)
         if chunk is not None:
-            self.frames = LatentFrames(temporal, chunk, chunk - config["token_drop"])
+            if config["clip_length"] % temporal != 1:
+                raise ValueError(
+                    f"{type(model).__name__} has chunks of {config['clip_length']} frames, and those known here have 1 "
+                    f"more than a multiple of {temporal}; choose the VAE of the model's pipeline"
+                )
+            self.latent_frames = LatentFrames(temporal, chunk, chunk - config["token_drop"])
 
     def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of latents, [1, C, 1, 1, 1] each, or one for all channels."""
@@ -170,9 +185,11 @@ class VideoVAE:
         std = std / (config.get("scaling_factor") or 1.0)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
-    def _pixels(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation, [3, 1, 1] each, of pixels in −1…1 as the VAE takes them."""
-        found = _PIXELS.get(type(self.model).__name__, ((0.5,) * 3, (0.5,) * 3))
+    def _pixels(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Mean and standard deviation, [3, 1, 1] each, of pixels in −1…1; None where the VAE takes these."""
+        found = _PIXELS.get(type(self.model).__name__)
+        if found is None:
+            return None
         mean, std = (torch.tensor(each).to(like).view(3, 1, 1) for each in found)
         return 2 * mean - 1, 2 * std
 
@@ -181,13 +198,17 @@ class VideoVAE:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         # Before the model is given its work, for which a copy from the host would wait.
         mean, std = self.statistics(frames.device)
-        centre, width = self._pixels(mean)
+        moments = self._pixels(mean)
+        # Some keep their encoder in fp32, whatever the others are in.
+        dtype = next(self.model.encoder.parameters()).dtype
+        pixels = []
         # One by one, so that the values do not depend on which clips come together.
-        units = (
-            _to_unit(frames[row : row + 1], torch.float32, None if shown is None else shown[row : row + 1])
-            for row in range(len(frames))
-        )
-        pixels = [((unit - centre) / width).to(self.model.dtype).transpose(1, 2) for unit in units]
+        for row in range(len(frames)):
+            one = slice(row, row + 1)
+            unit = _to_unit(frames[one], torch.float32, None if shown is None else shown[one])
+            if moments is not None:
+                unit = (unit - moments[0]) / moments[1]
+            pixels.append(unit.to(dtype).transpose(1, 2))
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
         latents = torch.cat([self.model.encode(clip).latent_dist.mode().float() for clip in pixels])
         return (latents - mean) / std
@@ -203,8 +224,10 @@ class VideoVAE:
             more = (torch.zeros(1, dtype=latents.dtype, device=latents.device),)
         # One by one too: no more memory than training has taken to encode them.
         frames = (self.model.decode(clip, *more).sample.transpose(1, 2) for clip in latents.split(1))
-        centre, width = self._pixels(mean)
-        return torch.cat([_to_bytes(each.float() * width + centre) for each in frames])
+        moments = self._pixels(mean)
+        if moments is not None:
+            frames = (each.float() * moments[1] + moments[0] for each in frames)
+        return torch.cat([_to_bytes(each) for each in frames])
 
 
 def build_codec(
@@ -242,7 +265,7 @@ def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> Late
     Raises:
         ValueError: the sizes of the clip do not fit the codec.
     """
-    num_latents = codec.frames.num_latents(num_frames)
+    num_latents = codec.latent_frames.num_latents(num_frames)
     for name, size in (("height", height), ("width", width)):
         check_multiple(f"data.{name}", size, codec.spatial, "the codec")
     return (

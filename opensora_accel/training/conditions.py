@@ -18,6 +18,8 @@ LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token 
     times      0 | t | t
     loss       latent frames 1 and 2: its sampler puts the given one back
 
+Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros.
+
 Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, opensora/utils/train.py). Channels: Wan 2.1
 (arXiv:2503.20314). Where nothing is given (`t2v`), mask and clip are zero, as in Open-Sora.
 """
@@ -47,12 +49,26 @@ class Condition(NamedTuple):
     given: Tensor | None = None
     # [B, N, width], states of the first frames, where the model takes them.
     pictures: Tensor | None = None
+    # [B, C', t, h, w], what is behind, where `given` is, of a model that has channels all the same.
+    marks: Tensor | None = None
 
     def put(self, noisy: Tensor) -> Tensor:
         """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
+        behind = self.latents if self.given is None else self.marks
+        placed = self.in_place(noisy)
+        return placed if behind is None else torch.cat([placed, behind], dim=1)
+
+    def in_place(self, noisy: Tensor) -> Tensor:
+        """[B, C, t, h, w] → the same, with the latents that stand in the place of noisy ones."""
         if self.given is None:
-            return torch.cat([noisy, self.latents], dim=1)
+            return noisy
         return torch.where(self.given[:, None, :, None, None], self.latents, noisy)
+
+    def rows(self, rows: slice) -> Condition:
+        """Those of some of the clips."""
+        return self._replace(
+            **{name: each[rows] for name, each in self._asdict().items() if isinstance(each, Tensor)}
+        )
 
 
 class Given(NamedTuple):
@@ -92,23 +108,28 @@ class Conditioning:
     # The channels are there in a run that gives no frames too, and are zero.
     always: bool = False
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether the model has channels behind those of the noisy clip; of latents in their place, zeros and where."""
+        return self.place == "channels" or self.mask is not None
+
     def num_channels(self, codec_channels: int, temporal: int) -> int:
         """Channels of what is given and its mask, behind those of the noisy clip."""
-        if self.place == "latents":
+        if not self.has_channels:
             return 0
         return codec_channels + {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
 
     def input_channels(self, codec: Codec) -> int:
         """All channels that a model takes, with those of the noisy clip."""
-        return codec.channels + self.num_channels(codec.channels, codec.frames.temporal)
+        return codec.channels + self.num_channels(codec.channels, codec.latent_frames.temporal)
 
     def is_needed(self, kinds: Sequence[str]) -> bool:
         """Whether a model is told anything of clips of which what these kinds say is given."""
-        return self.place == "channels" or any(kind != "t2v" for kind in kinds)
+        return self.has_channels or any(kind != "t2v" for kind in kinds)
 
     def of_nothing(self, like: Tensor, temporal: int) -> Condition | None:
         """What the model gets of clips of latents like [B, C, t, h, w], of which nothing is given."""
-        if self.place == "latents":
+        if not self.has_channels:
             return None
         return Condition(
             like.new_zeros(len(like), self.num_channels(like.size(1), temporal), *like.shape[2:])
@@ -118,7 +139,7 @@ class Conditioning:
         """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w]."""
         if self.in_grey:
             return codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
-        num_latents = codec.frames.num_latents(frames.size(1))
+        num_latents = codec.latent_frames.num_latents(frames.size(1))
         heads = []
         for clip, each in zip(frames, given, strict=True):
             head = codec.encode(clip[None, : each.head])
@@ -142,9 +163,10 @@ def weights_of(config: ConditionsConfig, num_frames: int, latent_frames: LatentF
 def _fitting(config: ConditionsConfig, num_frames: int, latent_frames: LatentFrames) -> dict[str, float]:
     weights = {}
     for kind, weight in config.weights.items():
-        mask = mask_of(KINDS[kind].frames(num_frames).unsqueeze(0), latent_frames)
-        if weight and not mask.all(1).all():
-            weights[kind] = weight
+        if weight:
+            mask = mask_of(KINDS[kind].frames(num_frames).unsqueeze(0), latent_frames)
+            if not mask.all(1).all():
+                weights[kind] = weight
     return weights
 
 
@@ -224,13 +246,16 @@ def encode_condition(
     if conditioned:
         latents[conditioned] = encode(conditioned).to(latents)
     whole = mask.all(1)
-    if conditioning.place == "latents":
-        return Condition(latents, given=whole), whole
 
     def everywhere(mask: Tensor) -> Tensor:
         """[B, n, t] → [B, n, t, h, w], the same at every position of a latent frame."""
         return mask.to(latents)[..., None, None].expand(-1, -1, -1, *like.shape[-2:])
 
+    if conditioning.place == "latents":
+        marks = None
+        if conditioning.has_channels:
+            marks = torch.cat([torch.zeros_like(latents), everywhere(whole[:, None])], dim=1)
+        return Condition(latents, given=whole, marks=marks), whole
     if conditioning.mask == "frames":
         latents = torch.cat([everywhere(mask), latents], dim=1)
     elif conditioning.mask == "latent frames":

@@ -99,8 +99,17 @@ class Expert:
         self.state.optimizer.zero_grad()
 
     def backward(self, batch: Encoded, is_last: bool) -> None:
-        """Adds the gradients of a batch, the last one of the step or not."""
+        """Adds the gradients of a batch, the last one of the step or not.
+
+        What takes a clip a call has a backward of each: of several at once, autograd would hold whole gradients of all
+        sharded parameters until the last.
+        """
         self._batch_plan = self.objective.plans.get(batch.bucket, self.config.plan)
+        parts = [*batch.one_by_one()] if self.objective.recipe.packs else [batch]
+        for number, part in enumerate(parts):
+            self._backward(part, len(parts), is_last=is_last and number == len(parts) - 1)
+
+    def _backward(self, batch: Encoded, num_parts: int, *, is_last: bool) -> None:
         # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
         forward = self.objective.forward
         local: AbstractContextManager[Any] = nullcontext()
@@ -108,7 +117,7 @@ class Expert:
             local = forward.no_sync()
         set_last_microbatch(self.state.model, is_last)
         with local:
-            loss = self.objective.loss(batch) / self.config.optim.accumulation
+            loss = self.objective.loss(batch) / (num_parts * self.config.optim.accumulation)
             loss.backward()
         self._total += loss.detach()
 

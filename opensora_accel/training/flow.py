@@ -237,18 +237,18 @@ def sample(
     predict: Callable[[list[Tensor], Tensor], Sequence[Tensor]],
     noise: Sequence[Tensor],
     times: Tensor,
-    alphas: Sequence[float] = (1.0,),
+    alphas: Sequence[float] | None = None,
 ) -> list[Tensor]:
     """Latents [B, C, …] from noise of that shape, by Euler steps along the times [steps + 1], from 1 to 0.
 
     Args:
         predict: gives the velocity of each stream, for the latents of each and a timestep [B] of the clips.
         noise: of each stream.
-        alphas: by how much the times of each stream are shifted, against those of the clips.
+        alphas: by how much the times of each stream are shifted, against those of the clips; None shifts none.
     """
     latents, first = [*noise], noise[0]
     # Of each stream, from one time to the next: below 0, from noise towards the clip.
-    steps = [shifted(times, alpha).diff().tolist() for alpha in alphas]
+    steps = [shifted(times, alpha).diff().tolist() for alpha in alphas or [1.0] * len(noise)]
     for number, now in enumerate(times[:-1].tolist()):
         timestep = torch.full((first.size(0),), now * TIMESTEPS, dtype=torch.float64, device=first.device)
         velocities = predict(latents, timestep)

@@ -173,7 +173,7 @@ class CachedLatents:
         conditioning: Conditioning | None = None,
     ):
         """Arguments are those of `_KeptByClip`, and how frames that are given are encoded."""
-        self.channels, self.spatial, self.frames = codec.channels, codec.spatial, codec.frames
+        self.channels, self.spatial, self.latent_frames = codec.channels, codec.spatial, codec.latent_frames
         self._conditioning = conditioning
         self._kept = _KeptByClip(codec, build, needed, in_memory=in_memory, stored=stored)
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ _PUBLISHED = {
     "cogvideox-2b": "THUDM/CogVideoX-2b",
     "cogvideox-5b": "THUDM/CogVideoX-5b",
     "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
+    "kandinsky-5-lite": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
     "minimax-h3": "MiniMaxAI/MiniMax-H3",
 }
 
@@ -151,7 +153,7 @@ def _pipeline_folder(name: str) -> Path:
             f"there is no folder {name}; {source} is what goes by that name: `hf download {source} --local-dir {name}` "
             "brings it"
         )
-    what = f"has no {_INDICES[0]}" if folder.is_dir() else "is no folder"
+    what = f"has no {' or '.join(_INDICES)}" if folder.is_dir() else "is no folder"
     raise FileNotFoundError(
         f"{name} {what}; give the local folder of a pipeline of diffusers, as `hf download ID --local-dir {name}` "
         "makes it"
@@ -176,9 +178,10 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     ]
     num_frames = published["data.num_frames"]
     codec = build_codec(CodecConfig(path=str(folder / "vae")), _CPU, torch.float32, outline=True)
-    # Whole patches of latent frames.
-    while codec.frames.num_latents(num_frames) % patches_of(arguments)[0]:
-        num_frames += codec.frames.unit
+    # Whole patches of latent frames. A VAE of another family is refused later, by what it gives the model.
+    with suppress(ValueError):
+        while codec.latent_frames.num_latents(num_frames) % patches_of(arguments)[0]:
+            num_frames += codec.latent_frames.unit
     sees_pictures = recipe.pictures is not None and (folder / "image_encoder").is_dir()
     takes_frames = sees_pictures or any(
         each.place == "channels"
@@ -186,9 +189,15 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         and each.input_channels(codec) == arguments.get("in_channels")
         for each in recipe.frames
     )
+    # Whose weights do not say it.
+    takes_frames = takes_frames or bool(recipe.frames and "I2V" in str(index.get("_class_name")))
     lines += [
         ("data.folder", data, "videos, with metadata.jsonl or a .txt beside each"),
-        ("data.num_frames", num_frames, "as what is published; fewer take less memory"),
+        (
+            "data.num_frames",
+            num_frames,
+            f"as what is published; fewer take less memory: {codec.latent_frames.unit} less, or twice as many",
+        ),
         ("data.height", published["data.height"], ""),
         ("data.width", published["data.width"], ""),
         *(
@@ -212,7 +221,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         (
             "text.length",
             arguments.get("max_text_seq_length", published["text.length"]),
-            "tokens of a caption, as it was trained",
+            "tokens of a caption; longer ones are cut",
         ),
     ]
     if len(recipe.text) == 2:
@@ -230,6 +239,11 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     if rank:
         lines += [
             ("lora.rank", rank, "adapters; without this table all weights are trained"),
+            *(
+                [("lora.targets", [*published["lora.targets"]], "ends of the names of its layers")]
+                if "lora.targets" in published
+                else []
+            ),
             ("optim.lr", 1e-4, ""),
         ]
     else:

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +77,21 @@ class Encoded:
     sound: EncodedSound | None = None
     # Bool [B], the clips on which adapters change nothing; None where the run has no such clips.
     is_regularisation: Tensor | None = None
+
+    def one_by_one(self) -> Iterator[Encoded]:
+        """A batch of each of its clips."""
+        for row in range(len(self.captions)):
+            one = slice(row, row + 1)
+            yield Encoded(
+                self.bucket,
+                self.positions[one],
+                self.captions[one],
+                self.clean[one],
+                None if self.condition is None else self.condition.rows(one),
+                None if self.learned is None else self.learned[one],
+                None if self.sound is None else EncodedSound(*(each[one] for each in self.sound)),
+                None if self.is_regularisation is None else self.is_regularisation[one],
+            )
 
     def streams(self, seed: int, noise_offset: float = 0.0, sound_alpha: float = 1.0) -> list[Stream]:
         """What is learned of the batch, with noise by the samples' positions; the times of sound are shifted."""
@@ -182,7 +197,7 @@ class Objective:
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.draw_times(config, alpha, seed, batch.positions)
         predict = partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition)
-        streams = batch.streams(seed, config.noise_offset, self.alphas(batch.bucket)[-1])
+        streams = batch.streams(seed, config.noise_offset, self.sound_alpha(batch.bucket))
         if batch.is_regularisation is not None:
             streams = self._kept_as_it_is(streams, times, batch.is_regularisation, predict)
         return flow_loss(
@@ -220,7 +235,7 @@ class Objective:
         expert = self.at(times * TIMESTEPS)
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
-            batch.streams(self.config.seed, sound_alpha=self.alphas(batch.bucket)[-1]),
+            batch.streams(self.config.seed, sound_alpha=self.sound_alpha(batch.bucket)),
             times,
             weights=None if self.recipe.levels is None else variance(times),
         )
@@ -253,8 +268,8 @@ class Objective:
                     ends = torch.tensor(length)
                     masks.append((torch.arange(text.size(1)) < ends[:, None]).to(self.device))
         if condition is None and self.conditioning is not None:
-            condition = self.conditioning.of_nothing(noisy[0], self.codec.frames.temporal)
-        sizes = self.frame_rate, self.codec.spatial, self.codec.frames
+            condition = self.conditioning.of_nothing(noisy[0], self.codec.latent_frames.temporal)
+        sizes = self.frame_rate, self.codec.spatial, self.codec.latent_frames
         config: Any = self.model.config
         inputs = Inputs(
             noisy[0],
@@ -273,13 +288,12 @@ class Objective:
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
             return self.recipe.predict(self.forward, inputs)
 
-    def alphas(self, bucket: Bucket) -> list[float]:
-        """By how much the times of each stream are shifted against those of the clips, of this size."""
-        if self.sounds is None:
-            return [1.0]
+    def sound_alpha(self, bucket: Bucket) -> float:
+        """By how much the times of sound are shifted against those of clips of this size."""
         of_sound = self.recipe.sound
-        assert of_sound is not None
-        return [1.0, 1.0 if of_sound.shift is None else of_sound.shift / self.time_shift(bucket)]
+        if of_sound is None or of_sound.shift is None:
+            return 1.0
+        return of_sound.shift / self.time_shift(bucket)
 
     def time_shift(self, bucket: Bucket) -> float:
         """α of clips of this size."""
@@ -307,7 +321,7 @@ class Objective:
         def encode(rows: list[int]) -> Tensor:
             return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
 
-        sizes = frames.size(1), self.codec.frames
+        sizes = frames.size(1), self.codec.latent_frames
         condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like)
         if self.pictures is not None:
             shape = len(frames), self.pictures.num_states, self.pictures.width
@@ -384,7 +398,7 @@ class Objective:
     def _draw_conditions(self, bucket: Bucket, positions: Sequence[int]) -> list[str]:
         config = self.config
         return draw_conditions(
-            config.conditions, bucket.num_frames, self.codec.frames, config.seed, positions
+            config.conditions, bucket.num_frames, self.codec.latent_frames, config.seed, positions
         )
 
 

@@ -59,6 +59,8 @@ def job_of(config: TrainConfig) -> Job:
         ValueError, FileNotFoundError: as `planned_sizes` and `frozen_parts`.
     """
     config.refuse_two_experts("the planner counts")
+    data, optim = config.data, config.optim
+    packs = build.recipe_of(config.model).packs
     sizes = {size.name: size for size in planned_sizes(config)}
 
     def with_batch(name: str, batch: int) -> Workload:
@@ -81,9 +83,10 @@ def job_of(config: TrainConfig) -> Job:
             bool(config.optim.ema_decay),
             {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
         ),
-        config.data.batch_size,
-        config.optim.accumulation,
-        lambda workload, batch: with_batch(workload.name, batch),
+        # What takes a clip a call has a pass of each.
+        data.batch_size * optim.accumulation if packs else data.batch_size,
+        optim.accumulation,
+        None if packs else lambda workload, batch: with_batch(workload.name, batch),
     )
 
 
@@ -119,7 +122,7 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         with torch.device("meta"):
             outline: Any = true.model()
         tokens = build.tokens_per_sample(true.latents, outline)
-        heads = int(outline.config.num_attention_heads)
+        heads = build.recipe_of(config.model).num_heads(outline.config)
         sizes.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
     return sizes
 

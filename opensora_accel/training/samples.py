@@ -81,7 +81,7 @@ def sample_clips(
     samples: dict[int, SampledClip] = {}
     for bucket in dict.fromkeys(video.bucket for video in videos):
         numbers = [number for number, video in enumerate(videos) if video.bucket == bucket]
-        weights = weights_of(config.conditions, bucket.num_frames, objective.codec.frames)
+        weights = weights_of(config.conditions, bucket.num_frames, objective.codec.latent_frames)
         kind = max(weights, key=weights.__getitem__)
         clips = [
             Clip(videos[number].file, _middle(videos[number], config.data), bucket) for number in numbers
@@ -175,10 +175,10 @@ def sample_latents(
         guided,
         noise,
         recipe.sample_times(config.sample_steps, objective.time_shift(bucket)),
-        objective.alphas(bucket),
+        [1.0, objective.sound_alpha(bucket)][: len(noise)],
     )
     # What was given in the place of noise is put back; what was given beside it, the model has made.
-    return [clips if condition is None or condition.given is None else condition.put(clips), *others]
+    return [clips if condition is None else condition.in_place(clips), *others]
 
 
 def _middle(video: Video, config: DataConfig) -> int:

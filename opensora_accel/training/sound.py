@@ -1,13 +1,12 @@
 """The sound of clips becomes latents, by an audio VAE that is not trained or by folding it, and latents become sound.
 
-A clip of 49 frames at 24 a second lasts 2.04 seconds. LTX-2 has 25 latents of sound a second, so 51 of them, and
-MiniMax H3 has 40, so 82:
+LTX-2 has 25 latents of sound a second, and MiniMax H3 has 40. Of two seconds:
 
-    LTX-2's VAE      16,000 samples a second, 640 to a position: 32,640 of two channels → a log-mel spectrogram of
-                     201 × 64, of which 4 × 4 become a position → latents [8, 51, 16] → its vocoder → 24,000 a second
-    without it       8,000 a second, 320 to a position: 16,320 samples → latents [20, 51, 16]
-    MiniMax H3's     32,000 a second, 800 to a position, each of two channels by itself: 65,600 → latents [32, 82, 2]
-    without it       8,000 a second, 200 to a position: 16,400 samples → latents [200, 82, 1]
+    LTX-2's VAE      16,000 samples a second, 640 to a position: 32,000 of two channels → a log-mel spectrogram of
+                     197 × 64, of which 4 × 4 become a position → latents [8, 50, 16] → its vocoder → 24,000 a second
+    without it       8,000 a second, 320 to a position: 16,000 samples → latents [20, 50, 16]
+    MiniMax H3's     32,000 a second, 800 to a position, each of two channels by itself: 64,000 → latents [32, 80, 2]
+    without it       8,000 a second, 200 to a position: 16,000 samples → latents [200, 80, 1]
 
 The spectrogram is the one that LTX-2's VAE was trained on (ltx_core/model/audio_vae/ops.py).
 """

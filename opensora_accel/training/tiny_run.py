@@ -54,7 +54,7 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
     # Two experts go the same way, one after the other: what holds for one at its times holds for the other.
     config = config.experts[0]
     with_sound = build.recipe_of(config.model).makes_sound
-    tiny = tiny_config(config, write_clips(folder / "clips", with_sound=with_sound))
+    tiny = tiny_config(config, write_clips(folder / "clips", with_sound=with_sound, of_lengths=True))
     true = TrueSize.of(config)
     return Proof(
         step=TrainerStep(tiny),
@@ -143,7 +143,7 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None) -> Model
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known and name not in derived}
-    if conditioning is not None:
+    if conditioning is not None and "in_channels" in known:
         # By its channels a model says how it takes frames.
         channels = 3 * _PATCH**2
         arguments["in_channels"] = channels + conditioning.num_channels(channels, 1)
@@ -205,7 +205,7 @@ class TrueSize:
     condition: Condition | None
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int
-    frames: LatentFrames
+    latent_frames: LatentFrames
     # Clips of all data ranks together.
     batch_size: int
     texts: Sequence[TextShape]
@@ -224,7 +224,7 @@ class TrueSize:
         condition = build.condition_of_one(config, codec, latents)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
-        compression = codec.spatial, codec.frames
+        compression = codec.spatial, codec.latent_frames
         sound = build.sound_of_one(config, largest.num_frames)
         return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound)
 
@@ -244,6 +244,9 @@ class TrueSize:
                 torch.randn(batch, *condition.latents.shape[1:], dtype=dtype),
                 None if condition.given is None else condition.given.expand(batch, -1),
                 None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
+                None
+                if condition.marks is None
+                else torch.zeros(batch, *condition.marks.shape[1:], dtype=dtype),
             )
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
         return Inputs(
@@ -253,7 +256,7 @@ class TrueSize:
             text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in self.texts],
             condition=condition,
             spatial=self.spatial,
-            frames=self.frames,
+            latent_frames=self.latent_frames,
             config=build.all_arguments(self.config.model) | self.arguments,
             sound=sound,
             num_tokens=[[each.length] * batch for each in self.texts],
@@ -274,13 +277,20 @@ class TrueSize:
         init_parallel(run.plan, "cpu")
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
         batch = max(1, self.batch_size // run.data_size)
-        recipe, drawn = build.recipe_of(self.config.model), self.inputs(batch)
+        recipe = build.recipe_of(self.config.model)
+        # What takes a clip a call has a backward of each.
+        num_passes, batch = (batch, 1) if recipe.packs else (1, batch)
+        drawn = self.inputs(batch)
 
         def predict(noisy: list[torch.Tensor], timestep: torch.Tensor) -> list[torch.Tensor]:
             """noisy [B, ...] of each stream and timestep [B] → their velocities."""
             sound = noisy[1] if len(noisy) == 2 else None
             inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timestep, sound=sound)
             return recipe.predict(forward, inputs)
+
+        def all_clips(is_last: bool) -> None:
+            for number in range(num_passes):
+                one_pass(is_last and number == num_passes - 1)
 
         def one_pass(is_last: bool) -> None:
             is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
@@ -290,13 +300,20 @@ class TrueSize:
                 streams = [Stream(each, torch.randn_like(each)) for each in clean]
                 flow_loss(predict, streams, torch.rand(batch)).backward()
 
-        return one_pass
+        return all_clips
 
 
-def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12, *, with_sound: bool = False) -> Path:
+def write_clips(
+    folder: Path,
+    num_videos: int = 5,
+    num_frames: int = 12,
+    *,
+    with_sound: bool = False,
+    of_lengths: bool = False,
+) -> Path:
     """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing.
 
-    With sound each hums another tone.
+    With sound each hums another tone. With `of_lengths` the captions are of different lengths.
     """
     from opensora_accel.training.samples import write_video
 
@@ -309,8 +326,8 @@ def write_clips(folder: Path, num_videos: int = 5, num_frames: int = 12, *, with
         seconds = torch.arange(8000 * num_frames // 12) / 8000
         hum = (0.3 * torch.sin(2 * torch.pi * 110 * (1 + number) * seconds))[None], 8000
         write_video(folder / f"{number}.mp4", frames, 12, hum if with_sound else None)
-        lines.append(
-            json.dumps({"file": f"{number}.mp4", "caption": f"a gradient of colour number {number}"})
-        )
+        words = f"a gradient of colour number {number}".split()
+        caption = " ".join(words[number % 3 :] if of_lengths else words)
+        lines.append(json.dumps({"file": f"{number}.mp4", "caption": caption}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder

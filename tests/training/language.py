@@ -10,21 +10,30 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from opensora_accel.training.captions import TextEncoder
 
 
-def words_of(template, captions):
+class Processor(transformers.PreTrainedTokenizerFast):
+    """A tokenizer that is given pictures too, as Qwen's; there are none."""
+
+    def __call__(self, text=None, images=None, videos=None, **options):
+        return super().__call__(text, **options)
+
+
+# As which it is saved.
+Processor.__name__ = "PreTrainedTokenizerFast"
+
+
+def words_of(template, captions, kind=transformers.PreTrainedTokenizerFast):
     """A tokenizer that knows every word and mark of a template and of the captions."""
     words = re.findall(r"[^\W_]+|[^\w\s]|_", " ".join([template, *captions]))
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<pad>", "<unk>", *words]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     pre = tokenizers.pre_tokenizers
     tokenizer.pre_tokenizer = pre.Sequence([pre.WhitespaceSplit(), pre.Punctuation("isolated")])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", padding_side="right"
-    )
+    return kind(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", padding_side="right")
 
 
-def in_template(kind, taken, length, captions, **options):
+def in_template(kind, taken, length, captions, reader=transformers.PreTrainedTokenizerFast, **options):
     """A language model that reads captions in a template."""
-    tokenizer = words_of(taken.template, captions)
+    tokenizer = words_of(taken.template, captions, reader)
     config = small_config(kind, tokenizer, **options)
     return TextEncoder(tokenizer, getattr(transformers, f"{kind}Model")(config).double(), length, taken)
 
@@ -83,9 +92,8 @@ def gemma3(taken, length, captions, *, per_stream=False):
 def qwen(taken, length, captions):
     """Its tokenizer knows the template as that of a chat."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
-    encoder = in_template(
-        "Qwen2_5_VLText", taken, length, captions, num_key_value_heads=2, rope_parameters=rope
-    )
+    options = {"num_key_value_heads": 2, "rope_parameters": rope}
+    encoder = in_template("Qwen2_5_VLText", taken, length, captions, Processor, **options)
     encoder.tokenizer.chat_template = (
         "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -120,7 +120,7 @@ def test_frames_that_are_not_given_leave_no_trace():
         def encode(rows):
             return WAN.encode(codec, frames[rows], [given[row] for row in rows])
 
-        condition, whole = encode_condition(WAN, encode, given, 5, codec.frames, codec.encode(frames))
+        condition, whole = encode_condition(WAN, encode, given, 5, codec.latent_frames, codec.encode(frames))
         assert condition.given is None
         assert (~whole).tolist() == [[True] * 5, [False] + [True] * 4, [False, True, True, True, False]]
         return condition.latents
@@ -252,6 +252,7 @@ OTHER_WAYS = {
     "LTXVideoTransformer3DModel": {},
     "LTX2VideoTransformer3DModel": {},
     "SanaVideoTransformer3DModel": {},
+    "Kandinsky5Transformer3DModel": {},
     "CogVideoXTransformer3DModel": {},
     "HunyuanVideo15Transformer3DModel": {"conditions.t2v": 0, "image.width": 8},
 }
@@ -302,9 +303,11 @@ def test_given_frames_are_learned_where_a_sampler_makes_them(ranks, folder, tmp_
     given = {"conditions.t2v": 0, "conditions.i2v_head": 1}
     ltx = {"model.class_name": "LTXVideoTransformer3DModel"}
     ltx |= {"model.config": dict(RECIPES[ltx["model.class_name"]].tiny)}
+    kandinsky = {"model.class_name": "Kandinsky5Transformer3DModel"}
+    kandinsky |= {"model.config": dict(RECIPES[kandinsky["model.class_name"]].tiny)}
     rows = [[False] + [True] * 4] * 4
     for number, (changes, expected) in enumerate(
-        (({}, None), ({"conditions.learn_given": False}, rows), (ltx, rows))
+        (({}, None), ({"conditions.learn_given": False}, rows), (ltx, rows), (kandinsky, rows))
     ):
         config = tiny_config(folder, tmp_path / str(number), Plan(), **given, **changes)
         found, of_text = ranks(1, learned, config)[0]

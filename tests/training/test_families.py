@@ -12,6 +12,7 @@ from opensora_accel.training import build
 from opensora_accel.training.captions import text_shapes
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.recipes import RECIPES
+from opensora_accel.training.sections import LoraConfig
 from tests.tiers import some
 from tests.training.runs import tiny_config
 
@@ -99,7 +100,11 @@ def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_p
         # Some begin at zero, and would hide an adapter behind them.
         torch.nn.init.normal_(parameter, std=0.1)
     base.save_pretrained(tmp_path / "base")
-    options = {"lora.rank": 2, "optim.lr": 0.1, "optim.warmup_steps": 0, "optim.ema_decay": 0.5}
+    options = {
+        "lora.rank": 2,
+        "lora.targets": RECIPES[name].published.get("lora.targets", LoraConfig().targets),
+    }
+    options |= {"optim.lr": 0.1, "optim.warmup_steps": 0, "optim.ema_decay": 0.5}
     config = config_of(name, clips, tmp_path / "run", model={"path": str(tmp_path / "base")}, **options)
     of_run, loaded, without = ranks(1, adapted, config)[0]
     error, effect = (loaded - of_run).abs().max(), (of_run - without).abs().max()

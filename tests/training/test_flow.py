@@ -236,7 +236,7 @@ def test_a_diffusers_vae_from_a_folder(tmp_path):
     )
     vae.save_pretrained(tmp_path)
     codec = build_codec(CodecConfig(path=str(tmp_path), dtype="fp32"), CPU, torch.float32)
-    assert (codec.channels, codec.spatial, codec.frames.temporal) == (16, 8, 4)
+    assert (codec.channels, codec.spatial, codec.latent_frames.temporal) == (16, 8, 4)
     frames = torch.randint(0, 256, (1, 5, 16, 24, 3), dtype=torch.uint8)
     latents = codec.encode(frames)
     assert latents.shape[1:] == latent_shape(codec, 5, 16, 24) == (16, 2, 2, 3)
@@ -272,7 +272,7 @@ def test_compression_of_the_vaes_of_diffusers(name, expected):
             VideoVAE(model)
     else:
         codec = VideoVAE(model)
-        assert (codec.channels, codec.spatial, codec.frames.temporal) == expected
+        assert (codec.channels, codec.spatial, codec.latent_frames.temporal) == expected
 
 
 def test_sizes_and_folders_that_do_not_fit(tmp_path):

@@ -177,20 +177,16 @@ def test_clips_and_sound_are_encoded_as_they_are_decoded(parts):
 
 def test_latent_frames_begin_anew_with_each_chunk():
     frames = LatentFrames(4, chunk=5, last=2)
-    assert frames.sizes(7) == [1, 4, 4, 4, 4, 1, 4] and frames.num_frames(7) == 22
-    assert [frames.num_latents(each) for each in (5, 22, 39, 124)] == [2, 7, 12, 37]
+    assert frames.starts(7).tolist() == [0, 1, 5, 9, 13, 17, 18] and frames.num_frames(7) == 22
+    assert [frames.num_latents(each) for each in (22, 39, 124)] == [7, 12, 37]
     assert frames.numbers(22)[:, :2].tolist() == [[0, 1], [0, 2], [0, 3], [0, 4]]
     assert frames.numbers(22)[:, -2:].tolist() == [[17, 18], [17, 19], [17, 20], [17, 21]]
-    for wrong, use in (
-        (1, "use 5"),
-        (4, "use 5"),
-        (6, "use 5 or 22"),
-        (21, "use 5 or 22"),
-        (120, "use 107 or 124"),
-    ):
-        with pytest.raises(ValueError, match=f"must be 5 more than a multiple of 17 for this codec; {use}$"):
+    for wrong, use in ((1, "22"), (5, "22"), (21, "22"), (23, "22 or 39"), (120, "107 or 124")):
+        with pytest.raises(
+            ValueError, match=f"must be 5 more than a multiple of 17 for this codec; use {use}$"
+        ):
             frames.num_latents(wrong)
-    assert VideoVAE(minimax_h3_vae()).frames == frames
+    assert VideoVAE(minimax_h3_vae()).latent_frames == frames
 
 
 def test_rows_and_places_of_another_frame_rate():
@@ -202,7 +198,7 @@ def test_rows_and_places_of_another_frame_rate():
         [torch.zeros(1, 9, 8)],
         [],
         frame_rate=12.0,
-        frames=LatentFrames(4, chunk=5, last=2),
+        latent_frames=LatentFrames(4, chunk=5, last=2),
         alpha=12.0,
         config={"patch_size": (1, 2, 2)},
         sound=sound,
@@ -230,7 +226,7 @@ CHANGES = {"model.class_name": NAME, "model.config": dict(RECIPE.tiny), "data.fr
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
     """Five that hum, with captions of different lengths, of which one says nothing."""
-    folder = write_clips(tmp_path_factory.mktemp("clips"), with_sound=True)
+    folder = write_clips(tmp_path_factory.mktemp("clips"), num_frames=24, with_sound=True)
     lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
     for number, line in enumerate(lines):
         line["caption"] = " ".join(line["caption"].split()[:number])
@@ -245,7 +241,7 @@ MESHES = [{"ulysses": 3}, {"ring": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "sha
 def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, degrees):
     """Losses, norms and gradients are those of one rank, of clips with captions of different lengths."""
     found = []
-    changes = CHANGES | {"data.batch_size": 2}
+    changes = CHANGES | {"data.batch_size": 4}
     for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
         config = tiny_config(clips, tmp_path / str(number), plan, **changes)
         found.append(ranks(plan.world_size, curve, config, 3)[0])
@@ -257,29 +253,22 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, degrees):
 
 
 def loss_of_each(config):
-    """Of a batch, and of each of its clips alone."""
+    """Of a batch, and of each of its clips alone; and the lengths of their captions."""
     from opensora_accel.training.loop import Trainer
 
     trainer = Trainer(config)
-    batch = trainer.objective.encode(next(trainer.loader))
+    objective = trainer.objective
+    batch = objective.encode(next(trainer.loader))
     with torch.no_grad():
-        together = trainer.objective.loss_at(batch, 0.5)
-        alone = []
-        for row in range(len(batch.captions)):
-            one = slice(row, row + 1)
-            sound = type(batch.sound)(batch.sound.latents[one], batch.sound.is_there[one])
-            changes = {"positions": batch.positions[one], "captions": batch.captions[one], "sound": sound}
-            single = copy.copy(batch)
-            for name, value in {**changes, "clean": batch.clean[one]}.items():
-                object.__setattr__(single, name, value)
-            alone.append(trainer.objective.loss_at(single, 0.5))
-    return float(together), [float(each) for each in alone]
+        together, alone = objective.loss(batch), [objective.loss(each) for each in batch.one_by_one()]
+    return float(together), [float(each) for each in alone], objective.texts[0].num_tokens(batch.captions)
 
 
 def test_a_batch_is_its_clips_one_by_one(ranks, clips, tmp_path):
     config = tiny_config(clips, tmp_path, Plan(precision="fp64"), **CHANGES)
-    together, alone = ranks(1, loss_of_each, config)[0]
+    together, alone, lengths = ranks(1, loss_of_each, config)[0]
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-12) and len(set(alone)) == 4
+    assert len(set(lengths)) > 1
 
 
 def folder_of(parts, folder, model):
@@ -351,7 +340,7 @@ def test_a_configuration_for_its_folder(ranks, clips, pipeline_folder, tmp_path)
     config = load_config(output)
     assert (config.flow.shift, config.flow.caption_drop, config.data.frame_rate) == (12.0, 0.0, 24.0)
     assert config.codec.sound_path == str(pipeline_folder / "audio_vae")
-    values = {"data.num_frames": 5, "data.height": 24, "data.width": 40, "data.frame_rate": 12.0}
+    values = {"data.num_frames": 22, "data.height": 24, "data.width": 40, "data.frame_rate": 12.0}
     (losses_of_run,) = ranks(
         1, losses, replaced(config, output=str(tmp_path / "run"), num_samples=0, **values)
     )
@@ -371,7 +360,7 @@ def replaced(config, **changes):
 
 
 def test_an_image_has_no_place_among_its_clips(ranks, clips, pipeline_folder, tmp_path):
-    changes = {"data": {"folder": str(clips), "buckets": ["1x24x40", "5x24x40"], "batch_size": 2}, **CHANGES}
+    changes = {"data": {"folder": str(clips), "buckets": ["1x24x40", "22x24x40"], "batch_size": 2}, **CHANGES}
     changes |= {"codec": {"path": str(pipeline_folder / "vae")}}
     with pytest.raises(RankError, match=r"data.buckets 1x24x40: data.num_frames \(1\) must be 5 more than"):
         ranks(1, losses, tiny_config(clips, tmp_path, **changes))

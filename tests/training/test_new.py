@@ -57,6 +57,7 @@ SHIFTS = {
     "HunyuanVideoTransformer3DModel": 7.0,
     "HunyuanVideo15Transformer3DModel": 5.0,
     "SanaVideoTransformer3DModel": 8.0,
+    "Kandinsky5Transformer3DModel": 5.0,
 }
 
 
@@ -153,7 +154,7 @@ def test_what_cannot_be_written_is_told(pipelines, tmp_path, monkeypatch):
     for arguments, message in (
         (["wan2.2-t2v"], r"Wan-AI/Wan2\.2-T2V-A14B-Diffusers .* `hf download .* --local-dir wan2\.2-t2v`"),
         (["nowhere"], r"nowhere is no folder; give the local folder of a pipeline"),
-        ([str(tmp_path)], r"has no model_index\.json; give"),
+        ([str(tmp_path)], r"has no model_index\.json or modular_model_index\.json; give"),
         ([str(folder), "--output", "there.toml"], r"there\.toml exists; name another"),
         ([str(folder), "--output", "x.json"], r"--output is a \.toml file"),
         ([str(folder), "--rank", "0"], r"at least 1; --full trains all weights; got 0"),

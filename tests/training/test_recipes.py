@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from opensora_accel.precision import LiftOperations
@@ -122,6 +123,7 @@ FAMILIES = {
     "HunyuanVideo15Transformer3DModel": Family(
         hunyuan_video15_vae, {"shift": 5.0}, 5.0, (9, 64, 96), length=96
     ),
+    "Kandinsky5Transformer3DModel": Family(hunyuan_video_vae, {"shift": 5.0}, 5.0, (9, 32, 48), length=64),
     "SanaVideoTransformer3DModel": Family(
         wan_vae, {"shift": 8.0}, 8.0, (9, 32, 64), {"use_resolution_binning": False}
     ),
@@ -202,6 +204,7 @@ FROM_FRAMES = {
         vae=functools.partial(cogvideox_vae, invert_scale_latents=True),
     ),
     "SANA-Video": FromFrame("SanaVideoTransformer3DModel", "SanaImageToVideoPipeline"),
+    "Kandinsky 5": FromFrame("Kandinsky5Transformer3DModel", "Kandinsky5I2VPipeline"),
     "HunyuanVideo 1.5": FromFrame(
         "HunyuanVideo15Transformer3DModel", "HunyuanVideo15ImageToVideoPipeline", picture_width=8
     ),
@@ -229,6 +232,7 @@ def encoders(name):
         "llama": lambda each: llama(each, length, CAPTIONS),
         "clip_text_model": lambda each: clip(each, small.tokenizer),
         "qwen2_5_vl_text": lambda each: qwen(each, length, CAPTIONS),
+        "qwen2_5_vl": lambda each: qwen(each, length, CAPTIONS),
         "gemma2": lambda each: gemma(each, length, CAPTIONS),
         "gemma3": lambda each: gemma3(each, length, CAPTIONS, per_stream="2.3" in name),
     }
@@ -336,6 +340,13 @@ def as_given(made, latents):
     return made.objective.recipe.arguments(inputs)["hidden_states"]
 
 
+def in_channels(made, latents):
+    """Kandinsky's pipeline leaves channels of frames that are given out, where it is given noise."""
+    if "Kandinsky" not in made.objective.recipe.pipeline:
+        return latents
+    return torch.nn.functional.pad(latents, (0, latents.size(-1) + 1))
+
+
 def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **given):
     """Of the pipeline's own making, from captions on: frames or latents, or the whole answer."""
     size = made.bucket
@@ -349,6 +360,13 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
         "max_sequence_length": made.objective.config.text.length,
     }
     known = inspect.signature(made.pipeline.__call__).parameters
+    if made.objective.recipe.packs and len(captions) > 1:
+        # It pads the captions of several clips, and sees the padding.
+        rows = [
+            by_pipeline(made, noise[row : row + 1], output_type, captions[row : row + 1], **given)
+            for row in range(len(captions))
+        ]
+        return (numpy if isinstance(rows[0], numpy.ndarray) else torch).concatenate(rows)
     answer = made.pipeline(
         prompt=captions,
         negative_prompt=[""] * len(captions),
@@ -357,7 +375,7 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
         **{name: value for name, value in by_call.items() if name in known},
         **made.given,
         # Some write into it.
-        **{"latents": as_given(made, noise).clone(), **given},
+        **{"latents": in_channels(made, as_given(made, noise)).clone(), **given},
     )
     return answer if whole else answer.frames
 
@@ -381,9 +399,19 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
     generator, size = torch.Generator().manual_seed(1), made.bucket
     noise = torch.randn(1, *made.shape, dtype=torch.float64, generator=generator)
     # The trainer takes what is most likely, and pipelines draw.
-    monkeypatch.setattr(module, "retrieve_latents", lambda output, *_, **__: output.latent_dist.mode())
+    monkeypatch.setattr(
+        module, "retrieve_latents", lambda output, *_, **__: output.latent_dist.mode(), raising=False
+    )
     # LTX's would have the frame in the noise that it is given.
-    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: noise)
+    monkeypatch.setattr(
+        module,
+        "randn_tensor",
+        lambda *_, **__: as_given(made, noise).clone() if "Kandinsky" in name else noise,
+    )
+    if "Kandinsky" in name:
+        monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+        # What it does to a clip afterwards.
+        monkeypatch.setattr(made.pipeline, "normalize_first_frame", lambda latents: latents)
     # Wan's asks for it where it is not installed; captions here have nothing to mend.
     monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=str), raising=False)
     # Of pixels that are the same however they are scaled.
@@ -396,7 +424,7 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
         made.pipeline.video_processor.calculate_default_height_width = lambda **_: (size.height, size.width)
     with without_rounding():
         given = {"image": Image.fromarray(frames[0, 0].numpy())} | (
-            {"latents": None} if "LTX" in name else {}
+            {"latents": None} if "LTX" in name or "Kandinsky" in name else {}
         )
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
         condition, _ = made.objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)])

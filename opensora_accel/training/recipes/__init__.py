@@ -6,6 +6,7 @@ from opensora_accel.training.recipes import (
     cogvideox,
     hunyuan_video,
     hunyuan_video15,
+    kandinsky5,
     ltx,
     ltx2,
     minimax_h3,
@@ -34,6 +35,7 @@ RECIPES: dict[str, Recipe] = {
                 cogvideox,
                 hunyuan_video,
                 hunyuan_video15,
+                kandinsky5,
                 sana_video,
             )
         ),

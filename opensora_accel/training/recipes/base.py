@@ -57,7 +57,7 @@ class Inputs:
     frame_rate: float = 25.0
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int = 8
-    frames: LatentFrames = field(default_factory=lambda: LatentFrames(4))
+    latent_frames: LatentFrames = field(default_factory=lambda: LatentFrames(4))
     # The time shift of clips of this size.
     alpha: float = 1.0
     # How far a sample is guided by its caption, which a model that was distilled is told; 1 is not at all.
@@ -106,7 +106,7 @@ class Inputs:
         return of_frames.repeat_interleave(height * width, dim=1)
 
     def one_by_one(self) -> Iterator[Inputs]:
-        """Those of each clip, its captions without padding; no frames are given of any."""
+        """Those of each clip, its captions without padding."""
         for row in range(len(self.latents)):
             one = slice(row, row + 1)
             # A caption of which nothing is read has a state all the same.
@@ -116,7 +116,9 @@ class Inputs:
                 latents=self.latents[one],
                 timestep=self.timestep[one],
                 texts=[text[one, :end] for text, end in zip(self.texts, ends, strict=True)],
+                # None, where the model is not told.
                 text_masks=[mask[one, :end] for mask, end in zip(self.text_masks, ends, strict=False)],
+                condition=None if self.condition is None else self.condition.rows(one),
                 sound=None if self.sound is None else self.sound[one],
                 num_tokens=[lengths[one] for lengths in self.num_tokens],
             )
@@ -161,9 +163,9 @@ class Recipe:
     derive: Callable[[Sizes], dict[str, Any]]
     # Raises ValueError where no arguments would fit the encoders.
     check: Callable[[Sizes], None] = lambda _: None
-    # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], or as tokens, each of the
-    # numbers of one of the model's patches [B, t·h·w / patch, C · patch].
-    layout: Literal["clip", "frames", "tokens"] = "clip"
+    # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], with channels last
+    # [B, t, h, w, C], or as tokens, each of the numbers of one of the model's patches [B, t·h·w / patch, C · patch].
+    layout: Literal["clip", "frames", "channels last", "tokens"] = "clip"
     # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.
     levels: NoiseLevels | None = None
     # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
@@ -176,11 +178,13 @@ class Recipe:
     pictures: PictureStates | None = None
     # How frames of a clip may be given: the first as a model has it that begins without weights.
     frames: tuple[Conditioning, ...] = ()
+    # How many heads its attention to the clip has, by its config.
+    num_heads: Callable[[Mapping[str, Any]], int] = lambda config: config["num_attention_heads"]
     # Whether it is told the frame rate.
     takes_frame_rate: bool = False
     # How it makes sound; None makes none.
     sound: SoundTokens | None = None
-    # A call takes one clip: it, its sound and its caption are one sequence, without padding.
+    # A call takes one clip and its caption without padding: they are one sequence, or padding would be seen.
     packs: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
     times: Callable[[int, float], Tensor] = even_times
@@ -238,6 +242,8 @@ class Recipe:
             latents = to_patches(latents, patches_of(inputs.config))
         elif self.layout == "frames":
             latents = latents.transpose(1, 2)
+        elif self.layout == "channels last":
+            latents = latents.movedim(1, -1)
         found = {
             name: getattr(inputs, source) if isinstance(source, str) else source(inputs)
             for name, source in self.call.items()
@@ -246,27 +252,34 @@ class Recipe:
             name: value for name, value in found.items() if value is not None
         }
 
-    def predict(self, forward: Callable[..., Sequence[Tensor]], inputs: Inputs) -> list[Tensor]:
+    def predict(self, forward: Callable[..., Sequence[Tensor] | Tensor], inputs: Inputs) -> list[Tensor]:
         """The velocities that a model answers: of clips [B, C, t, h, w], and of sound [B, C, L, M]."""
-        calls = inputs.one_by_one() if self.packs else [inputs]
+        calls = [*inputs.one_by_one()] if self.packs else [inputs]
         found = [self._velocities(forward(**self.arguments(each), return_dict=False), each) for each in calls]
         return found[0] if len(found) == 1 else [torch.cat(stream) for stream in zip(*found, strict=True)]
 
-    def _velocities(self, answers: Sequence[Tensor], inputs: Inputs) -> list[Tensor]:
+    def _velocities(self, answers: Sequence[Tensor] | Tensor, inputs: Inputs) -> list[Tensor]:
+        # Some give their answer by itself.
+        answers = [answers] if isinstance(answers, Tensor) else answers
         velocities = [self._velocity(answers[0], inputs)]
         if self.sound is not None:
             assert inputs.sound is not None
-            velocities.append(self.sign * self.sound.from_tokens(answers[1], inputs.sound))
+            velocities.append(self._signed(self.sound.from_tokens(answers[1], inputs.sound)))
         return velocities
+
+    def _signed(self, answer: Tensor) -> Tensor:
+        return answer if self.sign == 1.0 else self.sign * answer
 
     def _velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
         if self.layout == "tokens":
             answer = from_patches(answer, inputs.latents, patches_of(inputs.config))
         elif self.layout == "frames":
             answer = answer.transpose(1, 2)
+        elif self.layout == "channels last":
+            answer = answer.movedim(-1, 1)
         if self.levels is not None:
             return as_velocity(answer, inputs.latents, inputs.timestep / TIMESTEPS)
-        return answer if self.sign == 1.0 else self.sign * answer
+        return self._signed(answer)
 
     def draw_times(self, config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
         """The times [B] that these samples are trained at."""

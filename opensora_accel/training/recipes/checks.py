@@ -32,13 +32,18 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             "takes them, as WanTransformer3DModel"
         )
     _check_pictures(family, recipe.pictures, config)
-    if recipe.packs and Path(config.model.path).resolve().name == "transformer_ref":
+    if config.model.path and Path(config.model.path).resolve().name == "transformer_ref":
         raise ValueError(
             f"{config.model.path} makes clips from references, which no run here gives; choose the folder transformer "
             "beside it"
         )
     if config.codec.sound_path and not recipe.makes_sound:
         raise ValueError(f"{family} makes no sound; leave codec.sound_path out")
+    if recipe.sound is not None and recipe.sound.shift is not None and config.flow.weighting != "none":
+        raise ValueError(
+            f"{family} makes sound at times of its own, of which flow.weighting knows nothing; leave it out"
+        )
+    _warn_of_guidance(family, recipe, config)
     if config.data.frame_rate and not recipe.takes_frame_rate:
         raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
     if recipe.levels is None and config.flow.min_snr:
@@ -47,6 +52,21 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_levels(family, config)
         _check_shift(config)
     _check_times(config)
+
+
+def _warn_of_guidance(family: str, recipe: Recipe, config: TrainConfig) -> None:
+    """Warns where published weights that were distilled from guided answers would be guided, or asked without text."""
+    flow = config.flow
+    if recipe.published.get("flow.caption_drop") != 0 or not config.model.path:
+        return
+    if (flow.caption_drop or flow.guidance != 1) and dist.get_rank() == 0:
+        logger.warning(
+            "%s answers as if it were guided, and is never asked without a caption: flow.caption_drop is %g, where 0 "
+            "is meant, and flow.guidance %g, where 1 is",
+            family,
+            flow.caption_drop,
+            flow.guidance,
+        )
 
 
 def check_conditioning(recipe: Recipe, conditioning: Conditioning | None, config: TrainConfig) -> None:

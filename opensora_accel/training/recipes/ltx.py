@@ -17,7 +17,7 @@ _LAST = 0.1
 
 def _scales(inputs: Inputs) -> tuple[float, float, float]:
     """Seconds, and pixels down and across, from one latent position to the next."""
-    return inputs.frames.temporal / inputs.frame_rate, float(inputs.spatial), float(inputs.spatial)
+    return inputs.latent_frames.temporal / inputs.frame_rate, float(inputs.spatial), float(inputs.spatial)
 
 
 def _times(num_steps: int, alpha: float) -> Tensor:

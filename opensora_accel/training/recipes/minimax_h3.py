@@ -29,12 +29,10 @@ from opensora_accel.training.flow import TIMESTEPS, shifted
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
 from opensora_accel.training.sound import SoundShape, SoundTokens
 
-# Of places in time.
-_PER_SECOND = 40.0
-# How long the sides of a square are.
-_SIDE = 32.0
-# What kind a row is: the model modulates each in its own way.
-_CLIP, _TEXT, _SOUND_KIND = 0, 1, 2
+# How long a second is among the places, and a side of a square clip.
+_SECOND, _SIDE = 40.0, 32.0
+# Tags of rows: the model modulates each kind in its own way.
+_TAG_CLIP, _TAG_TEXT, _TAG_SOUND = 0, 1, 2
 
 # A token for each channel of a position, all of the left one first: [B, C, L, M] → [B, M · L, C].
 _SOUND = SoundTokens(
@@ -113,16 +111,12 @@ def _places(inputs: Inputs) -> Tensor:
 
     zero = numbers(1)
     rows, columns = _side(height, width, down, device), _side(width, height, across, device)
-    # Frames before each latent frame.
-    sizes = inputs.frames.sizes(of_time)
-    before = torch.tensor(
-        [sum(sizes[:number]) for number in range(of_time)], dtype=torch.float64, device=device
-    )
+    before = inputs.latent_frames.starts(of_time, device).double()
     edges = [columns[:1], columns[-1:]]
     channels = [
         places(length + numbers(inputs.sound.size(2)), zero, edge) for edge in edges[: inputs.sound.size(3)]
     ]
-    clip = places(length + before * (_PER_SECOND / inputs.frame_rate), rows, columns)
+    clip = places(length + before * (_SECOND / inputs.frame_rate), rows, columns)
     return torch.cat([places(numbers(length), zero, zero), *channels, clip])
 
 
@@ -144,7 +138,7 @@ RECIPE = Recipe(
         "timestep": _timestep,
         # Which of the two times a row has.
         "timestep_indices": lambda inputs: _of_kinds(inputs, 0, 1, 0),
-        "token_tags": lambda inputs: _of_kinds(inputs, _TEXT, _SOUND_KIND, _CLIP),
+        "token_tags": lambda inputs: _of_kinds(inputs, _TAG_TEXT, _TAG_SOUND, _TAG_CLIP),
         "position_ids": _places,
         "text_indices": lambda inputs: _rows(inputs, 0),
         "audio_indices": lambda inputs: _rows(inputs, 1),
@@ -156,10 +150,10 @@ RECIPE = Recipe(
     text=(
         TextStates(
             encoders=("qwen3_vl", "qwen3_vl_text"),
-            # Of nothing the encoder has no state.
+            # An encoder gives no state where there is no token.
             reads=lambda caption: caption or " ",
             layer=50,
-            has_marks=False,
+            special_tokens=False,
         ),
     ),
     takes_frame_rate=True,
