@@ -13,14 +13,14 @@ from diffusers import MiniMaxH3Blocks, MiniMaxH3ModularPipeline, MiniMaxH3Schedu
 from opensora_accel import Plan
 from opensora_accel.training import build, new_command
 from opensora_accel.training.captions import build_text_encoder, text_shapes
-from opensora_accel.training.codec import LatentFrames, VideoVAE, latent_shape
+from opensora_accel.training.codec import LatentFrames, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.config import config_from_dict, load_config
 from opensora_accel.training.flow import shifted
-from opensora_accel.training.objective import Objective
+from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.recipes import RECIPES, Inputs, check_recipe
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import CodecConfig, TextConfig
-from opensora_accel.training.sound import WaveVAE, build_sound_codec, sound_shape
+from opensora_accel.training.sound import EncodedSound, WaveVAE, build_sound_codec, sound_shape
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
@@ -40,7 +40,7 @@ SIZE = (22, 32, 48)
 
 
 class Processor:
-    """Of its encoder's: which tokens are of pictures. None are."""
+    """What the pipeline asks which tokens are of pictures. None are."""
 
     def create_mm_token_type_ids(self, ids):
         return [[0] * len(each) for each in ids]
@@ -220,6 +220,25 @@ def test_rows_and_places_of_another_frame_rate():
     assert found["token_tags"].bincount().tolist() == [42, 9, 146]
 
 
+def test_sound_is_learned_at_its_own_time(made, monkeypatch):
+    """The noise of a clip at 0.5 is 0.2 of its sound, which the model is told."""
+    objective, (clean, sound) = made.objective, noise_of(made, 1)
+    of_sound = EncodedSound(sound, torch.tensor([True]))
+    batch = Encoded(made.bucket, [0], CAPTIONS[:1], clean, None, None, of_sound)
+    seen = []
+
+    def predict(noisy, timestep, **_):
+        seen.append((noisy, timestep))
+        return [torch.zeros_like(each) for each in noisy]
+
+    monkeypatch.setattr(objective, "predict", predict)
+    objective.loss_at(batch, 0.5)
+    (noisy, timestep), (clip, other) = seen[0], batch.streams(objective.config.seed)
+    assert timestep.tolist() == [500.0]
+    torch.testing.assert_close(noisy[0], 0.5 * clean + 0.5 * clip.noise)
+    torch.testing.assert_close(noisy[1], 0.8 * sound + 0.2 * other.noise)
+
+
 CHANGES = {"model.class_name": NAME, "model.config": dict(RECIPE.tiny), "data.frame_rate": 12.0}
 
 
@@ -253,22 +272,28 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, degrees):
 
 
 def loss_of_each(config):
-    """Of a batch, and of each of its clips alone; and the lengths of their captions."""
+    """Of a batch, and of each of its clips alone; whether the gradients of a step are those of the batch's loss."""
     from opensora_accel.training.loop import Trainer
 
     trainer = Trainer(config)
-    objective = trainer.objective
+    objective, parameters = trainer.objective, list(trainer.state.model.parameters())
     batch = objective.encode(next(trainer.loader))
-    with torch.no_grad():
-        together, alone = objective.loss(batch), [objective.loss(each) for each in batch.one_by_one()]
-    return float(together), [float(each) for each in alone], objective.texts[0].num_tokens(batch.captions)
+    alone = [float(objective.loss(each)) for each in batch.one_by_one()]
+    together = objective.loss(batch)
+    expected = torch.autograd.grad(together, parameters)
+    trainer.experts[0].backward(batch, is_last=True)
+    is_same = all(
+        torch.allclose(each.grad, gradient, rtol=1e-9, atol=1e-12)
+        for each, gradient in zip(parameters, expected, strict=True)
+    )
+    return float(together), alone, is_same, objective.texts[0].num_tokens(batch.captions)
 
 
 def test_a_batch_is_its_clips_one_by_one(ranks, clips, tmp_path):
     config = tiny_config(clips, tmp_path, Plan(precision="fp64"), **CHANGES)
-    together, alone, lengths = ranks(1, loss_of_each, config)[0]
+    together, alone, is_same, lengths = ranks(1, loss_of_each, config)[0]
     assert together == pytest.approx(sum(alone) / len(alone), rel=1e-12) and len(set(alone)) == 4
-    assert len(set(lengths)) > 1
+    assert is_same and len(set(lengths)) > 1
 
 
 def folder_of(parts, folder, model):
@@ -310,6 +335,16 @@ def test_encoders_from_its_folder(parts, pipeline_folder):
     assert torch.allclose(
         codec.encode(samples).double(), WaveVAE(parts.audio_vae).encode(samples.double()), atol=1e-4
     )
+
+
+def test_an_encoder_that_is_kept_in_fp32_sees_no_rounded_pixels(pipeline_folder):
+    frames = torch.randint(0, 256, (1, *SIZE, 3), dtype=torch.uint8)
+    found = [
+        build_codec(CodecConfig(path=str(pipeline_folder / "vae"), dtype=dtype), CPU, torch.float32)
+        for dtype in ("bf16", "fp32")
+    ]
+    rounded, whole = (codec.encode(frames) for codec in found)
+    assert found[0].model.dtype == torch.bfloat16 and torch.equal(rounded, whole)
 
 
 def test_what_does_not_fit_is_refused(parts, pipeline_folder, tmp_path):
