@@ -79,9 +79,12 @@ class LatentFrames:
         more = (num_frames - least) // unit
         if num_frames < least or (num_frames - least) % unit:
             fitting = sorted({least + max(0, each) * unit for each in (more, more + 1)})
+            rule = f"{least} more than a multiple of {unit}"
+            if least > unit:
+                rule = f"{least}, or a multiple of {unit} more,"
             raise ValueError(
-                f"data.num_frames ({num_frames}) must be {least % unit} more than a multiple of {unit} for this codec; "
-                f"use {' or '.join(map(str, fitting))}"
+                f"data.num_frames ({num_frames}) must be {rule} for this codec; use "
+                f"{' or '.join(map(str, fitting))}"
             )
         return self._fewest + more * (self.chunk or 1)
 
@@ -167,7 +170,7 @@ class VideoVAE:
             )
         chunk = getattr(model, "tokens_chunk_size", None)
         if chunk is not None:
-            if config["clip_length"] % temporal != 1:
+            if config["clip_length"] != 1 + (chunk - 1) * temporal:
                 raise ValueError(
                     f"{type(model).__name__} has chunks of {config['clip_length']} frames, and those known here have 1 "
                     f"more than a multiple of {temporal}; choose the VAE of the model's pipeline"

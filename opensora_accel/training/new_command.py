@@ -179,8 +179,10 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     num_frames = published["data.num_frames"]
     codec = build_codec(CodecConfig(path=str(folder / "vae")), _CPU, torch.float32, outline=True)
     # Whole patches of latent frames. A VAE of another family is refused later, by what it gives the model.
+    patch = patches_of(arguments)[0]
+    unit = codec.latent_frames.unit * patch
     with suppress(ValueError):
-        while codec.latent_frames.num_latents(num_frames) % patches_of(arguments)[0]:
+        while codec.latent_frames.num_latents(num_frames) % patch:
             num_frames += codec.latent_frames.unit
     sees_pictures = recipe.pictures is not None and (folder / "image_encoder").is_dir()
     takes_frames = sees_pictures or any(
@@ -196,7 +198,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         (
             "data.num_frames",
             num_frames,
-            f"as what is published; fewer take less memory: {codec.latent_frames.unit} less, or twice as many",
+            f"as what is published; fewer take less memory, in steps of {unit}",
         ),
         ("data.height", published["data.height"], ""),
         ("data.width", published["data.width"], ""),

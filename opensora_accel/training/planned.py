@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from opensora_accel.plan import Plan
-from opensora_accel.planner import Frozen, Job, Residents, Workload, choose, workload_of_model
+from opensora_accel.planner import Frozen, Job, Residents, Workload, choose
 from opensora_accel.training import build
 from opensora_accel.training.captions import build_text_encoder, text_paths
 from opensora_accel.training.codec import VideoVAE, build_codec
@@ -23,8 +22,6 @@ from opensora_accel.training.sound import build_sound_codec
 from opensora_accel.training.tiny_run import TrueSize
 
 _MOMENTS = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
-
-Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -37,19 +34,17 @@ class PlannedSize:
     num_tokens: int
     num_heads: int
 
-    @property
-    def text_tokens(self) -> int:
-        return self.true.config.text.length
-
-    def inputs(self, batch: int) -> Inputs:
-        """What the transformer is called with, for so many clips on this rank."""
-        return partial(_inputs, self.true, batch)
-
-
-def _inputs(true: TrueSize, batch: int, _model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
-    """The model's arguments for so many clips, its latents first."""
-    recipe = build.recipe_of(true.config.model)
-    return recipe.arguments(true.inputs(batch, dtype)) | {"return_dict": False}
+    def workload(self, batch: int) -> Workload:
+        """A pass of so many clips on each data rank, as the trainer has it."""
+        return Workload(
+            self.name,
+            self.true.model,
+            partial(self.true.prepare, batch=batch),
+            batch=batch,
+            num_tokens=self.num_tokens,
+            text_tokens=self.true.config.text.length,
+            num_heads=self.num_heads,
+        )
 
 
 def job_of(config: TrainConfig) -> Job:
@@ -59,34 +54,18 @@ def job_of(config: TrainConfig) -> Job:
         ValueError, FileNotFoundError: as `planned_sizes` and `frozen_parts`.
     """
     config.refuse_two_experts("the planner counts")
-    data, optim = config.data, config.optim
-    packs = build.recipe_of(config.model).packs
     sizes = {size.name: size for size in planned_sizes(config)}
-
-    def with_batch(name: str, batch: int) -> Workload:
-        size = sizes[name]
-        return workload_of_model(
-            name,
-            size.true.model,
-            size.inputs(batch),
-            batch=batch,
-            num_tokens=size.num_tokens,
-            text_tokens=size.text_tokens,
-            num_heads=size.num_heads,
-        )
-
     return Job(
-        tuple((with_batch(name, 1), 1.0) for name in sizes),
+        tuple((size.workload(1), 1.0) for size in sizes.values()),
         config.plan.precision,
         Residents(
             _MOMENTS[config.optim.state],
             bool(config.optim.ema_decay),
             {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
         ),
-        # What takes a clip a call has a pass of each.
-        data.batch_size * optim.accumulation if packs else data.batch_size,
-        optim.accumulation,
-        None if packs else lambda workload, batch: with_batch(workload.name, batch),
+        config.data.batch_size,
+        config.optim.accumulation,
+        lambda workload, batch: sizes[workload.name].workload(batch),
     )
 
 

@@ -40,6 +40,7 @@ from opensora_accel.training.sections import (
 )
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
+from shardformer.engine import weight_dtype
 
 # Of the small codec: pixels a side of a latent position.
 _PATCH = 4
@@ -266,21 +267,24 @@ class TrueSize:
         """Forward and backward of one batch, as the trainer has them."""
         self.prepare(model, run)(True)
 
-    def prepare(self, model: nn.Module, run: Run) -> Callable[[bool], None]:
+    def prepare(self, model: nn.Module, run: Run, batch: int | None = None) -> Callable[[bool], None]:
         """Applies the run's plan; returns what runs forward and backward of one batch.
 
         Its argument says whether the batch is the last one of a step.
+
+        Args:
+            batch: how many clips a data rank has; None is its share of the configured ones.
         """
         from opensora_accel.parallel_states import init_parallel
 
         # On fake tensors: the world of the plan is simulated in this process.
         init_parallel(run.plan, "cpu")
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
-        batch = max(1, self.batch_size // run.data_size)
+        batch = batch or max(1, self.batch_size // run.data_size)
         recipe = build.recipe_of(self.config.model)
         # What takes a clip a call has a backward of each.
         num_passes, batch = (batch, 1) if recipe.packs else (1, batch)
-        drawn = self.inputs(batch)
+        drawn = self.inputs(batch, weight_dtype(run.plan))
 
         def predict(noisy: list[torch.Tensor], timestep: torch.Tensor) -> list[torch.Tensor]:
             """noisy [B, ...] of each stream and timestep [B] → their velocities."""

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -271,6 +272,55 @@ def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
     document = json.loads((tmp_path / "all.json").read_text())
     assert {each["samples"] for each in document["candidates"]} == {2}
     assert document["best"]["traced"] and document["best"]["bytes_by_kind"]["ema"] > 0
+
+
+FAMILIES = {
+    "MiniMaxH3Transformer3DModel": {},
+    "Kandinsky5Transformer3DModel": {"conditions": {"i2v_head": 1.0}},
+    "LTX2VideoTransformer3DModel": {},
+    "WanTransformer3DModel": {"conditions": {"i2v_head": 1.0}},
+    "HunyuanVideo15Transformer3DModel": {},
+}
+
+
+@PROVE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_of_its_own_call_is_planned(tmp_path, monkeypatch, name):
+    """With sound, with frames that are given, and, where it takes a clip a call, with as many calls as clips."""
+    from opensora_accel.training.recipes import RECIPES
+
+    monkeypatch.chdir(tmp_path)
+    data = {"folder": "clips", "num_frames": 5, "height": 16, "width": 16}
+    found = {}
+    for batch in (2, 8):
+        values = {
+            "data": {**data, "batch_size": batch},
+            "codec": {"patch": 2},
+            "text": {"length": 8},
+            "optim": {"accumulation": 3},
+            "model": {"class_name": name, "config": dict(RECIPES[name].tiny)},
+            **FAMILIES[name],
+        }
+        Path("run.json").write_text(json.dumps(values))
+        options = (
+            "--gpus",
+            "2",
+            "--hardware",
+            "cpux2",
+            "--set",
+            "checkpoint=none",
+            "--set",
+            "dp_replicate=2",
+        )
+        assert run("--config", "run.json", *options, "--seconds", "0", "--json", "all.json") == 0
+        document = json.loads(Path("all.json").read_text())
+        assert {(each["samples"], each["accumulation"]) for each in document["candidates"]} == {
+            (3 * batch, 3)
+        }
+        assert document["best"]["traced"]
+        found[batch] = sum(document["best"]["seconds_by_kind"].values())
+    # Four calls of one clip take four times as long; one call of four has its weights and launches once.
+    assert found[8] > (2.5 if RECIPES[name].packs else 1.3) * found[2]
 
 
 def test_encoders_of_a_configured_run_are_counted_while_they_are_there(tmp_path):

@@ -183,7 +183,7 @@ def test_latent_frames_begin_anew_with_each_chunk():
     assert frames.numbers(22)[:, -2:].tolist() == [[17, 18], [17, 19], [17, 20], [17, 21]]
     for wrong, use in ((1, "22"), (5, "22"), (21, "22"), (23, "22 or 39"), (120, "107 or 124")):
         with pytest.raises(
-            ValueError, match=f"must be 5 more than a multiple of 17 for this codec; use {use}$"
+            ValueError, match=f"must be 22, or a multiple of 17 more, for this codec; use {use}$"
         ):
             frames.num_latents(wrong)
     assert VideoVAE(minimax_h3_vae()).latent_frames == frames
@@ -397,5 +397,5 @@ def replaced(config, **changes):
 def test_an_image_has_no_place_among_its_clips(ranks, clips, pipeline_folder, tmp_path):
     changes = {"data": {"folder": str(clips), "buckets": ["1x24x40", "22x24x40"], "batch_size": 2}, **CHANGES}
     changes |= {"codec": {"path": str(pipeline_folder / "vae")}}
-    with pytest.raises(RankError, match=r"data.buckets 1x24x40: data.num_frames \(1\) must be 5 more than"):
+    with pytest.raises(RankError, match=r"data.buckets 1x24x40: data.num_frames \(1\) must be 22, or"):
         ranks(1, losses, tiny_config(clips, tmp_path, **changes))

@@ -1,9 +1,9 @@
 """Times a step of the bundled trainer beside a loop of thirty lines over the same model of diffusers, in one process.
 
-Claim: the trainer's step takes at most 1.02 times the plain one, with all that it does besides: samples that any mesh
-would draw, checks of every clip, gradients counted in, metrics written. Both decode the same videos by the same
-function, fold the pixels to latents, embed their captions once before, clip gradients and step AdamW. Of a turn each
-takes one step; "ratio" is the trainer's time over the plain loop's of the same round.
+Claim: `Trainer.step` takes at most 1.02 times the plain step, with samples that any mesh would draw, checks of every
+clip, and metrics written. Both decode the same videos by the same function, fold the pixels to latents, embed their
+captions once before, clip gradients and step AdamW. Of a turn each takes one step; "ratio" is the trainer's time over
+the plain loop's of the same round. On a GPU the trainer computes by bf16's plan, and the plain loop by autocast.
 
     python tools/bench/trainer_step.py --rounds 40
 """

@@ -75,7 +75,7 @@ def check_conditioning(recipe: Recipe, conditioning: Conditioning | None, config
     Raises:
         ValueError: its weights would learn to take frames in a way in which no pipeline gives them any.
     """
-    if conditioning is None or conditioning.place != "latents":
+    if conditioning is None or conditioning.place != "latents" or not config.conditions.are_used:
         return
     if not config.conditions.learn_given:
         raise ValueError(

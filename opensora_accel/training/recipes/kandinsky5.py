@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import torch
@@ -27,12 +28,30 @@ _TEMPLATE = "\n".join(
 )
 # Pixels of a side, between which a clip is one of 480p.
 _LOW, _HIGH = 480, 854
+# Rows of its tables of positions, of patches along each side and of text.
+_MOST_PATCHES, _MOST_TOKENS = 128, 1024
+
+
+def _reads(caption: str) -> str:
+    """The caption as its pipeline cleans it: on one line, without HTML's escapes."""
+    return " ".join(html.unescape(html.unescape(caption)).split())
+
+
+def _numbers(inputs: Inputs, count: int, most: int, what: str) -> Tensor:
+    """[count]: places from 0 on.
+
+    Raises:
+        ValueError: the model has fewer. On a GPU that would end the process.
+    """
+    if count > most:
+        raise ValueError(f"the model has positions for {most} {what}, and there are {count}")
+    return torch.arange(count, device=inputs.latents.device)
 
 
 def _places(inputs: Inputs) -> tuple[Tensor, ...]:
     """Numbers of the patches along time, height and width."""
     sizes = zip(inputs.latents.shape[2:], patches_of(inputs.config), strict=True)
-    return tuple(torch.arange(size // patch, device=inputs.latents.device) for size, patch in sizes)
+    return tuple(_numbers(inputs, size // patch, _MOST_PATCHES, "patches a side") for size, patch in sizes)
 
 
 def _scale(inputs: Inputs) -> tuple[float, float, float]:
@@ -69,7 +88,7 @@ RECIPE = Recipe(
         "timestep": "timestep",
         "pooled_projections": lambda inputs: inputs.text_2.squeeze(1),
         "visual_rope_pos": _places,
-        "text_rope_pos": lambda inputs: torch.arange(inputs.text.size(1), device=inputs.latents.device),
+        "text_rope_pos": lambda inputs: _numbers(inputs, inputs.text.size(1), _MOST_TOKENS, "tokens of text"),
         "scale_factor": _scale,
     },
     derive=_derive,
@@ -77,8 +96,8 @@ RECIPE = Recipe(
     layout="channels last",
     frames=(Conditioning("latents", "latent frames", always=True),),
     text=(
-        TextStates(encoders=("qwen2_5_vl", "qwen2_5_vl_text"), template=_TEMPLATE, skipped=128),
-        TextStates(encoders=("clip_text_model",), pooled=True, length=77),
+        TextStates(encoders=("qwen2_5_vl", "qwen2_5_vl_text"), template=_TEMPLATE, reads=_reads, skipped=128),
+        TextStates(encoders=("clip_text_model",), reads=_reads, pooled=True, length=77),
     ),
     num_heads=lambda config: config["model_dim"] // sum(config["axes_dims"]),
     # It has no mask of text.
