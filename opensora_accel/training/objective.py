@@ -290,10 +290,7 @@ class Objective:
 
     def sound_alpha(self, bucket: Bucket) -> float:
         """By how much the times of sound are shifted against those of clips of this size."""
-        of_sound = self.recipe.sound
-        if of_sound is None or of_sound.shift is None:
-            return 1.0
-        return of_sound.shift / self.time_shift(bucket)
+        return 1.0 if self.recipe.sound is None else self.recipe.sound.alpha(self.time_shift(bucket))
 
     def time_shift(self, bucket: Bucket) -> float:
         """α of clips of this size."""

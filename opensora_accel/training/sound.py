@@ -93,6 +93,10 @@ class SoundTokens:
     # The time shift of its times, where it is not that of clips.
     shift: float | None = None
 
+    def alpha(self, of_clips: float) -> float:
+        """By how much the times of sound are shifted against those of clips, which are shifted by `of_clips`."""
+        return 1.0 if self.shift is None else self.shift / of_clips
+
 
 class SoundCodec(Protocol):
     shape: SoundShape

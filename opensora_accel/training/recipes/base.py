@@ -95,15 +95,23 @@ class Inputs:
         return None if self.condition is None else self.condition.pictures
 
     @property
+    def grid(self) -> tuple[int, int, int]:
+        """How many of the model's patches a clip has along time, height and width."""
+        patches = patches_of(self.config)
+        of_time, down, across = (
+            size // each for size, each in zip(self.latents.shape[2:], patches, strict=True)
+        )
+        return of_time, down, across
+
+    @property
     def token_timestep(self) -> Tensor:
         """[B]; or [B, t·h·w] where latent frames are given in the place of noisy ones, whose time is 0."""
         if self.condition is None or self.condition.given is None:
             return self.timestep
         of_frames = self.timestep[:, None] * ~self.condition.given
-        of_time, *patch = patches_of(self.config)
-        assert of_time == 1
-        height, width = (size // each for size, each in zip(self.latents.shape[3:], patch, strict=True))
-        return of_frames.repeat_interleave(height * width, dim=1)
+        of_time, down, across = self.grid
+        assert of_time == of_frames.size(1), "a patch is of one latent frame"
+        return of_frames.repeat_interleave(down * across, dim=1)
 
     def one_by_one(self) -> Iterator[Inputs]:
         """Those of each clip, its captions without padding."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
-from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 
 # Source: kandinskylab/kandinsky-5, kandinsky/models/text_embedders.py, its spelling included.
 _TEMPLATE = "\n".join(
@@ -50,8 +50,7 @@ def _numbers(inputs: Inputs, count: int, most: int, what: str) -> Tensor:
 
 def _places(inputs: Inputs) -> tuple[Tensor, ...]:
     """Numbers of the patches along time, height and width."""
-    sizes = zip(inputs.latents.shape[2:], patches_of(inputs.config), strict=True)
-    return tuple(_numbers(inputs, size // patch, _MOST_PATCHES, "patches a side") for size, patch in sizes)
+    return tuple(_numbers(inputs, count, _MOST_PATCHES, "patches a side") for count in inputs.grid)
 
 
 def _scale(inputs: Inputs) -> tuple[float, float, float]:

@@ -19,6 +19,7 @@ therefore takes one clip.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.flow import TIMESTEPS, shifted
-from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 from opensora_accel.training.sound import SoundShape, SoundTokens
 
 # How long a second is among the places, and a side of a square clip.
@@ -53,23 +54,13 @@ def _sound(inputs: Inputs) -> Tensor:
 def _timestep(inputs: Inputs) -> Tensor:
     """[2], the times of the clip and of its sound, from 0 (noise) to 1."""
     time = inputs.timestep / TIMESTEPS
-    assert _SOUND.shift is not None
-    return 1 - torch.cat([time, shifted(time, _SOUND.shift / inputs.alpha)])
+    return 1 - torch.cat([time, shifted(time, _SOUND.alpha(inputs.alpha))])
 
 
 def _counts(inputs: Inputs) -> tuple[int, int, int]:
     """Rows of the caption, of sound and of the clip."""
     assert inputs.sound is not None
-    of_time, down, across = _grid(inputs)
-    return inputs.text.size(1), inputs.sound.size(2) * inputs.sound.size(3), of_time * down * across
-
-
-def _grid(inputs: Inputs) -> tuple[int, int, int]:
-    """How many patches a clip has."""
-    of_time, down, across = (
-        size // each for size, each in zip(inputs.latents.shape[2:], patches_of(inputs.config), strict=True)
-    )
-    return of_time, down, across
+    return inputs.text.size(1), inputs.sound.size(2) * inputs.sound.size(3), math.prod(inputs.grid)
 
 
 def _of_kinds(inputs: Inputs, of_text: int, of_sound: int, of_clip: int) -> Tensor:
@@ -98,7 +89,7 @@ def _places(inputs: Inputs) -> Tensor:
     """[rows, 3], fp64."""
     assert inputs.sound is not None
     device = inputs.latents.device
-    of_time, down, across = _grid(inputs)
+    of_time, down, across = inputs.grid
     height, width = inputs.latents.shape[3:]
     length = inputs.text.size(1)
 

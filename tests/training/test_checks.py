@@ -1,0 +1,121 @@
+"""What a run may ask of a family's model is checked before the model is made."""
+
+import dataclasses
+import html
+import logging
+
+import pytest
+import torch
+
+from opensora_accel import Plan, init_parallel
+from opensora_accel.observe.fakes import fake_world
+from opensora_accel.training import build
+from opensora_accel.training.captions import text_shapes
+from opensora_accel.training.codec import SpaceToDepth
+from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.recipes import RECIPES, check_recipe
+
+H3, KANDINSKY = "MiniMaxH3Transformer3DModel", "Kandinsky5Transformer3DModel"
+
+
+def config(name, arguments=None, **tables):
+    return config_from_dict({"model": {"class_name": name, "config": arguments or {}}, **tables}, "the test")
+
+
+def built(run):
+    shapes = text_shapes(run.text, RECIPES[run.model.class_name].text)
+    return build.build_model(run, SpaceToDepth(4, torch.float32), shapes, torch.float32)
+
+
+def test_an_option_of_another_family_is_refused():
+    for name, tables, message in (
+        ("WanTransformer3DModel", {"data": {"frame_rate": 24.0}}, "not told the frame rate"),
+        ("MochiTransformer3DModel", {"conditions": {"i2v_head": 1.0}}, "takes no frames that are given"),
+        (
+            "LTXVideoTransformer3DModel",
+            {"conditions": {"i2v_head": 1.0}, "image": {"width": 16}},
+            "takes no states of a picture",
+        ),
+        (
+            "WanTransformer3DModel",
+            {"conditions": {"i2v_head": 1.0}, "image": {"width": 16}, "text": {"length": 16}},
+            r"text\.length is 16: set it to 512",
+        ),
+        ("HunyuanVideo15Transformer3DModel", {"conditions": {"t2v": 0.0, "i2v_head": 1.0}}, "image.path"),
+        (
+            "HunyuanVideo15Transformer3DModel",
+            {"conditions": {"i2v_head": 1.0}, "image": {"width": 16}},
+            r"set conditions\.t2v to 0",
+        ),
+        (
+            "CogVideoXTransformer3DModel",
+            {"flow": {"weighting": "bell"}},
+            "of which flow.weighting knows nothing",
+        ),
+        (
+            "CogVideoXTransformer3DModel",
+            {"flow": {"time_range": [0.0, 0.5]}, "num_samples": 0},
+            "flow.time_range knows nothing",
+        ),
+        ("CogVideoXTransformer3DModel", {"flow": {"shift": "ltx"}}, "is LTX-Video's"),
+        ("CogVideoXTransformer3DModel", {"flow": {"huber": 0.1}}, "flow.huber knows nothing"),
+        (
+            "WanTransformer3DModel",
+            {"flow": {"min_snr": 5.0}},
+            "no levels of noise, which flow.min_snr weighs",
+        ),
+        ("CogVideoXTransformer3DModel", {"flow": {"sample_steps": 1001}}, "is more; use fewer"),
+        (H3, {"flow": {"weighting": "bell"}}, "at times of its own, of which flow.weighting knows nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            built(config(name, **tables))
+
+
+def test_a_shift_that_weights_were_not_trained_with_is_refused(tmp_path):
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"snr_shift_scale": 3.0}')
+    recipe, model = RECIPES["CogVideoXTransformer3DModel"], {"path": str(tmp_path / "transformer")}
+    with pytest.raises(ValueError, match=r"this run has 1; set flow.shift to 1.7321"):
+        check_recipe(recipe, config_from_dict({"model": model}, "the test"))
+    check_recipe(recipe, config_from_dict({"model": model, "flow": {"shift": 1.73205}}, "the test"))
+
+
+def test_kandinsky_has_places_for_so_much():
+    """Its tables of positions end there, where a GPU would end the process."""
+    tiny, clip = dict(RECIPES[KANDINSKY].tiny), {"num_frames": 5, "height": 24, "width": 40}
+    with fake_world(0, 1):
+        init_parallel(Plan(), "cpu")
+        built(config(KANDINSKY, tiny, data=clip, text={"length": 1024}))
+        for arguments, data, length, message in (
+            (tiny, clip, 1025, "positions for 1024 tokens of text, and there are 1025"),
+            (tiny, clip | {"width": 1032}, 16, "positions for 128 patches a side, and there are 129"),
+            (
+                tiny | {"attention_type": "nabla"},
+                clip,
+                16,
+                r"blocks that it chooses \(attention_type is 'nabla'",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                built(config(KANDINSKY, arguments, data=data, text={"length": length}))
+
+
+def test_kandinskys_captions_are_cleaned_as_its_pipeline_does():
+    from diffusers.pipelines.kandinsky5.pipeline_kandinsky import whitespace_clean
+
+    reads = RECIPES[KANDINSKY].text[0].reads
+    for caption in (" two\n birds ", "a&amp;amp;b", "plain"):
+        # What ftfy would mend beside is not here.
+        expected = whitespace_clean(html.unescape(html.unescape(caption)).strip())
+        assert reads(caption) == expected
+
+
+def test_guidance_of_weights_that_have_it_within_is_warned_of(tmp_path, caplog):
+    run = config_from_dict({"model": {"path": str(tmp_path / "transformer")}}, "the test")
+    quiet = dataclasses.replace(run, flow=dataclasses.replace(run.flow, caption_drop=0.0))
+    with fake_world(0, 1), caplog.at_level(logging.WARNING):
+        init_parallel(Plan(), "cpu")
+        check_recipe(RECIPES[H3], quiet)
+        assert caplog.text == ""
+        check_recipe(RECIPES[H3], run)
+    assert "flow.caption_drop is 0.1, where 0 is meant" in caplog.text
