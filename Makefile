@@ -37,7 +37,7 @@ help:
 	@echo "             and how a step scales over ranks, and what each technique saves: BENCH='scaling techniques'"
 	@echo "             attention beside peers that need their own environment: BENCH=attention ARGS=--install-peers"
 	@echo "make faults  kill, stop and starve ranks, damage files, fill disks; count what came of it, by kind"
-	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes (12 at most); the report: $(GPU_REPORT)/report.md"
+	@echo "make gpu     run on an NVIDIA GPU all that waits for one, in 10 minutes (13 at most); the report: $(GPU_REPORT)/report.md"
 	@echo "make gpus    the same for what waits for 2 to 8 GPUs in one machine"
 	@echo "make docs    build the guides and the API as a site, build/site/html/index.html; a broken link ends it"
 	@echo "make resolve try, without installing, whether all that is installed here can be had on other machines"

@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="the report and all logs go there")
     add("--only", nargs="+", choices=names, metavar="STAGE", help=f"beside the first: {', '.join(names)}")
     add("--node", action="store_true", help="what needs several GPUs, in place of what needs one")
-    add("--limit-s", type=float, default=720.0, help="seconds for everything (default: 720)")
+    add("--limit-s", type=float, default=780.0, help="seconds for everything (default: 780)")
     add("--dry-run", action="store_true", help="tiny, on the CPU: it tests the stages")
     options = parser.parse_args(arguments)
     if options.only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,28 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         return optimizer
     # On a GPU one kernel steps all parameters, where a loop would launch several for each.
     fused = trained[0].is_cuda
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return ShardwiseAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def _shards(tensors: Iterable[Any]) -> list[Any]:
+    """The memory of this rank's shards, where tensors are DTensors."""
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+
+
+class ShardwiseAdamW(torch.optim.AdamW):
+    """AdamW whose steps see shards as plain tensors; its moments are DTensors all the same, and saved as such.
+
+    AdamW's arithmetic is elementwise, so that a step of the shards is the step. For DTensors the host would look
+    through the lists of all parameters, moments and gradients: 17 ms for 430 parameters where plain tensors take 2,
+    and a GPU has nothing to do meanwhile, as the gradients' norm was waited for.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        # Fills the lists that the step is made of: parameters, gradients, moments, numbers of steps.
+        has_complex = super()._init_group(group, *lists)
+        for each in lists:
+            each[:] = _shards(each)
+        return has_complex
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -95,9 +116,7 @@ class EMA:
         self.num_updates += 1
         # 0.1 at the first update, 0.5 at the ninth, and `decay` in the end.
         decay = min(self.decay, self.num_updates / (self.num_updates + 9))
-        torch._foreach_lerp_(
-            list(self.weights.values()), [p.detach() for p in self._live.values()], 1 - decay
-        )
+        torch._foreach_lerp_(_shards(self.weights.values()), _shards(self._live.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

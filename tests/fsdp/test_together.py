@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, materialize, parallel_states
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.precision import lift_casts
-from opensora_accel.training.optim import EMA
+from opensora_accel.training.optim import EMA, ShardwiseAdamW
 from shardformer.tensor_parallel import full_tensor
 from tests.fsdp.steps import clipped
 from tests.tiers import PROVE, some
@@ -24,7 +26,7 @@ STEPS, MAX_NORM = 3, 0.1
 def train(model, case, dtype, rows=slice(None)):
     """Norms of three steps of two microbatches each, clipped; what is trained, and its average."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.1)
+    optimizer = ShardwiseAdamW(trained.values(), lr=1e-3, weight_decay=0.1)
     ema, found = EMA(model, 0.9), {}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -194,3 +196,40 @@ def stepped_by_an_old_optimizer(is_deferred, plan):
 def test_an_optimizer_made_before_shard_is_refused(ranks, is_deferred, plan):
     for told in ranks(plan.world_size, stepped_by_an_old_optimizer, is_deferred, plan):
         assert all("it would train nothing" in each for each in told)
+
+
+class SeenDTensors(TorchDispatchMode):
+    """The operators that were given one, which the host takes apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(each, DTensor) for each in types):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def seen_in_a_step(make_optimizer):
+    init_parallel(plan := Plan(dp_shard=2, sharding="zero3"))
+    model = shardformer.shard(CASES["Wan"].make(), plan)
+    optimizer, ema, told = make_optimizer(model.parameters(), lr=1e-3), EMA(model, 0.9), []
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with SeenDTensors() as step:
+            optimizer.step()
+        with SeenDTensors() as average:
+            ema.update()
+        told.append((step.seen, average.seen))
+    parameter = next(model.parameters())
+    return told, isinstance(optimizer.state[parameter]["exp_avg"], DTensor)
+
+
+def test_a_step_of_the_optimizer_and_of_the_average_sees_shards(ranks):
+    """Of what is made in the first one, moments of zeros, the second knows nothing. torch's own sees DTensors."""
+    told, is_dtensor = ranks(2, seen_in_a_step, ShardwiseAdamW)[0]
+    assert is_dtensor and set(told[0][0]) == {"aten.zeros_like.default"}
+    assert told[1] == ([], []) and told[0][1] == []
+    assert "aten.addcdiv_.default" in ranks(2, seen_in_a_step, torch.optim.AdamW)[0][0][1][0]

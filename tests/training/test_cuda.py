@@ -1,13 +1,16 @@
-"""The trainer on one GPU, a rank by itself over NCCL: every plan has the same losses, and its step can be profiled."""
+"""The trainer on one GPU, a rank by itself over NCCL: every plan has the same losses, and every family a CPU's."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from opensora_accel.profiler.records import rank_files, read_rank
+from opensora_accel.training.recipes import RECIPES
 from tests.tiers import CPU_AND_GPU
+from tests.training.test_families import config_of
 
 # Not promised to anybody, but installed on machines with a GPU.
 IS_TORCH_211 = not hasattr(_fsdp_common, "ShardPlacementResult")
@@ -48,6 +51,25 @@ def test_every_plan_has_the_same_losses(on, run, config_file, tmp_path):
     if IS_TORCH_211:
         pytest.skip("shards in bf16 need torch 2.12")
     assert (train("bf16", "--plan.precision", "bf16") - expected).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if name == recipe.models[0]])
+def test_every_family_learns_what_it_learns_on_a_cpu(on, run, clips, tmp_path, monkeypatch, name):
+    """With samples at the end, of a model that was built without memory."""
+
+    def train(output):
+        path = tmp_path / "run.json"
+        changes = {"num_samples": 1, "flow.sample_steps": 2}
+        config = config_of(name, clips, output, **changes)
+        path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+        status, text = run("train", "--config", path)
+        assert status == 0 and list(output.glob("samples/*/*.mp4")), text
+        return losses(output)
+
+    found = train(tmp_path / "here")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert (found - train(tmp_path / "on the host")).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)

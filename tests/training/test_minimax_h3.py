@@ -23,11 +23,11 @@ from opensora_accel.training.sections import CodecConfig, TextConfig
 from opensora_accel.training.sound import EncodedSound, WaveVAE, build_sound_codec, sound_shape
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
-from tests.tiers import some
+from tests.tiers import CPU_AND_GPU, some
 from tests.training.language import qwen3
 from tests.training.runs import losses, tiny_config
 from tests.training.test_loop import curve
-from tests.training.test_recipes import without_rounding
+from tests.training.test_recipes import assert_the_answers_of_the_host, moved, without_rounding
 from tests.training.vaes import ltx2_audio_vae, minimax_h3_audio_vae, minimax_h3_vae
 
 CPU = torch.device("cpu")
@@ -149,6 +149,14 @@ def test_a_sample_is_the_pipelines(made, monkeypatch):
         assert rate == answer["sampling_rate"] == 32000
         assert samples[row].shape == (2, 37 * 800) and samples[row].std() > 1e-3
         assert torch.allclose(samples[row].double(), answer["audio"][0], atol=1e-6)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_what_is_learned_and_made_on_a_gpu_is_that_of_the_host(made, device):
+    try:
+        assert_the_answers_of_the_host(made, device)
+    finally:
+        moved(made, CPU)
 
 
 def test_clips_and_sound_are_encoded_as_they_are_decoded(parts):

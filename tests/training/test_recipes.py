@@ -23,14 +23,14 @@ from opensora_accel.training import build
 from opensora_accel.training.captions import TextShape, build_text_encoder, train_tokenizer
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.data import Clip
+from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.flow import draw_noise, draw_times
 from opensora_accel.training.objective import Encoded, Objective
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sound import SpectrumVAE
-from tests.tiers import PROVE, some
+from tests.tiers import CPU_AND_GPU, PROVE, some
 from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen
 from tests.training.vaes import (
     cogvideox_vae,
@@ -496,6 +496,62 @@ def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, mon
     assert (clips - expected.frames).abs().max() < 1e-10
     assert (sounds - expected.audio.transpose(1, 2).flatten(2)).abs().max() < 1e-10
     assert all((each - other).abs().max() > 1e-3 for each, other in zip(found, without, strict=True))
+
+
+def moved(made, device):
+    """The same, whose model, encoders and decoders lie there."""
+    made.pipeline.to(device)
+    made.objective.device = torch.device(device)
+    return made
+
+
+def answers(made):
+    """Of two clips, one with sound: the loss and its gradients, samples of the clips' kind, their frames and sound."""
+    objective, size, rng = made.objective, made.bucket, torch.Generator().manual_seed(1)
+    shape = 2, size.num_frames, size.height, size.width, 3
+    frames = torch.randint(256, shape, dtype=torch.uint8, generator=rng)
+    clips, sounds = [Clip("", start, size) for start in range(2)], [None, None]
+    latents = [made.shape]
+    if objective.sounds is not None:
+        latents.append(objective.sound_latents(size))
+        of_clip = objective.sounds.shape
+        length = of_clip.num_samples(size.num_frames / objective.frame_rate)
+        sounds[0] = torch.rand(of_clip.num_channels, length, generator=rng) - 0.5
+    noise = [torch.randn(2, *each, dtype=torch.float64, generator=rng) for each in latents]
+    with LiftOperations():
+        batch = objective.encode(Batch(frames, CAPTIONS, [0, 1], ["", ""], clips, sounds))
+        parts = list(batch.one_by_one()) if objective.recipe.packs else [batch]
+        loss = sum(objective.loss(each) for each in parts)
+        gradients = torch.autograd.grad(loss, list(objective.model.parameters()), allow_unused=True)
+        with torch.no_grad():
+            noise = [each.to(objective.device) for each in noise]
+            made_of = sample_latents(objective, noise, CAPTIONS, size, batch.condition)
+            decoded = [objective.codec.decode(made_of[0]).double() / 255]
+            if objective.sounds is not None:
+                decoded.append(objective.sounds.decode(made_of[1])[0].double())
+    # Of one length, as some are zero but for rounding: those of keys' biases, where nothing turns or scales the keys.
+    gradient = torch.cat([each.flatten() for each in gradients if each is not None])
+    return [each.detach().cpu() for each in (loss, gradient, *made_of, *decoded)]
+
+
+def assert_the_answers_of_the_host(made, device):
+    expected, found = answers(made), answers(moved(made, device))
+    errors = [float((there - here).norm() / here.norm()) for here, there in zip(expected, found, strict=True)]
+    num_rounded = 1 + (made.objective.sounds is not None)
+    # Pixels and samples are computed and rounded in fp32.
+    assert max(errors[:-num_rounded]) < 1e-6 and max(errors[-num_rounded:]) < 1e-2, errors
+
+
+def settings():
+    return [(name, None) for name in EVERY] + [(frame.family, name) for name, frame in FROM_FRAMES.items()]
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize(("name", "frame"), settings())
+def test_what_is_learned_and_made_on_a_gpu_is_that_of_the_host(name, frame, device):
+    frame = FROM_FRAMES.get(frame)
+    made = setting(name, frame.vae if frame else None, frame)
+    assert_the_answers_of_the_host(made, device)
 
 
 def test_experts_have_the_times_that_their_pipeline_gives_them():

@@ -3,7 +3,8 @@
 Claim: `Trainer.step` takes at most 1.02 times the plain step, with samples that any mesh would draw, checks of every
 clip, and metrics written. Both decode the same videos by the same function, fold the pixels to latents, embed their
 captions once before, clip gradients and step AdamW. Of a turn each takes one step; "ratio" is the trainer's time over
-the plain loop's of the same round. On a GPU the trainer computes by bf16's plan, and the plain loop by autocast.
+the plain loop's of the same round. In bf16 the trainer computes by its plan, and the plain loop by autocast. In fp32 a
+GPU's products are TF32's.
 
     python tools/bench/trainer_step.py --rounds 40
 """
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from harness import Report, make_claim, make_table
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from opensora_accel.parallel_states import reset, start_distributed
 from opensora_accel.training.config import TrainConfig, config_from_dict
@@ -37,12 +39,13 @@ PATCH, TEXT_LENGTH, TEXT_WIDTH = 4, 16, 64
 # Sizes of Wan, and of a clip: frames, height, width; clips of a step.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"heads": 4, "head_dim": 64, "layers": 4, "clip": (9, 64, 96), "batch": 2},
-    "cuda": {"heads": 12, "head_dim": 128, "layers": 30, "clip": (33, 240, 416), "batch": 1},
+    # 8,640 tokens. Weights, gradients and moments of both lie there at the same time: 24 GB.
+    "cuda": {"heads": 12, "head_dim": 128, "layers": 16, "clip": (9, 192, 320), "batch": 1},
     "quick": {"heads": 2, "head_dim": 12, "layers": 1, "clip": (5, 24, 40), "batch": 2},
 }
 
 
-def config_of(folder: Path, sizes: dict[str, Any], rounds: int, device: str) -> TrainConfig:
+def config_of(folder: Path, sizes: dict[str, Any], rounds: int, precision: str) -> TrainConfig:
     """A run of the trainer that keeps no averaged weights, as the plain loop keeps none."""
     num_frames, height, width = sizes["clip"]
     hidden = sizes["heads"] * sizes["head_dim"]
@@ -66,7 +69,7 @@ def config_of(folder: Path, sizes: dict[str, Any], rounds: int, device: str) -> 
             "codec": {"patch": PATCH},
             "text": {"length": TEXT_LENGTH, "width": TEXT_WIDTH},
             "optim": {"lr": 1e-4, "ema_decay": 0.0},
-            "plan": {"precision": "bf16" if device == "cuda" else "fp32"},
+            "plan": {"precision": precision},
         },
         "the benchmark",
     )
@@ -79,7 +82,7 @@ class PlainLoop:
         from diffusers import WanTransformer3DModel
 
         data = config.data
-        self.config, self.device = data, device
+        self.config, self.device, self.precision = data, device, config.plan.precision
         self.files = sorted(Path(data.folder).glob("*.mp4"))
         channels = 3 * PATCH**2
         self.model = WanTransformer3DModel(
@@ -100,7 +103,7 @@ class PlainLoop:
         times = torch.randn(len(clean), device=self.device).sigmoid()
         t = times.view(-1, 1, 1, 1, 1)
         noisy = (1 - t) * clean + t * noise
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             (answer,) = self.model(noisy, 1000 * times, self.texts[numbers], return_dict=False)
         loss = F.mse_loss(answer.float(), noise - clean)
         loss.backward()
@@ -113,7 +116,12 @@ class PlainLoop:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and returns 0."""
     parser = harness.make_parser("trainer_step", __doc__, 30)
+    told = "default: bf16 on a GPU, where torch is 2.12 or newer, else fp32"
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help=told)
     options = harness.parse_options(parser, arguments, {"quick": {"rounds": 2}})
+    has_bf16 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    options.precision = options.precision or ("bf16" if options.device == "cuda" and has_bf16 else "fp32")
+    torch.set_float32_matmul_precision("high")
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
     sizes = SIZES["quick" if options.quick else options.device]
     report = Report(options, sizes=sizes, note="one process; both sides in turns, one step each")
@@ -121,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_clips(Path(folder) / "clips", num_frames=sizes["clip"][0] + 8)
-            config = config_of(Path(folder), sizes, options.rounds, options.device)
+            config = config_of(Path(folder), sizes, options.rounds, options.precision)
             measured = measure(config, device, options.rounds)
     finally:
         reset(destroy_process_group=True)
@@ -139,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(config: TrainConfig, device: torch.device, rounds: int) -> dict[str, Any]:
     """Times of both, in turns."""
     trainer, plain = Trainer(config), PlainLoop(config, device)
-    plain.model.load_state_dict(trainer.state.model.state_dict())
+    state = trainer.state.model.state_dict()
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+    plain.model.load_state_dict(whole)
     Path(config.output).mkdir(parents=True, exist_ok=True)
     with Tracker(config, "bench", 0, config.steps) as tracker:
 
