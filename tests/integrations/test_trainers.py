@@ -29,6 +29,7 @@ from tests.tolerances import RELATIVE, relative_errors
 CHECKOUTS = os.environ.get("OPENSORA_ACCEL_TRAINERS")
 REPOSITORIES = {
     "diffsynth_studio.md": "DiffSynth-Studio",
+    "diffsynth_h3.md": "DiffSynth-Studio",
     "videox_fun.md": "VideoX-Fun",
     "diffusers_examples.md": "diffusers",
     "simpletuner.md": "SimpleTuner",
@@ -38,6 +39,7 @@ REPOSITORIES = {
 # Where each page's new file lies in the checkout.
 POLICY_FILES = {
     "diffsynth_studio.md": "examples/wanvideo/model_training/diffsynth_policy.py",
+    "diffsynth_h3.md": "examples/minimax_h3/model_training/diffsynth_policy.py",
     "simpletuner.md": "simpletuner/helpers/training/sequence_policies.py",
     "fastvideo.md": "fastvideo/models/loader/sequence_policies.py",
 }

@@ -161,7 +161,7 @@ def of_each_rank(value: Any) -> list[Any]:
     return values
 
 
-def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
+def count_tokens(layer: nn.Module, dim: int = 1) -> Callable[[], list[int]]:
     """Watches the first input [B, S/P, C] of a layer within a block; what is returned gives S/P of every rank.
 
     Every rank has to call it.
@@ -169,7 +169,7 @@ def count_tokens(layer: nn.Module) -> Callable[[], list[int]]:
     seen = [0]
 
     def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[0] = next(iter((*args, *kwargs.values()))).shape[1]
+        seen[0] = next(iter((*args, *kwargs.values()))).shape[dim]
 
     layer.register_forward_pre_hook(look, with_kwargs=True)
     return lambda: of_each_rank(seen[0])

@@ -2,9 +2,10 @@
 
 Run of the trainer are the script itself, its WanModel (two blocks, 3 heads, fp64), loss, checkpointing, schedule, loop
 and what its logger saves, on six random clips as the first half of their split training leaves them in a cache.
+`diffsynth_h3.py` runs its script for MiniMax H3 in the same way.
 
 Stood in for are
-- `WanVideoPipeline.from_pretrained`, which downloads; packages that read images and sound; einops, by functorch's;
+- `from_pretrained` of its pipeline, which downloads; packages that read images and sound; einops, by functorch's;
 - AdamW, by SGD with momentum: a gradient that is rounding alone moves a parameter of AdamW as far as any other;
 - flash-attn, where a case asks for it, by torch's attention under its name and signature;
 - the order of clips: `os.listdir` sorts, and the loader has a generator, so that all processes read the same clips;
@@ -16,6 +17,8 @@ import runpy
 import sys
 import tempfile
 import types
+from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -75,23 +78,44 @@ MODELS = {
 
 
 def train(checkout: Path, options: dict[str, Any]) -> Steps:
+    kind = options.get("model", "text to video")
+
+    def make() -> Any:
+        from diffsynth.pipelines.wan_video import WanModel, WanVideoPipeline
+
+        made = WanVideoPipeline(device="cpu", torch_dtype=torch.float64)
+        made.dit = WanModel(**SIZES, **MODELS[kind]).double()
+        return made
+
+    return run_script("wanvideo", checkout, options, make, partial(save_cache, kind=kind))
+
+
+def run_script(
+    family: str,
+    checkout: Path,
+    options: dict[str, Any],
+    make: Callable[[], Any],
+    save: Callable[..., None],
+    tokens_dim: int = 1,
+) -> Steps:
+    """The script of a family of examples.
+
+    Args:
+        make: a pipeline with its model, in place of one that is downloaded.
+        save: `save(folder, offload=…)` writes the cache of clips.
+        tokens_dim: of what its first block gets.
+    """
     # Accelerate looks for the backend of CPUs only where it is told to.
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    script = checkout / "examples/wanvideo/model_training/train.py"
+    script = checkout / f"examples/{family}/model_training/train.py"
     sys.path.insert(0, str(script.parent))  # as where it is a command
     import_what_is_absent(flash_attn=options.get("flash_attn", False))
     from accelerate import Accelerator
     from diffsynth.diffusion import ModelLogger
-    from diffsynth.pipelines.wan_video import WanModel, WanVideoPipeline
 
-    kind = options.get("model", "text to video")
+    torch.manual_seed(0)
+    pipeline = make()
     steps, seen = Steps(), {}
-
-    def pipeline(*_: Any, **__: Any) -> WanVideoPipeline:
-        torch.manual_seed(0)
-        made = WanVideoPipeline(device="cpu", torch_dtype=torch.float64)
-        made.dit = WanModel(**SIZES, **MODELS[kind]).double()
-        return made
 
     def start_logger(logger: ModelLogger, *args: Any, **kwargs: Any) -> None:
         # Behind the model, where the patch has its line.
@@ -100,7 +124,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
         make_logger(logger, *args, **kwargs)
 
     def prepare(accelerator: Accelerator, module: nn.Module, *rest: Any) -> Any:
-        seen["model"], seen["tokens"] = module, count_tokens(module.pipe.dit.blocks[0])
+        seen["model"], seen["tokens"] = module, count_tokens(module.pipe.dit.blocks[0], tokens_dim)
         return prepare_all(accelerator, module, *rest)
 
     class RecordedSGD(torch.optim.SGD):
@@ -121,7 +145,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
     make_logger, end, prepare_all = ModelLogger.__init__, ModelLogger.on_step_end, Accelerator.prepare
     make_loader, listed = DataLoader.__init__, os.listdir
     with tempfile.TemporaryDirectory() as folder:
-        save_cache(Path(folder), kind, "--use_gradient_checkpointing_offload" in options["arguments"])
+        save(Path(folder), offload="--use_gradient_checkpointing_offload" in options["arguments"])
         places = [f"--dataset_base_path={folder}", f"--output_path={folder}/out"]
         with (
             LiftOperations(),
@@ -129,7 +153,7 @@ def train(checkout: Path, options: dict[str, Any]) -> Steps:
             mock.patch("sys.argv", [str(script), *places, "--task=sft:train", *options["arguments"].split()]),
             mock.patch("os.listdir", lambda path: sorted(listed(path))),
             mock.patch("torch.optim.AdamW", RecordedSGD),
-            mock.patch.object(WanVideoPipeline, "from_pretrained", pipeline),
+            mock.patch.object(type(pipeline), "from_pretrained", lambda *_, **__: pipeline),
             mock.patch.multiple(ModelLogger, __init__=start_logger, on_step_end=end_step),
             mock.patch.object(Accelerator, "prepare", prepare),
             mock.patch.object(DataLoader, "__init__", load),
@@ -155,19 +179,21 @@ def import_what_is_absent(*, flash_attn: bool) -> None:
         sys.modules["flash_attn"] = kernel
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **_windowless: Any) -> Tensor:
     """[B, S, H, D], as flash-attn takes them."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale).transpose(1, 2)
+
+
+def normals() -> Callable[..., Tensor]:
+    """Random numbers in fp64 of the shapes that are asked for, the same ones in every run."""
+    random = torch.Generator().manual_seed(2)
+    return lambda *shape: torch.randn(shape, generator=random, dtype=torch.float64)
 
 
 def save_cache(folder: Path, kind: str, offload: bool) -> None:
     """The clips as `sft:data_process` saves them, options of checkpointing included."""
-    random = torch.Generator().manual_seed(2)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float64)
-
+    normal = normals()
     for number, (frames, rows, columns) in enumerate(CLIPS):
         size = (frames, 2 * rows, 2 * columns)
         shared = {"input_latents": normal(1, CHANNELS, *size), "cfg_scale": 1, "cfg_merge": False}
