@@ -134,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--precision", choices=("bf16", "fp32"), help="compute precision (bf16, or the configuration's)"
     )
-    what.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="adamw, or with moments in fewer bits")
+    what.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), help="adamw, with moments in fewer bits, or muon"
+    )
     what.add_argument("--ema", action="store_true", help="averaged weights are kept on the GPU")
     what.add_argument(
         "--on-device", nargs="+", choices=PARTS, default=[],

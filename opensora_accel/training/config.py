@@ -102,6 +102,11 @@ class TrainConfig:
                 f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
                 "them to fp32"
             )
+        if self.optim.algorithm == "muon" and (self.plan.tp > 1 or self.plan.cpu_offload):
+            raise ValueError(
+                'optim.algorithm="muon" takes whole matrices, on the device that trains; set plan.tp to 1 and '
+                "plan.cpu_offload to False, or optim.algorithm to adamw"
+            )
         if self.cache_folder and not (self.codec.path or self.text.path or self.image.path):
             raise ValueError(
                 "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "

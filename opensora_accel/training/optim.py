@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,14 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.experimental import experiment
 from opensora_accel.fsdp import reshard
 from opensora_accel.training.sections import OptimConfig
+from shardformer import blocks_of
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW with moments in the form of `config.state`; weight decay on matrices only."""
+    """AdamW with moments in the form of `config.state`, or Muon for matrices of blocks; decay on matrices only."""
     # Biases, norms and embeddings of single vectors are better not drawn towards 0.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
@@ -37,13 +38,30 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         optimizer: torch.optim.Optimizer = free
         return optimizer
     # On a GPU one kernel steps all parameters, where a loop would launch several for each.
-    fused = trained[0].is_cuda
-    return ShardwiseAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "fused": trained[0].is_cuda,
+    }
+    if config.algorithm == "muon":
+        return _muon(model, groups, options)
+    return ShardwiseAdamW(groups, **options)
 
 
-def _shards(tensors: Iterable[Any]) -> list[Any]:
-    """The memory of this rank's shards, where tensors are DTensors."""
-    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+def _muon(model: nn.Module, groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    from opensora_accel.training.muon import Muon, hidden_matrices
+
+    matrices = hidden_matrices(blocks_of(model))
+    hidden = set(matrices)
+    groups[0]["params"] = [parameter for parameter in groups[0]["params"] if parameter not in hidden]
+    of_blocks = {"params": matrices, "weight_decay": groups[0]["weight_decay"], "is_matrix": True}
+    return Muon([of_blocks, *(each | {"is_matrix": False} for each in groups)], **options)
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """The memory of this rank's shard, where a tensor is a DTensor. Call it without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardwiseAdamW(torch.optim.AdamW):
@@ -58,7 +76,7 @@ class ShardwiseAdamW(torch.optim.AdamW):
         # Fills the lists that the step is made of: parameters, gradients, moments, numbers of steps.
         has_complex = super()._init_group(group, *lists)
         for each in lists:
-            each[:] = _shards(each)
+            each[:] = map(shard_of, each)
         return has_complex
 
 
@@ -116,7 +134,8 @@ class EMA:
         self.num_updates += 1
         # 0.1 at the first update, 0.5 at the ninth, and `decay` in the end.
         decay = min(self.decay, self.num_updates / (self.num_updates + 9))
-        torch._foreach_lerp_(_shards(self.weights.values()), _shards(self._live.values()), 1 - decay)
+        averages, live = (list(map(shard_of, each.values())) for each in (self.weights, self._live))
+        torch._foreach_lerp_(averages, live, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

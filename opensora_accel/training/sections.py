@@ -382,10 +382,13 @@ class ValidationConfig:
 
 @options
 class OptimConfig:
-    """AdamW, its schedule and what surrounds it."""
+    """AdamW or Muon, its schedule and what surrounds it."""
 
     lr: NotNegative = 1e-3
     """Peak learning rate."""
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """How parameters step; muon makes the steps of the blocks' matrices orthogonal, with the length of AdamW's, and
+    takes AdamW for all else."""
     betas: tuple[Share, Share] = (0.9, 0.99)
     """Adam's decay rates."""
     eps: AboveZero = 1e-8
@@ -409,6 +412,11 @@ class OptimConfig:
     """Decay of the averaged weights that sampling uses; 0 keeps none."""
 
     def __post_init__(self) -> None:
+        if self.algorithm == "muon" and (self.state != "fp32" or self.schedule == "free"):
+            raise ValueError(
+                'optim.algorithm="muon" keeps its average in fp32 and has a schedule; set optim.state to fp32 and '
+                "optim.schedule to cosine or constant, or optim.algorithm to adamw"
+            )
         if self.schedule != "free":
             return
         if self.ema_decay:
