@@ -40,7 +40,7 @@ REMEDIES = {
     "threads": "set OMP_NUM_THREADS before starting, and start no more ranks than there are cores",
     "train packages": "pip install --upgrade 'opensora-accel[train]'",
     "video": "pip install --force-reinstall av: PyAV's own wheel decodes H.264",
-    "torchvision": "pip uninstall torchvision (nothing here needs it), or install the build that matches torch",
+    "torchvision": "pip uninstall torchvision (Cosmos alone needs it), or install the build that matches torch",
     "apex": "pip uninstall apex (torch's own norms are used), or build NVIDIA's apex from its source",
     "colossalai": "use an environment of its own, or `pip install --no-deps colossalai==0.5.0` beside this torch",
     "disk": "saved states of a large model fill it; write them elsewhere, or free space",
@@ -158,7 +158,7 @@ def check_video() -> Check:
 def check_torchvision(folder: Path | None, pins: Sequence[str], on: tuple[str, str | None]) -> Check:
     """`on` is the version of torch and that of its CUDA."""
     if folder is None:
-        return Check("torchvision", "ok", "not installed, and not needed")
+        return Check("torchvision", "ok", "not installed, and needed for Cosmos alone")
     reasons = [f"needs {pin}" for pin in unmet_pins(pins, {"torch": on[0]}.get)]
     if any(b"libcudart" in path.read_bytes() for path in folder.glob("_C*.so")) and not on[1]:
         reasons = [f"is a CUDA build beside a CPU torch ({on[0]})"]

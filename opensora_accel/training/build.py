@@ -144,6 +144,8 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
         "visual_cond": " (the trainer's recipe is for those that have channels for frames that are given)",
         "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
+        "use_crossattn_projection": " (of Cosmos, the recipe is for Predict 2.5, which reads captions by Qwen2.5-VL)",
+        "img_context_dim_in": " (Cosmos-Transfer, which takes controls and pictures, is not trained here)",
         **dict.fromkeys(
             ("audio_in_channels", "audio_sampling_rate", "audio_hop_length"),
             " (codec.sound_path, the audio_vae of its pipeline)",
@@ -299,8 +301,9 @@ def given_arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def all_arguments(config: ModelConfig) -> dict[str, Any]:
-    """The arguments that are given, and the defaults of the model's class for the others."""
-    return with_defaults(model_class(config), given_arguments(config))
+    """The arguments that are given, and for the others those of a model that begins without weights, or its class's."""
+    fresh = {} if config.path else recipe_of(config).fresh
+    return with_defaults(model_class(config), {**fresh, **given_arguments(config)})
 
 
 def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ _PREFIXES = {
     "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
     "clip_text_model": ("text_model.",),
 }
+# What the standard deviation of a layer's state is raised by, where all are taken.
+_LEAST_DEVIATION = 1e-8
 # Captions, and words, that are looked at.
 _TOLD_APART = 1000
 
@@ -66,8 +68,9 @@ class TextStates:
     skipped: int | None = 0
     # The state of the first of them is taken all the same.
     keeps_first: bool = False
-    # The layer whose output is taken, −2 the last but one; None is what the encoder gives, behind its last norm.
-    layer: int | None = None
+    # The layer whose output is taken, −2 the last but one; or those of all, side by side, each with mean 0 and standard
+    # deviation 1; None is what the encoder gives, behind its last norm.
+    layer: int | Literal["all"] | None = None
     # One state for the whole caption, in place of one for each token.
     pooled: bool = False
     # Tokens of a caption; None is `text.length`.
@@ -147,7 +150,7 @@ class TextEncoder:
 
     @property
     def shape(self) -> TextShape:
-        width = _width_of(self.model.config)
+        width = _width_of(self.model.config, self.taken)
         if self.connectors is not None:
             width = _width_of_connectors(self.connectors.config)
         elif self.taken.connectors:
@@ -214,7 +217,7 @@ class TextEncoder:
             # T5 has none; what it makes of the mark at the end of a caption stands for it.
             state = output.last_hidden_state[:, int(mask.sum()) - 1] if pooled is None else pooled
             return state.unsqueeze(1).to(dtype)
-        states = output.last_hidden_state if taken.layer is None else output.hidden_states[taken.layer]
+        states = _states_of(output, taken.layer)
         skipped = self.skipped(caption)
         states, mask = (
             torch.cat([each[:, : skipped.start], each[:, skipped.stop :]], dim=1) if skipped else each
@@ -255,14 +258,24 @@ class TextEncoder:
 
         Raises:
             ValueError: different words, or different captions, all become the same tokens, or tokens that the encoder
-                does not have; or the tokenizer makes too few of the template.
+                does not have; or the tokenizer makes too few of the template, or the template leaves no room.
         """
-        of_template = len(self.tokenizer(self.taken.template.format(""))["input_ids"])
+        of_template = len(
+            self.tokenizer(self.taken.template.format(""), add_special_tokens=self.taken.special_tokens)[
+                "input_ids"
+            ]
+        )
         if self.taken.skipped and of_template <= self.taken.skipped:
             raise ValueError(
                 f"the tokenizer of {self.option} is of another encoder: it makes {of_template} tokens of a "
                 f"template that has more than {self.taken.skipped}; give a --{self.option} whose tokenizer and encoder "
                 "belong together"
+            )
+        in_states = of_template - len(self._skipped)
+        if self.taken.length is None and in_states >= self._length:
+            raise ValueError(
+                f"text.length ({self._length}) leaves no room for captions: {in_states} tokens are those of the "
+                "template that they are read in; set it higher"
             )
         different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
         words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
@@ -354,7 +367,7 @@ def text_shapes(config: TextConfig, taken: Sequence[TextStates]) -> list[TextSha
         widths = [
             _width_of_connectors(_connectors_of(config, each))
             if each.connectors
-            else _width_of(_config_of(*named, each))
+            else _width_of(_config_of(*named, each), each)
             for each, named in folders
         ]
     return [
@@ -416,9 +429,24 @@ def train_tokenizer(captions: Sequence[str]) -> str:
     return tokenizer.to_str()
 
 
-def _width_of(config: Any) -> int:
-    """How wide an encoder's states are, by its configuration."""
-    return int(config.d_model if hasattr(config, "d_model") else config.hidden_size)
+def _width_of(config: Any, taken: TextStates) -> int:
+    """How wide the states are that are taken of an encoder, by its configuration."""
+    width = int(config.d_model if hasattr(config, "d_model") else config.hidden_size)
+    return width * int(config.num_hidden_layers) if taken.layer == "all" else width
+
+
+def _states_of(output: Any, layer: int | Literal["all"] | None) -> Tensor:
+    """[1, L, width] of what an encoder gives."""
+    if layer is None:
+        states: Tensor = output.last_hidden_state
+    elif layer == "all":
+        # [1, L, layers, width], without what goes into the first layer.
+        states = torch.stack(output.hidden_states[1:], dim=2)
+        states = (states - states.mean(-1, keepdim=True)) / (states.std(-1, keepdim=True) + _LEAST_DEVIATION)
+        states = states.flatten(2)
+    else:
+        states = output.hidden_states[layer]
+    return states
 
 
 def _width_of_connectors(config: Any) -> int:
@@ -507,12 +535,12 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
         config = cls.config_class.from_dict(description)
     except Exception as error:  # whatever it raises for values that do not work
         raise unloadable(cls, option, folder, error) from error
-    if taken.layer is not None and config.num_hidden_layers <= taken.layer:
+    if isinstance(taken.layer, int) and config.num_hidden_layers <= taken.layer:
         raise ValueError(
             f"{option} {folder} has {config.num_hidden_layers} layers, and what this model takes is given by the "
             f"{taken.layer}th, below its end; choose the encoder of the model's pipeline"
         )
-    if taken.layer is not None and taken.layer >= 0:
+    if isinstance(taken.layer, int) and taken.layer >= 0:
         # What lies above is read by nobody. One layer more, or the state would be behind the last norm.
         config.num_hidden_layers = taken.layer + 1
     return config

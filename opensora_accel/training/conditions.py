@@ -18,7 +18,8 @@ LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token 
     times      0 | t | t
     loss       latent frames 1 and 2: its sampler puts the given one back
 
-Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros.
+Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict 2.5 has
+that channel alone, and times of latent frames, next to 0 where it is given.
 
 Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, opensora/utils/train.py). Channels: Wan 2.1
 (arXiv:2503.20314). Where nothing is given (`t2v`), mask and clip are zero, as in Open-Sora.
@@ -107,17 +108,20 @@ class Conditioning:
     in_grey: bool = False
     # The channels are there in a run that gives no frames too, and are zero.
     always: bool = False
+    # They are the mask's alone, of a model that takes latents in their place.
+    mask_alone: bool = False
 
     @property
     def has_channels(self) -> bool:
-        """Whether the model has channels behind those of the noisy clip; of latents in their place, zeros and where."""
+        """Whether the model has channels behind those of the noisy clip; of latents in their place, they say where."""
         return self.place == "channels" or self.mask is not None
 
     def num_channels(self, codec_channels: int, temporal: int) -> int:
         """Channels of what is given and its mask, behind those of the noisy clip."""
         if not self.has_channels:
             return 0
-        return codec_channels + {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
+        of_mask = {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
+        return of_mask if self.mask_alone else codec_channels + of_mask
 
     def input_channels(self, codec: Codec) -> int:
         """All channels that a model takes, with those of the noisy clip."""
@@ -254,7 +258,9 @@ def encode_condition(
     if conditioning.place == "latents":
         marks = None
         if conditioning.has_channels:
-            marks = torch.cat([torch.zeros_like(latents), everywhere(whole[:, None])], dim=1)
+            marks = everywhere(whole[:, None])
+            if not conditioning.mask_alone:
+                marks = torch.cat([torch.zeros_like(latents), marks], dim=1)
         return Condition(latents, given=whole, marks=marks), whole
     if conditioning.mask == "frames":
         latents = torch.cat([everywhere(mask), latents], dim=1)

@@ -239,7 +239,7 @@ def sample(
     times: Tensor,
     alphas: Sequence[float] | None = None,
 ) -> list[Tensor]:
-    """Latents [B, C, …] from noise of that shape, by Euler steps along the times [steps + 1], from 1 to 0.
+    """Latents [B, C, …] from noise of that shape, by Euler steps along the times [steps + 1], from about 1 to 0.
 
     Args:
         predict: gives the velocity of each stream, for the latents of each and a timestep [B] of the clips.

@@ -277,6 +277,7 @@ def test_a_configured_run_is_planned(tmp_path, monkeypatch, capsys):
 FAMILIES = {
     "MiniMaxH3Transformer3DModel": {},
     "Kandinsky5Transformer3DModel": {"conditions": {"i2v_head": 1.0}},
+    "CosmosTransformer3DModel": {"conditions": {"i2v_head": 1.0}},
     "LTX2VideoTransformer3DModel": {},
     "WanTransformer3DModel": {"conditions": {"i2v_head": 1.0}},
     "HunyuanVideo15Transformer3DModel": {},

@@ -95,7 +95,8 @@ def qwen(taken, length, captions):
     options = {"num_key_value_heads": 2, "rope_parameters": rope}
     encoder = in_template("Qwen2_5_VLText", taken, length, captions, Processor, **options)
     encoder.tokenizer.chat_template = (
-        "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
+        "{% for each in messages %}<|im_start|>{{ each.role }}\n{% if each.content is string %}{{ each.content }}"
+        "{% else %}{% for part in each.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return encoder

@@ -15,7 +15,7 @@ from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.recipes import RECIPES, check_recipe
 
-H3, KANDINSKY = "MiniMaxH3Transformer3DModel", "Kandinsky5Transformer3DModel"
+COSMOS, H3, KANDINSKY = (f"{name}Transformer3DModel" for name in ("Cosmos", "MiniMaxH3", "Kandinsky5"))
 
 
 def config(name, arguments=None, **tables):
@@ -98,6 +98,25 @@ def test_kandinsky_has_places_for_so_much():
         ):
             with pytest.raises(ValueError, match=message):
                 built(config(KANDINSKY, arguments, data=data, text={"length": length}))
+
+
+def test_only_a_cosmos_that_can_be_called_is_trained(monkeypatch):
+    from diffusers.models.transformers import transformer_cosmos
+
+    monkeypatch.delattr(transformer_cosmos, "transforms", raising=False)
+    tiny = dict(RECIPES[COSMOS].tiny)
+    with fake_world(0, 1):
+        init_parallel(Plan(), "cpu")
+        built(config(COSMOS, tiny))
+        for arguments, message in (
+            ({"concat_padding_mask": True}, "torchvision, which is not installed; install"),
+            ({"use_crossattn_projection": False}, r"gives? True \(of Cosmos, the recipe is for Predict 2.5"),
+            ({"img_context_dim_in": 16}, "Cosmos-Transfer"),
+            ({"patch_size": [1, 5, 2]}, r"data\.height \(\d+\) must be a multiple of 20"),
+            ({"in_channels": 48}, "in_channels is 48, but the encoders give 49"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                built(config(COSMOS, tiny | arguments))
 
 
 def test_kandinskys_captions_are_cleaned_as_its_pipeline_does():

@@ -253,6 +253,7 @@ OTHER_WAYS = {
     "LTX2VideoTransformer3DModel": {},
     "SanaVideoTransformer3DModel": {},
     "Kandinsky5Transformer3DModel": {},
+    "CosmosTransformer3DModel": {},
     "CogVideoXTransformer3DModel": {},
     "HunyuanVideo15Transformer3DModel": {"conditions.t2v": 0, "image.width": 8},
 }

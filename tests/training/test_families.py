@@ -15,6 +15,7 @@ from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import LoraConfig
 from tests.tiers import some
 from tests.training.runs import tiny_config
+from tests.training.vaes import wan_vae
 
 CAPTION = "a gradient of colour number 0"
 # A class of each; Wan's own is in all other tests.
@@ -81,7 +82,11 @@ def adapted(config):
         pipeline.update_components(transformer=model)
         pipeline.load_lora_weights(f"{config.output}/lora")
     elif hasattr(pipeline_class, "load_lora_weights"):
-        pipeline = pipeline_class(**dict.fromkeys(parts) | {"transformer": model})
+        given = {"transformer": model}
+        if "safety_checker" in parts:
+            # Cosmos's is not made without one, nor without the statistics of a VAE.
+            given |= {"safety_checker": torch.nn.Identity(), "vae": wan_vae()}
+        pipeline = pipeline_class(**dict.fromkeys(parts) | given)
         pipeline.load_lora_weights(f"{config.output}/lora")
     else:
         model.load_lora_adapter(

@@ -58,6 +58,7 @@ SHIFTS = {
     "HunyuanVideo15Transformer3DModel": 5.0,
     "SanaVideoTransformer3DModel": 8.0,
     "Kandinsky5Transformer3DModel": 5.0,
+    "CosmosTransformer3DModel": 5.0,
 }
 
 

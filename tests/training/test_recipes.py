@@ -14,8 +14,10 @@ import diffusers
 import numpy
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.transformers import transformer_cosmos
+from diffusers.pipelines.cosmos import pipeline_cosmos2_5_predict
 from PIL import Image
 
 from opensora_accel.precision import LiftOperations
@@ -95,6 +97,16 @@ PLAIN_GUIDANCE = {
     "audio_modality_scale": 1.0,
     "audio_guidance_rescale": 0.0,
 }
+# Of the first order, and not corrected: Euler's steps.
+KARRAS = {
+    "use_karras_sigmas": True,
+    "use_flow_sigmas": True,
+    "prediction_type": "flow_prediction",
+    "sigma_max": 200.0,
+    "sigma_min": 0.01,
+    "solver_order": 1,
+    "disable_corrector": list(range(STEPS)),
+}
 ROTARY = {"use_rotary_positional_embeddings": True, "sample_height": 4, "sample_width": 6}
 # By the class of the model, and what is published under one.
 FAMILIES = {
@@ -124,6 +136,10 @@ FAMILIES = {
         hunyuan_video15_vae, {"shift": 5.0}, 5.0, (9, 64, 96), length=96
     ),
     "Kandinsky5Transformer3DModel": Family(hunyuan_video_vae, {"shift": 5.0}, 5.0, (9, 32, 48), length=64),
+    # Its guidance begins with 0.
+    "CosmosTransformer3DModel": Family(
+        wan_vae, KARRAS, 5.0, (9, 32, 48), {"guidance_scale": GUIDANCE - 1}, length=64
+    ),
     "SanaVideoTransformer3DModel": Family(
         wan_vae, {"shift": 8.0}, 8.0, (9, 32, 64), {"use_resolution_binning": False}
     ),
@@ -205,6 +221,12 @@ FROM_FRAMES = {
     ),
     "SANA-Video": FromFrame("SanaVideoTransformer3DModel", "SanaImageToVideoPipeline"),
     "Kandinsky 5": FromFrame("Kandinsky5Transformer3DModel", "Kandinsky5I2VPipeline"),
+    "Cosmos-Predict 2.5": FromFrame(
+        "CosmosTransformer3DModel",
+        "Cosmos2_5_PredictBasePipeline",
+        # As what is published has it.
+        config={"concat_padding_mask": True},
+    ),
     "HunyuanVideo 1.5": FromFrame(
         "HunyuanVideo15Transformer3DModel", "HunyuanVideo15ImageToVideoPipeline", picture_width=8
     ),
@@ -215,6 +237,31 @@ FROM_FRAMES = {
 OF_OWN_VAE = [
     name for name in FAMILIES if not name.endswith(("2B", "1.5", "distilled")) and "Video15" not in name
 ]
+
+
+class Unguarded:
+    """In place of Cosmos's guardrail: nothing is unsafe."""
+
+    def to(self, device):
+        return self
+
+    def check_text_safety(self, text):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def torchvision(monkeypatch):
+    """What Cosmos takes of it, where it is not installed: a mask in another size, and a picture as numbers."""
+    functional = SimpleNamespace(
+        resize=lambda mask, size, interpolation: torch.nn.functional.interpolate(
+            mask, size, mode=interpolation
+        ),
+        to_tensor=lambda picture: torch.from_numpy(numpy.array(picture)).movedim(-1, 0) / 255,
+    )
+    transforms = SimpleNamespace(functional=functional, InterpolationMode=SimpleNamespace(NEAREST="nearest"))
+    monkeypatch.setattr(transformer_cosmos, "transforms", transforms, raising=False)
+    module = SimpleNamespace(transforms=transforms)
+    monkeypatch.setattr(pipeline_cosmos2_5_predict, "torchvision", module, raising=False)
 
 
 def class_of(name):
@@ -244,18 +291,20 @@ def encoders(name):
 
 def exact_scheduler(options, times):
     """A scheduler of diffusers. One of flow is held against our times, and gets them: its own are rounded to fp32."""
-    if "prediction_type" in options:
+    if options.get("prediction_type") == "v_prediction":
         return diffusers.CogVideoXDDIMScheduler(**options)
+    of_euler = "solver_order" not in options
+    base = FlowMatchEulerDiscreteScheduler if of_euler else UniPCMultistepScheduler
 
-    class Exact(FlowMatchEulerDiscreteScheduler):
-        @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)
+    class Exact(base):
+        @functools.wraps(base.set_timesteps)
         def set_timesteps(self, *args, sigmas=None, **kwargs):
-            if sigmas is None:
+            if sigmas is None and of_euler:
                 # Wan's own code passes these (wan/utils/fm_solvers.py, get_sampling_sigmas), its pipeline none.
                 args, sigmas = (), numpy.linspace(1, 1 / STEPS, STEPS)
             super().set_timesteps(*args, sigmas=sigmas, **kwargs)
             # Mochi's own time runs from noise to clip.
-            own = 1 - times if self.config.invert_sigmas else times
+            own = 1 - times if self.config.get("invert_sigmas") else times
             torch.testing.assert_close(self.sigmas.double(), own, atol=1e-6, rtol=0)
             self.sigmas, self.timesteps = own, own[:-1] * 1000
 
@@ -320,10 +369,14 @@ def setting(name, vae=None, frame=None):
         parts |= {"image_encoder": pictures.model, "feature_extractor": pictures.processor}
     if recipe.pipeline == "HunyuanVideo15Pipeline":
         parts["guider"] = diffusers.ClassifierFreeGuidance(guidance_scale=GUIDANCE)
+    if recipe.pipeline.startswith("Cosmos"):
+        parts["safety_checker"] = Unguarded()
     parts |= frame.given if frame else {}
-    pipeline = getattr(diffusers, frame.pipeline if frame else recipe.pipeline)(
-        **parts, scheduler=exact_scheduler(family.scheduler, times)
-    )
+    # Cosmos's rounds one over the standard deviations of latents when it is made.
+    with without_rounding():
+        pipeline = getattr(diffusers, frame.pipeline if frame else recipe.pipeline)(
+            **parts, scheduler=exact_scheduler(family.scheduler, times)
+        )
     pipeline.tokenizer_max_length = family.length
     pipeline.set_progress_bar_config(disable=True)
     return SimpleNamespace(
@@ -372,10 +425,11 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
         negative_prompt=[""] * len(captions),
         num_inference_steps=STEPS,
         output_type=output_type,
-        **{name: value for name, value in by_call.items() if name in known},
-        **made.given,
+        **{name: value for name, value in by_call.items() if name in known}
+        | made.given
         # Some write into it.
-        **{"latents": in_channels(made, as_given(made, noise)).clone(), **given},
+        | {"latents": in_channels(made, as_given(made, noise)).clone()}
+        | given,
     )
     return answer if whole else answer.frames
 
@@ -431,6 +485,9 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
         (found,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, condition)
         other = condition._replace(latents=torch.zeros_like(condition.latents))
         (without,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, other)
+    if "Cosmos" in name:
+        # Its pipeline walks from noise to the frame by as much as the times do, 200/201, and leaves it there.
+        expected[:, :, 0] += (1 - 200 / 201) * (found - noise)[:, :, 0]
     assert (as_given(made, found) - expected).abs().max() < 1e-10
     assert (found - without).abs().max() > 1e-3, "the frame counts"
 
@@ -670,6 +727,26 @@ def test_states_in_a_template_and_of_the_whole_are_the_pipelines():
     assert not torch.equal(found[0], found[1]), "the captions are seen"
     assert torch.equal(second.encode(captions, CPU, torch.float64).squeeze(1), pooled)
     assert second.num_tokens(captions) == [1, 1, 1] and second.shape == (1, 24)
+
+
+def test_states_of_all_layers_are_the_pipelines():
+    made = setting("CosmosTransformer3DModel")
+    captions, length = [*CAPTIONS, "", " ".join(CAPTIONS * 5)], made.objective.config.text.length
+    (text,) = made.objective.texts
+    states, _ = made.pipeline.encode_prompt(captions, None, False, max_sequence_length=length)
+    found = text.encode(captions, CPU, torch.float64)
+    assert text.shape == (length, 4 * 32) and text.num_tokens(captions) == [length] * 4
+    assert (found - states).abs().max() < 1e-12
+    assert all(not torch.equal(found[0], other) for other in found[1:]), "captions are seen"
+    # Words of the small tokenizer leave lines out.
+    chat = [
+        {"role": role, "content": content}
+        for role, content in (
+            ("system", "You are a helpful assistant who will provide prompts to an image generator."),
+            ("user", CAPTIONS[0]),
+        )
+    ]
+    assert text.taken.text_of(CAPTIONS[0]) == text.tokenizer.apply_chat_template(chat, tokenize=False)
 
 
 def test_states_of_what_stands_in_quotes_are_the_pipelines():

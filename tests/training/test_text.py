@@ -19,7 +19,7 @@ from opensora_accel.training.captions import (
 from opensora_accel.training.kept import EmbeddedCaptions
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import TextConfig
-from tests.training.language import gemma, gemma3, saved_pair
+from tests.training.language import gemma, gemma3, qwen, saved_pair
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
@@ -256,6 +256,16 @@ def test_captions_that_differ_behind_the_cut_are_refused():
     with pytest.raises(ValueError, match=r"the same in their first 4 tokens.* raise --text\.length"):
         encoder.check(captions)
     built(TextConfig(width=32, length=40), train_tokenizer(captions)).check(captions)
+
+
+def test_a_template_that_takes_all_tokens_is_refused():
+    """One caption alone is the same as no other."""
+    taken = RECIPES["CosmosTransformer3DModel"].text[0]
+    qwen(taken, 64, CAPTIONS).check(CAPTIONS[:1])
+    with pytest.raises(ValueError, match=r"text\.length \(16\) leaves no room for captions: \d\d tokens"):
+        qwen(taken, 16, CAPTIONS).check(CAPTIONS[:1])
+    skipped = RECIPES["Kandinsky5Transformer3DModel"].text[0]
+    qwen(skipped, 64, CAPTIONS).check(CAPTIONS[:1])
 
 
 def test_a_tokenizer_of_another_encoder_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opensora_accel.training.recipes import (
     cogvideox,
+    cosmos,
     hunyuan_video,
     hunyuan_video15,
     kandinsky5,
@@ -33,6 +34,7 @@ RECIPES: dict[str, Recipe] = {
                 minimax_h3,
                 mochi,
                 cogvideox,
+                cosmos,
                 hunyuan_video,
                 hunyuan_video15,
                 kandinsky5,

@@ -194,7 +194,7 @@ class Recipe:
     sound: SoundTokens | None = None
     # A call takes one clip and its caption without padding: they are one sequence, or padding would be seen.
     packs: bool = False
-    # (number of steps, α) → the times that a sample passes, [steps + 1] from 1 to 0.
+    # (number of steps, α) → the times that a sample passes, [steps + 1] from 1, or next to it, to 0.
     times: Callable[[int, float], Tensor] = even_times
     # The blocks of which the last gives states of text that nothing uses.
     unused_text: str = ""
@@ -309,7 +309,7 @@ class Recipe:
         return weights * min_snr_weights(times, config.min_snr) if config.min_snr else weights
 
     def sample_times(self, num_steps: int, alpha: float) -> Tensor:
-        """The times that a sample passes, [num_steps + 1] from 1 to 0."""
+        """The times that a sample passes, [num_steps + 1] from 1, or next to it, to 0."""
         return (self.times if self.levels is None else self.levels.sampled)(num_steps, alpha)
 
 
