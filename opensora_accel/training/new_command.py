@@ -42,6 +42,8 @@ _PUBLISHED = {
     "mochi": "genmo/mochi-1-preview",
     "cogvideox-2b": "THUDM/CogVideoX-2b",
     "cogvideox-5b": "THUDM/CogVideoX-5b",
+    # Each of its kinds lies on a branch.
+    "cosmos-predict2.5-2b": "nvidia/Cosmos-Predict2.5-2B --revision diffusers/base/post-trained",
     "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
     "kandinsky-5-lite": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
     "minimax-h3": "MiniMaxAI/MiniMax-H3",
