@@ -310,6 +310,8 @@ def _state_ratio(optimizer: torch.optim.Optimizer | None) -> float:
     if optimizer is None:
         return 0.0
     defaults = optimizer.defaults
+    if optimizer.param_groups[0].get("is_matrix"):
+        return 1.0  # Muon has one average of matrices, which are nearly all
     if "betas" in defaults:
         return 3.0 if defaults.get("amsgrad") else 2.0
     return 1.0 if defaults.get("momentum") else 0.0

@@ -45,7 +45,7 @@ _STEP_SIZE = 0.2
 def hidden_matrices(blocks: Iterable[nn.Module]) -> list[Tensor]:
     """The trained matrices of the blocks' linear layers: not embeddings, projections of patches and answers, tables."""
     layers = (layer for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear))
-    return [layer.weight for layer in layers if layer.weight.requires_grad]
+    return list(dict.fromkeys(layer.weight for layer in layers if layer.weight.requires_grad))
 
 
 class Muon(ShardwiseAdamW):
@@ -56,17 +56,12 @@ class Muon(ShardwiseAdamW):
     Communication: of matrices that are sharded, two all-to-alls for each N of one shape, over their N ranks.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            if group["is_matrix"]:
-                self._step_matrices(group)
-        super().step()
-        return loss
-
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
-        return False if group["is_matrix"] else super()._init_group(group, *lists)
+        # Of a group that is stepped here the lists stay empty, and AdamW has nothing to do.
+        if not group["is_matrix"]:
+            return super()._init_group(group, *lists)
+        self._step_matrices(group)
+        return False
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         rate, decay = float(group["lr"]), group["weight_decay"]

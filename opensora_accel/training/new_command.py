@@ -23,7 +23,6 @@ from opensora_accel.training.config import AUTO_PLAN, TrainConfig, config_from_d
 from opensora_accel.training.recipes import Recipe, check_recipe, patches_of
 from opensora_accel.training.sections import CodecConfig, ModelConfig
 
-_CPU = torch.device("cpu")
 # A line of the file: an option, its value, and what to know of it.
 _Line = tuple[str, Any, str]
 
@@ -179,7 +178,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         ("save_every", 500, ""),
     ]
     num_frames = published["data.num_frames"]
-    codec = build_codec(CodecConfig(path=str(folder / "vae")), _CPU, torch.float32, outline=True)
+    codec = build_codec(CodecConfig(path=str(folder / "vae")), torch.device("meta"), torch.float32)
     # Whole patches of latent frames. A VAE of another family is refused later, by what it gives the model.
     patch = patches_of(arguments)[0]
     unit = codec.latent_frames.unit * patch
@@ -260,13 +259,14 @@ def _flow_lines(folder: Path, recipe: Recipe, published: Mapping[str, Any]) -> I
     path = folder / "scheduler" / "scheduler_config.json"
     scheduler = read_json(path, dict[str, Any]) if path.is_file() else {}
     shift: Any = published.get("flow.shift")
+    why = "its scheduler's" if shift is None else "as it was trained, or is sampled"
     if recipe.levels is not None:
         scale = scheduler.get("snr_shift_scale", 1.0)
         shift = round(scale**0.5, 5) if scale != 1.0 else None
     elif shift is None:
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
     if shift is not None:
-        yield "flow.shift", shift if isinstance(shift, str) else float(shift), "its scheduler's"
+        yield "flow.shift", shift if isinstance(shift, str) else float(shift), why
     if "flow.time_distribution" in published:
         yield "flow.time_distribution", published["flow.time_distribution"], ""
     if "flow.caption_drop" in published:
@@ -284,7 +284,7 @@ def _check(config: TrainConfig) -> None:
     recipe = build.recipe_of(config.model)
     for alone in config.experts:
         check_recipe(recipe, alone)
-    codec = build_codec(config.codec, _CPU, torch.float32, outline=True)
+    codec = build_codec(config.codec, torch.device("meta"), torch.float32)
     texts = text_shapes(config.text, recipe.text)
     arguments = build.all_arguments(config.model)
     for name, needed in build.derived_arguments(config, codec, texts).items():

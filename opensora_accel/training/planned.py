@@ -111,16 +111,17 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
 
     A VAE and a picture encoder are counted with a cache too: they stay until the last clip is encoded. A text encoder
     with text.cache is gone before the transformer comes. The small encoders of a run without folders are not counted.
+    Sizes are read, and no weights: these need not be there.
 
     Raises:
         FileNotFoundError, ValueError: a folder holds none; as the trainer would say it.
     """
-    cpu, dtype = torch.device("cpu"), torch.float32
+    meta, dtype = torch.device("meta"), torch.float32
     parts: dict[str, tuple[nn.Module, str]] = {}
     if config.text.path and not config.text.cache:
         taken = build.recipe_of(config.model).text
         for number, (option, path) in enumerate(text_paths(config.text, taken)):
-            text = build_text_encoder(config.text, "", config.seed, cpu, dtype, taken, number, outline=True)
+            text = build_text_encoder(config.text, "", config.seed, meta, dtype, taken, number)
             kind = ("text encoder", "second text encoder")[number]
             parts[kind] = text.model, f"{option} {path} in {config.text.dtype}"
             if text.connectors is not None:
@@ -128,16 +129,16 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
                     text.connectors,
                     f"text.path_2 {config.text.path_2} in {config.text.dtype}",
                 )
-    codec = build_codec(config.codec, cpu, dtype, outline=True)
+    codec = build_codec(config.codec, meta, dtype)
     if isinstance(codec, VideoVAE):
         parts["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
     of_sound = build.recipe_of(config.model).sound
     if config.codec.sound_path and of_sound is not None:
-        sounds: Any = build_sound_codec(config.codec, of_sound, cpu, dtype, outline=True)
+        sounds: Any = build_sound_codec(config.codec, of_sound, meta, dtype)
         parts["sound vae"] = sounds.model, f"codec.sound_path {config.codec.sound_path} in fp32"
     if config.image.path:
         taken_pictures = build.pictures_of(config)
-        pictures = build_picture_encoder(config.image, config.seed, cpu, dtype, taken_pictures, outline=True)
+        pictures = build_picture_encoder(config.image, config.seed, meta, dtype, taken_pictures)
         parts["image encoder"] = pictures.model, f"image.path {config.image.path} in {config.image.dtype}"
     return {
         kind: (sum(each.nbytes for each in (*model.parameters(), *model.buffers())), source)

@@ -71,7 +71,8 @@ def load_pretrained(
     Args:
         make: builds the `cls`.
         stem: how the library names the files of weights.
-        device: None leaves it without memory: its sizes are known, and that all of its weights are there.
+        device: None leaves it without memory: its sizes are known, and that all of its weights are there. On "meta"
+            its sizes are known, and its weights need not be there.
         prefixes: the first of these that a name in the files begins with is no part of the model's own name.
 
     Raises:
@@ -88,6 +89,8 @@ def load_pretrained(
     finally:
         torch.set_default_dtype(before)
     _keep_in_fp32(model)
+    if device is not None and device.type == "meta":
+        return model
     try:
         found = find_stored(Path(folder), stem)
         stored = {_without_prefix(name, prefixes): each for name, each in found.items()}

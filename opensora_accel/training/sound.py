@@ -255,8 +255,9 @@ def build_sound_codec(
         return WaveVAE(vae)
     beside = Path(os.path.abspath(config.sound_path)).with_name("vocoder")
     vocoder = partial(_load, "the vocoder of codec.sound_path,", str(beside), _VOCODERS)
-    # Whatever is wrong with it is found before anything is trained: without memory, all of its weights are there.
-    vocoder(None)
+    if device.type != "meta":
+        # Whatever is wrong with it is found before anything is trained: without memory, all of its weights are there.
+        vocoder(None)
     return SpectrumVAE(vae, partial(vocoder, device))
 
 

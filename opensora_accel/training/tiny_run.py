@@ -106,7 +106,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     )
     conditioning = None
     if given.are_used:
-        sizes = build_codec(config.codec, torch.device("cpu"), torch.float32, outline=True)
+        sizes = build_codec(config.codec, torch.device("meta"), torch.float32)
         conditioning = build.conditioning_of(config, sizes)
     return dataclasses.replace(
         config,
@@ -216,7 +216,7 @@ class TrueSize:
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
         """With the sizes of the VAE that the run names; none of its weights is read."""
-        codec = build_codec(config.codec, torch.device("cpu"), torch.float32, outline=True)
+        codec = build_codec(config.codec, torch.device("meta"), torch.float32)
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)

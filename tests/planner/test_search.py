@@ -320,6 +320,16 @@ REFERENCE = reference(Reference, StandInWorkload(), "bf16")
 ALL_PLANS = plans_of(Request(((StandInWorkload(), 1.0),), H100, 16))
 
 
+def test_muon_gets_the_plans_that_it_takes():
+    """Whole matrices, where they are computed: no tp, and no shards on the host."""
+    for optimizer, is_offered in (("adamw", True), ("muon", False)):
+        excluded = Counter()
+        asked = request(residents=Residents(optimizer))
+        found = [plan for plan, _passes in candidates(asked, excluded, has_tensor_table=True)]
+        assert any(plan.tp > 1 for plan in found) == any(plan.cpu_offload for plan in found) == is_offered
+        assert ("tp > 1: muon takes whole matrices" in excluded) == (not is_offered) and found
+
+
 def test_divisors_are_all():
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]
 

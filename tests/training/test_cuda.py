@@ -58,18 +58,19 @@ def test_every_plan_has_the_same_losses(on, run, config_file, tmp_path):
 def test_every_family_learns_what_it_learns_on_a_cpu(on, run, clips, tmp_path, monkeypatch, name):
     """With samples at the end, of a model that was built without memory."""
 
-    def train(output):
+    def train(output, device):
         path = tmp_path / "run.json"
         changes = {"num_samples": 1, "flow.sample_steps": 2}
         config = config_of(name, clips, output, **changes)
         path.write_text(json.dumps(asdict(config)), encoding="utf-8")
         status, text = run("train", "--config", path)
         assert status == 0 and list(output.glob("samples/*/*.mp4")), text
+        assert ("GPU rank(s)" in text) == (device == "cuda"), text
         return losses(output)
 
-    found = train(tmp_path / "here")
+    found = train(tmp_path / "here", on)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert (found - train(tmp_path / "on the host")).abs().max() < 1e-4
+    assert (found - train(tmp_path / "on the host", "cpu")).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)

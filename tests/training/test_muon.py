@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from opensora_accel import Plan
+from opensora_accel.profiler.out_of_memory import _state_ratio
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.muon import Muon, hidden_matrices
 from opensora_accel.training.optim import ShardwiseAdamW, build_optimizer
@@ -126,15 +127,16 @@ def test_steps_are_as_long_as_those_of_adamw(ranks, clips, tmp_path):
     assert all(by == pytest.approx(1, rel=0.05) for is_hidden, by in moved.values() if not is_hidden)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, lora):
-    plan = Plan(dp_shard=2, sharding="zero3")
+# Of an adapter of 3 rows two ranks of 5 have none.
+@pytest.mark.parametrize(("num_ranks", "lora"), [(2, False), (5, True)])
+def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, num_ranks, lora):
+    plan = Plan(ulysses=num_ranks, sharding="zero3")
     changes = MUON | ({"lora.rank": 3} if lora else {})
     config = tiny_config(clips, tmp_path / "run", plan, steps=4, **changes)
-    whole, weights, _ = ranks(2, trained, config)[0]
+    whole, weights, _ = ranks(num_ranks, trained, config)[0]
     half = tiny_config(clips, tmp_path / "half", plan, steps=4, **changes)
-    first, _, saved = ranks(2, trained, half, None, 2)[0]
-    second, found, _ = ranks(2, trained, half, saved)[0]
+    first, _, saved = ranks(num_ranks, trained, half, None, 2)[0]
+    second, found, _ = ranks(num_ranks, trained, half, saved)[0]
     assert first + second == whole and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
@@ -157,8 +159,28 @@ def test_what_does_not_go_together_is_refused(clips, tmp_path):
             tiny_config(clips, tmp_path, plan, **MUON)
 
 
-def test_the_planner_counts_one_average(clips, tmp_path):
-    assert job_of(tiny_config(clips, tmp_path, Plan(), **MUON)).residents.optimizer == "muon"
+def bytes_of_state(config):
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    trainer.step()
+    optimizer = trainer.state.optimizer
+    moments = [each for of_one in optimizer.state.values() for each in of_one.values() if each.dim()]
+    hidden = sum(each.numel() for each in optimizer.param_groups[0]["params"])
+    everything = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
+    return (
+        sum(each.nbytes for each in moments),
+        4 * hidden + 8 * (everything - hidden),
+        _state_ratio(optimizer),
+    )
+
+
+def test_matrices_have_one_average(ranks, clips, tmp_path):
+    config = tiny_config(clips, tmp_path, Plan(), **MUON)
+    found, expected, ratio = ranks(1, bytes_of_state, config)[0]
+    assert found == expected and ratio == 1.0
+    residents = job_of(config).residents
+    assert residents.optimizer == "muon" and residents.state_ratio == pytest.approx(4.1 / 4)
 
 
 def test_without_it_all_is_adamws():

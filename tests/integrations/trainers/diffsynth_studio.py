@@ -8,7 +8,8 @@ Stood in for are
 - `from_pretrained` of its pipeline, which downloads; packages that read images and sound; einops, by functorch's;
 - AdamW, by SGD with momentum: a gradient that is rounding alone moves a parameter of AdamW as far as any other;
 - flash-attn, where a case asks for it, by torch's attention under its name and signature;
-- the order of clips: `os.listdir` sorts, and the loader has a generator, so that all processes read the same clips;
+- the order of clips: the loader has a generator. `os.listdir` sorts on even ranks, and the other way on odd ones, as
+  folders of several machines might; the patch sorts what was found;
 - the seed of noise and timesteps, for one process. The script seeds nothing, and the patch does, by the data rank.
 """
 
@@ -151,7 +152,9 @@ def run_script(
             LiftOperations(),
             drawn("randn_like", "randint") as draws,
             mock.patch("sys.argv", [str(script), *places, "--task=sft:train", *options["arguments"].split()]),
-            mock.patch("os.listdir", lambda path: sorted(listed(path))),
+            mock.patch(
+                "os.listdir", lambda path: sorted(listed(path), reverse=int(os.environ["RANK"]) % 2 == 1)
+            ),
             mock.patch("torch.optim.AdamW", RecordedSGD),
             mock.patch.object(type(pipeline), "from_pretrained", lambda *_, **__: pipeline),
             mock.patch.multiple(ModelLogger, __init__=start_logger, on_step_end=end_step),
