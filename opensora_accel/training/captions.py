@@ -75,9 +75,10 @@ class TextStates:
     pooled: bool = False
     # Tokens of a caption; None is `text.length`.
     length: int | None = None
-    # The encoder leaves padding out of its attention, and what it gives there becomes zero; it attends to it, and that
-    # becomes zero; or it stays, and the model sees it.
-    padding: Literal["unseen", "zeroed", "kept"] = "unseen"
+    # The encoder leaves padding out of its attention.
+    masked: bool = True
+    # What it gives for padding becomes zero; or it stays, and the model sees it.
+    padding: Literal["zeroed", "kept"] = "zeroed"
     # Where padding stands.
     padding_side: Literal["right", "left"] = "right"
     # The tokenizer adds those that it has for a beginning and an end.
@@ -204,7 +205,7 @@ class TextEncoder:
             # A tokenizer may make nothing of it.
             return torch.zeros(1, *self.shape, dtype=dtype, device=device)
         ids, mask = ids.to(device), mask.to(device)
-        seen = mask if taken.padding == "unseen" else None
+        seen = mask if taken.masked else None
         is_inner = taken.layer is not None or self.connectors is not None
         output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=is_inner)
         if self.connectors is not None:
@@ -521,18 +522,18 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
     Raises:
         FileNotFoundError, ValueError: there is none of the types that the family takes.
     """
+    from transformers import CONFIG_MAPPING
+
     wanted = " or ".join(taken.encoders)
     description = read_description(option, folder, f"an encoder of type {wanted}")
     kind = description.get("model_type")
     if kind not in taken.encoders:
         raise ValueError(f"{option} {folder} holds a {kind!r} model; what this model takes is {wanted}")
-    if isinstance(description.get("text_config"), dict):
-        # One that sees pictures too, of which the part that reads is taken.
-        description = description["text_config"]
-        kind = description.get("model_type")
-    cls = _classes()[str(kind)]
+    whole = CONFIG_MAPPING[kind]
+    # Of one that sees pictures too the part that reads is taken. Older files have its sizes beside the others.
+    cls = _classes()[kind if kind in _classes() else whole.sub_configs["text_config"].model_type]
     try:
-        config = cls.config_class.from_dict(description)
+        config = whole.from_dict(description).get_text_config()
     except Exception as error:  # whatever it raises for values that do not work
         raise unloadable(cls, option, folder, error) from error
     if isinstance(taken.layer, int) and config.num_hidden_layers <= taken.layer:

@@ -139,7 +139,7 @@ class Stored:
         made_with = _made_with(device, (captions, pretrained), packages)
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         # What it reads is in the tokens.
-        common |= {name: getattr(states, name) for name in ("layer", "pooled", "padding")}
+        common |= {name: getattr(states, name) for name in ("layer", "pooled", "masked", "padding")}
         files = EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM)
         if not states.connectors:
             return cls(cache, files, common)

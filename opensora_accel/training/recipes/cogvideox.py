@@ -74,7 +74,7 @@ RECIPE = Recipe(
     derive=_derive,
     layout="frames",
     frames=(Conditioning("channels"),),
-    text=(TextStates(padding="kept"),),
+    text=(TextStates(masked=False, padding="kept"),),
     levels=NoiseLevels(0.00085, 0.012),
     published={
         "data.num_frames": 49,

@@ -53,7 +53,7 @@ RECIPE = Recipe(
     derive=_derive,
     text=(
         TextStates(encoders=("llama",), template=_TEMPLATE, skipped=95, layer=-3),
-        TextStates(encoders=("clip_text_model",), pooled=True, length=77, padding="kept"),
+        TextStates(encoders=("clip_text_model",), pooled=True, length=77, masked=False, padding="kept"),
     ),
     # What has not been distilled is guided by two calls.
     fresh={"guidance_embeds": False},

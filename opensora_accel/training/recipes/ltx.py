@@ -56,7 +56,7 @@ RECIPE = Recipe(
     derive=_derive,
     layout="tokens",
     frames=(Conditioning("latents"),),
-    text=(TextStates(padding="zeroed"),),
+    text=(TextStates(masked=False),),
     takes_frame_rate=True,
     times=_times,
     published={
